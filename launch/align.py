@@ -25,7 +25,6 @@ from tqdm import tqdm
 from data_tools.features.frozen_tower import feature_writer
 from launch.pretrain import build
 from vlp import distributed
-from vlp.compute.precision import advise
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
@@ -39,7 +38,7 @@ from vlp.objectives.canonical_correlation import (
     mean_reciprocal_rank,
 )
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.environment import prepare_environment
+from vlp.training.engines.environment import advise, prepare_environment
 
 FEATURE_BATCH = 64
 SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)

@@ -16,7 +16,7 @@ import typer
 from typer import Option
 
 from vlp.process.command_line import Overrides, nearest, positive
-from vlp.process.stop_signals import STOPS
+from vlp.signals import STOPS
 from vlp.tasks.downstream.registry import task_kinds
 
 Config = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
@@ -157,24 +157,6 @@ def convert_albef(
     return _refusing(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
 
 
-def convert_checkpoint(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="sharded checkpoint, `step_N`")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="folder to write; must not exist")],
-) -> int:
-    """Write a sharded checkpoint in full, as safetensors that do not depend on ranks or engine.
-
-    The new folder is a checkpoint too: as `checkpoints/step_N` of a run it is resumed by every
-    engine. A full checkpoint needs no conversion: a run with training.checkpoint_format=sharded
-    resumes it and writes its next one in shards.
-
-    \b
-      vlp convert-checkpoint runs/base/checkpoints/step_9000 runs/moved/checkpoints/step_9000
-    """
-    from vlp.training.checkpoints.full_form import convert
-
-    return _refusing(lambda: convert(old, new))
-
-
 def export(
     model: Annotated[str, Option(metavar="DIR", help="model folder or hub name")],
     out: Annotated[Path, Option(metavar="DIR", help="folder of the exported files")],
@@ -221,7 +203,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from vlp.training.stop.signals import REQUEUE
+    from vlp.training.stop import REQUEUE
 
     handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
     options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]

@@ -81,8 +81,7 @@ def _run(started: float) -> int:
 def _pretrain() -> None:
     import torch
 
-    from vlp.compute.precision import is_emulated
-    from vlp.training.engines.environment import free_port
+    from vlp.training.engines.environment import free_port, is_emulated
 
     environment = dict(os.environ)
     gpus = torch.cuda.device_count()

@@ -29,7 +29,7 @@ from vlp.tasks.retrieval.task import PairsTask
 from vlp.tasks.teacher import Distilled
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
-from vlp.training.engines.sharding import shards_parameters
+from vlp.training.engines.deepspeed import shards_parameters
 from vlp.training.finetune_config import FinetuneConfig
 
 _TRIED = 16

@@ -44,8 +44,8 @@ def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield tables of a run: course, last figures, starts, settings."""
     from evaluation.html_report.run import course, settings
     from evaluation.html_report.sources import read_sources
-    from vlp.process.lock import owner_of
-    from vlp.training.logging.run_record import read_record
+    from vlp.lock import owner_of
+    from vlp.training.run_folder import read_record
 
     [source] = read_sources([folder])
     starts: list[dict[str, Any]] = read_record(folder).get("starts", [])
@@ -99,7 +99,7 @@ def _installed() -> None:
     import torch
 
     import vlp
-    from vlp.training.logging.run_record import PACKAGES, versions
+    from vlp.training.run_folder import PACKAGES, versions
 
     print(f"vlp {vlp.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print("\nversions")

@@ -22,7 +22,7 @@ from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.config import PretrainConfig, ValidationConfig
-from vlp.training.engines.sharding import shards_parameters
+from vlp.training.engines.deepspeed import shards_parameters
 
 _TRIED = 16
 """Samples that are evaluated before the training."""
@@ -48,7 +48,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
         if chosen.features is not None:
             StoredFeatures(chosen.features)
     task.to(distributed.default_device())
-    # ZeRO-3 and FSDP leave a rank parts of the parameters, of which the match score needs all.
+    # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
     whole = copy.deepcopy(task.model) if shards_parameters(training) else None
     loaded = Loaded(whole or task.model, data.text, data.preprocessing)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,8 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _control: Any = None
-_waited = 0.0
-_waits_since: float | None = None
+_waits = False
 
 _DTYPES = {
     "F64": torch.float64,
@@ -49,19 +47,19 @@ _LATE = ("Timed out waiting", "waiting for clients", "wait timeout after")
 _RECORDED = "512"
 
 
-def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = True) -> None:
+def start(
+    timeout: timedelta = timedelta(minutes=30), join: Callable[[timedelta], None] | None = None
+) -> None:
     """Join the other ranks; the launcher's environment says who they are.
 
     Args:
         timeout: after which a collective call fails whose other ranks do not come.
-        with_deepspeed: start the group through DeepSpeed.
+        join: joins them otherwise than PyTorch does (`start_deepspeed`).
     """
     global _control
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
-    if with_deepspeed:
-        from vlp.process.deepspeed_group import start_deepspeed
-
-        start_deepspeed(timeout)
+    if join is not None:
+        join(timeout)
     else:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
@@ -135,22 +133,21 @@ def is_distributed() -> bool:
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """Count the time of a collective call."""
-    global _waited, _waits_since
-    _waits_since = began = time.perf_counter()
+    """Note that a collective call is under way."""
+    global _waits
+    _waits = True
     try:
         yield
     finally:
-        _waits_since = None
-        _waited += time.perf_counter() - began
+        _waits = False
 
 
-def seconds_waited() -> tuple[float, bool]:
-    """Return the time spent in this module's collective calls, and whether one is under way.
+def in_collective() -> bool:
+    """Return whether one of this module's collective calls is under way.
 
     On a GPU they return before they are done; the device then waits by itself.
     """
-    return _waited, _waits_since is not None
+    return _waits
 
 
 def own_store() -> Any:
@@ -232,44 +229,17 @@ class _Gather(torch.autograd.Function):
         return own
 
 
-def local(x: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor of any shape: itself unless it is sharded."""
-    return x.to_local() if _is_sharded(x) else x  # type: ignore[attr-defined]
-
-
-def whole(x: Tensor) -> Tensor:
-    """Return a tensor of any shape at full size; collective where it is sharded."""
-    return x.full_tensor() if _is_sharded(x) else x  # type: ignore[attr-defined]
-
-
-def sharded_like(value: Tensor, held: Any) -> Tensor:
-    """Cut a full-size tensor of any shape as `held` is cut; return it where that is whole."""
-    if not _is_sharded(held):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
-
-
-def put(held: Tensor, value: Tensor) -> None:
-    """Write a full-size tensor of the same shape into one that may be sharded."""
-    local(held).copy_(local(sharded_like(value, held)))
-
-
 def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
-    values = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
-    return {name: host_copy(value) for name, value in values if rank() == 0}
+    """Copy tensors to rank 0's CPU; empty elsewhere."""
+    if rank() > 0:
+        return {}
+    return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def host_copy(x: Tensor) -> Tensor:
     """Return a contiguous copy of any shape on the CPU, in pinned memory if it is a GPU's."""
     how: dict[str, Any] = {"memory_format": torch.contiguous_format, "pin_memory": x.is_cuda}
     return torch.empty_like(x, device="cpu", **how).copy_(x)
-
-
-def _is_sharded(x: Tensor) -> bool:
-    return hasattr(x, "full_tensor")  # a DTensor, whose module takes a second to import
 
 
 def pass_on(tensors: list[Tensor]) -> list[Tensor]:

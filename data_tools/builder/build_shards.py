@@ -30,7 +30,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.index import TABLE_GLOB
 from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
 from vlp.io import parse_json, sync_path, write_text
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 __all__ = [
     "MANIFEST_NAME",

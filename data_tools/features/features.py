@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Here, so that help does not wait for PyTorch.
     from data_tools.features.frozen_tower import feature_writer
     from vlp import distributed
-    from vlp.compute.precision import advise
     from vlp.training.config import PretrainConfig
+    from vlp.training.engines.environment import advise
 
     for name in ("views", "batch"):
         if getattr(arguments, name) < 1:

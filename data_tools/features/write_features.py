@@ -22,7 +22,7 @@ from vlp.data.image.transforms import TrainTransform
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.workers import running, worker_settings
 from vlp.io import atomic_write
-from vlp.process.lock import FolderLock, is_lock
+from vlp.lock import FolderLock, is_lock
 
 _AHEAD = 2
 """Batches that each process has ready or in work."""

@@ -40,7 +40,7 @@ from vlp.data.scenes.splits import Split
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.io import parse_json, write_text
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 SETTINGS_NAME = "scenes.json"
 CORPUS_VERSION = 7

@@ -14,7 +14,7 @@ from data_tools.executor.options import add_executor, executor_of
 from vlp.config import ConfigError
 from vlp.data.shards.build_index import Survey, index_folder
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
 from vlp.io import atomic_write, parse_json, write_json
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 RESHARD_VERSION = 1
 """Raised whenever equal arguments give other shards than before."""

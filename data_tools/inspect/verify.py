@@ -45,7 +45,7 @@ from vlp.data.shards.build_index import index_folder
 from vlp.data.shards.index import INDEX_NAME
 from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
 from vlp.io import sha256_of
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 
 class Examined(NamedTuple):

@@ -35,8 +35,7 @@ from vlp.positions import PositionEncoding
 from vlp.positions.carry_over import carry_over
 from vlp.positions.zero_start import zero_start
 from vlp.tasks.classification.task import ClassificationConfig
-from vlp.training.optimiser import build_adamw, set_learning_rate
-from vlp.training.schedule import learning_rate
+from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
 from vlp.training.vision_config import VisionConfig
 
 TOKENS = "tokens.safetensors"

@@ -23,7 +23,7 @@ from data_tools.executor.executor import go_on
 from data_tools.executor.local import LocalExecutor
 from vlp.config import ConfigError, load_config
 from vlp.io import parse_json, write_json
-from vlp.process.lock import end_with_parent
+from vlp.signals import end_with_parent
 
 if TYPE_CHECKING:
     from vlp.training.config import RunConfig
@@ -121,7 +121,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 
 def _require_same(run: Run, stored: Mapping[str, Any]) -> None:
     """Refuse stored settings that are not the run's, but for what changes no training."""
-    from vlp.training.resume_check import compare
+    from vlp.training.config_differences import compare
 
     told, own = dict(stored), dict(run.settings)
     before, now = told.pop("configuration", None), own.pop("configuration", None)

@@ -22,9 +22,8 @@ from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.__main__ import commands, main
 from launch.commands import train
-from vlp.process.lock import FolderLock
-from vlp.training.logging.run_record import record_start
-from vlp.training.run_folder import RunFolder
+from vlp.lock import FolderLock
+from vlp.training.run_folder import RunFolder, record_start
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 5.0

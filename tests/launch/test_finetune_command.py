@@ -40,7 +40,7 @@ def test_every_shipped_configuration_loads(file):
     assert f"configs/finetune/{file.name}" in header
 
 
-@pytest.mark.commands
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     start = tiny_folder(tmp_path / "start")
@@ -145,10 +145,6 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
         "is not what this command trains": [f"init_from={start}", *data, "task.kind=nlvr2"],
         "did you mean": [f"init_from={start}", *data, "training.evaluate_evry=3"],
         "cannot be shared equally": [f"init_from={start}", *data, "training.batch=9"],
-        "on several ranks": [
-            *(f"init_from={start}", *data, "training.batch=8", "training.static_graph=true"),
-            "training.gradient_accumulation_steps=2",
-        ],
         "no figure 'acuracy'": [f"init_from={start}", *judged, "training.metric=acuracy"],
         "starts with 'modl'": [
             *(f"init_from={start}", *data, "training.optimiser.lr_multipliers={modl: 2}"),
@@ -156,7 +152,7 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
         "nowhere: there is no": [f"init_from={start}", *data[:1], "task.data.validation=[nowhere]"],
     }
     for words, arguments in cases.items():
-        world = 2 if "shared" in words or "ranks" in words else 1
+        world = 2 if "shared" in words else 1
         results = ranks.finish(ranks.start([*COMMAND, *common, *arguments], world))
         assert {code for code, _ in results} == {2}, results
         assert words in results[0][1]

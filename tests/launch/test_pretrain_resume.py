@@ -16,18 +16,15 @@ from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
 from vlp.models.folder import read_model
-from vlp.training.checkpoints.checkpoint import verify
-from vlp.training.stop.signals import REQUEUE
+from vlp.training.checkpoints import verify
+from vlp.training.stop import REQUEUE
 
 pytestmark = pytest.mark.distributed
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 FAILING = Path(__file__).with_name("failing_pretrain.py")
 STAGES = [0, 1, 2, 3]
-TIMES = (
-    *("seconds", "samples_per_second", "data_wait_share"),
-    *("data_wait_share_max", "slowest_rank", "slowest_rank_lag"),
-)
+TIMES = ("seconds", "samples_per_second", "data_wait_share")
 # Statistics that look at one rank's share of the batch.
 LOCAL = ("_spread", "_cosine", "anchor_", "itm_accuracy")
 

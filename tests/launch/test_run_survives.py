@@ -14,7 +14,7 @@ from launch_lab import STEPS, Lab
 from safetensors.torch import load_file
 
 from evaluation.__main__ import main as evaluation
-from vlp.training.checkpoints.checkpoint import verify
+from vlp.training.checkpoints import verify
 
 pytestmark = pytest.mark.distributed
 
@@ -113,31 +113,13 @@ def test_a_folder_that_is_no_run_is_refused_and_stays_as_it_is(lab: Lab, tmp_pat
     assert files(mine) == before
 
 
-@pytest.mark.parametrize("lost", ["deleted", "elsewhere"])
-def test_a_finished_run_without_its_checkpoints_never_begins_anew(
-    lab: Lab, run: Path, lost: str
-) -> None:
-    more = []
-    if lost == "deleted":
-        shutil.rmtree(run / "checkpoints")
-    else:
-        more = [f"training.checkpoint_folder={lab.folder / 'nothing'}"]
+def test_a_finished_run_without_its_checkpoints_never_begins_anew(lab: Lab, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
     before = files(run)
-    code, said = resume(lab, run, *more)
+    code, said = resume(lab, run)
     assert code == 2, said
     assert "holds a run that finished at step 12, but" in said
     assert files(run) == before
-
-
-def test_checkpoints_of_one_run_do_not_go_on_in_the_folder_of_another(lab: Lab, run: Path) -> None:
-    other = lab.output("another")
-    arguments = lab.arguments("another", "training.seed=7", "training.steps=4")
-    ranks.run([COMMAND, *arguments])
-    before = files(other)
-    code, said = resume(lab, other, f"training.checkpoint_folder={run / 'checkpoints'}")
-    assert code == 2, said
-    assert "holds a run of another configuration:\n  training.seed: saved 7, now 0" in said
-    assert files(other) == before
 
 
 def test_an_error_of_the_disk_damages_no_checkpoint(lab: Lab, run: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from launch.__main__ import main
 from vlp.config import ConfigError, load_config
 from vlp.io import as_url, atomic_folder, write_text
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 from vlp.training.config import PretrainConfig
 
 URL = "zz://bucket/folder"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradients
-from vlp.compute.gpu_form import gpu_form
+from vlp.compilation import gpu_form
 from vlp.layers import attention as attention_module
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms, readable_keys

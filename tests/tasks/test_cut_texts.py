@@ -8,7 +8,7 @@ from test_pretraining import batch, task
 from test_shared_passes import assert_equal_steps, cross, double, rows, step
 from tests_support import TINY_MODEL
 
-from vlp.compute.gpu_form import gpu_form
+from vlp.compilation import gpu_form
 from vlp.data.stream.batch import Batch
 
 

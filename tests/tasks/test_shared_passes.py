@@ -7,8 +7,7 @@ import torch
 from test_pretraining import ALL, batch, task
 from tests_support import TINY_MODEL
 
-from vlp.compute.gpu_form import gpu_form
-from vlp.compute.region import compile_regions
+from vlp.compilation import compile_regions, gpu_form
 from vlp.models.cross_encoder import CrossEncoder
 from vlp.training.engines.compile import compile_task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.compute.precision import advise, is_emulated
+from vlp.training.engines.environment import advise, is_emulated
 
 
 def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):

@@ -8,11 +8,10 @@ import torch
 
 from vlp import distributed
 from vlp.tasks.task import StepOutput
-from vlp.training.engines.base import Update
-from vlp.training.logging.meter import Meter
-from vlp.training.logging.progress import Progress
+from vlp.training.engines.engine import Update
+from vlp.training.progress import Meter, Progress
 
-distributed.start(with_deepspeed=False)
+distributed.start()
 empty = distributed.rank() == distributed.world_size() - 1
 meter = Meter(Progress())
 loss, shown = torch.tensor(2.0), {} if empty else {"bits": torch.tensor(3.0)}

@@ -1,5 +1,7 @@
 """The loop on a one-process engine: policy, logs, signals; DeepSpeed is in its own tests."""
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -10,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from training_toy import PlainEngine, ToyData, ToyTask, toy_config
+from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, toy_config
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
 from vlp.training.config import PretrainConfig
-from vlp.training.logging.progress import Progress
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
+from vlp.training.optimiser import learning_rate
+from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
-from vlp.training.schedule import learning_rate
 
 
 def run(
@@ -338,3 +340,32 @@ def test_dropout_is_the_same_after_a_resume(
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_8")
     run(tmp_path / "resumed", resume=True)
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "resumed", 8))
+
+
+def test_outcomes_that_are_read_late_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for kind in (PlainEngine, UnreadEngine):
+        torch.manual_seed(0)
+        folder = tmp_path / kind.__name__
+        config, task = toy_config(folder), ToyTask()
+        data, engine = ToyData(bad=frozenset({2, 6})), kind(task, config.training)
+        report = train(config, task, data, engine, RunFolder(folder, False))
+        kept = [{k: v for k, v in line.items() if "second" not in k and "wait" not in k}
+                for line in lines(folder)]  # fmt: skip
+        said = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
+        found[kind] = kept, report["non_finite_steps"], state(folder, 6), state(folder, 8), said
+    (*plain, six, eight, said), (*late, late_six, late_eight, late_said) = found.values()
+    assert plain == late
+    assert plain[1] == 2
+    assert same(six, late_six)
+    assert same(eight, late_eight)
+    assert len(said) == len(late_said) == 2
+
+
+def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path: Path) -> None:
+    config, task = toy_config(tmp_path, max_non_finite=1, log_every=4), ToyTask()
+    data, engine = ToyData(bad=frozenset({1, 2})), UnreadEngine(task, config.training)
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row were skipped, the last \(3\)"):
+        train(config, task, data, engine, RunFolder(tmp_path, False))

@@ -1,8 +1,16 @@
+"""The paper's model with every objective, without memory for its weights."""
+
+from __future__ import annotations
+
+import math
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from vlp.config import ConfigError
@@ -15,9 +23,10 @@ from vlp.positions import (
     position_options,
 )
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.optimiser import (
+    OptimiserConfig,
     build_adamw,
+    learning_rate,
     lr_multiplier,
     parameter_groups,
     set_learning_rate,
@@ -153,3 +162,42 @@ def test_adamw_takes_its_settings_from_the_configuration() -> None:
 def test_a_task_without_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         build_adamw(nn.Identity(), OptimiserConfig())
+
+
+def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate() -> None:
+    rates = [learning_rate(step, 100, 1e-4, 1e-6, 10) for step in range(100)]
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[9] == rates[10] == pytest.approx(1e-4)
+    assert rates[-1] == pytest.approx(1e-6)
+    expected = 1e-6 + (1e-4 - 1e-6) * 0.5 * (1 + math.cos(math.pi * (54 - 10) / 89))
+    assert rates[54] == pytest.approx(expected)
+    assert rates[54] > (1e-4 + 1e-6) / 2 > rates[55]
+
+
+def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
+    assert learning_rate(0, 10, 1.0, 0.1, 0) == 1.0
+
+
+def test_a_run_of_one_step_moves() -> None:
+    assert learning_rate(0, 1, 1.0, 0.0, 0) == 1.0
+    assert learning_rate(0, 1, 1.0, 0.0, 1000) == pytest.approx(1e-3)
+
+
+@given(
+    total=st.integers(1, 300),
+    warmup=st.integers(0, 400),
+    peak=st.floats(1e-6, 1.0),
+    share=st.floats(0.0, 1.0),
+)
+def test_rates_rise_once_then_fall_and_stay_within_bounds(
+    total: int, warmup: int, peak: float, share: float
+) -> None:
+    final = peak * share
+    rates = [learning_rate(step, total, peak, final, warmup) for step in range(total + 5)]
+    assert all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
+    turn = min(warmup, len(rates))
+    assert all(a < b for a, b in pairwise(rates[:turn]))
+    assert all(a >= b for a, b in pairwise(rates[turn:]))
+    assert all(rate >= final * (1 - 1e-12) for rate in rates[turn:])
+    if warmup < total - 1:
+        assert rates[total - 1] == pytest.approx(final, rel=1e-9, abs=1e-18)

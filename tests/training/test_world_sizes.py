@@ -76,7 +76,12 @@ def test_the_nearest_numbers_of_ranks_are_named(ranks, message):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"patience": 2}, "patience needs .*validation"), ({"timeout": float("inf")}, "finite")],
+    [
+        ({"patience": 2}, "patience needs .*validation"),
+        ({"timeout": float("inf")}, "finite"),
+        ({"gradient_reduction": "bf16"}, "engine deepspeed takes no gradient_reduction"),
+        ({"checkpoint_every": 300, "keep_every": 1000}, "keep_every 1000 is no multiple"),
+    ],
 )
 def test_a_training_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -16,8 +16,8 @@ from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput, autocast
 from vlp.training.config import PretrainConfig, TrainingConfig
-from vlp.training.engines.base import Update
-from vlp.training.engines.optimiser_config import OptimiserConfig
+from vlp.training.engines.engine import Update
+from vlp.training.optimiser import OptimiserConfig
 
 TOKENS = 31
 STREAMS = 2
@@ -85,9 +85,6 @@ class ToyTask(nn.Module):
         for name, value in new.items():
             if applied is None or applied:
                 self.average[name].lerp_(value, 0.1)
-
-    def teachers(self) -> list[nn.Module]:
-        return []
 
     def after_skip(self) -> None:
         self.skipped += 1
@@ -204,9 +201,6 @@ class PlainEngine:
         return Update(math.isfinite(norm), norm if math.isfinite(norm) else math.inf)
 
     def parameters(self) -> dict[str, Tensor]:
-        return self.gather()
-
-    def gather(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.gpu_form import off_cpu, on_gpu
-from vlp.compute.once import once
+from vlp.compilation import off_cpu, on_gpu, once
 from vlp.layers.flex import departure, flex_attend, log_departure
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AlignmentBias, AnchorPosition

@@ -1,4 +1,4 @@
-"""Transformer blocks: post-norm layers, feed-forward, LayerNorm, text embeddings, pooling."""
+"""Transformer blocks: post-norm layers, feed-forward, text embeddings, pooling."""
 
 from __future__ import annotations
 
@@ -9,48 +9,10 @@ import torch
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
 
 from vlp.layers.attention import Attention
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.sine import sinusoid
-
-
-class ResidualStream(nn.Module):
-    """The place where a residual stream begins, and is rounded where it is to be."""
-
-    rounded = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width), in autocast's type or as it was."""
-        return x.to(torch.get_autocast_dtype(x.device.type)) if _rounds(self, x) else x
-
-
-class LayerNorm(nn.LayerNorm):
-    """PyTorch's, of (..., width), which may take and return autocast's type."""
-
-    rounded = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
-        if not _rounds(self, x):
-            return super().forward(x)
-        kind = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
-            scale, shift = (p.to(kind) for p in (self.weight, self.bias))
-            return functional.layer_norm(x.to(kind), self.normalized_shape, scale, shift, self.eps)
-
-
-def set_half_streams(module: nn.Module, half: bool) -> None:
-    """Choose what the streams of a module's encoders are under autocast: its type, or float32."""
-    for part in module.modules():
-        if isinstance(part, ResidualStream | LayerNorm):
-            part.rounded = half
-
-
-def _rounds(module: ResidualStream | LayerNorm, x: Tensor) -> bool:
-    return module.rounded and torch.is_autocast_enabled(x.device.type)
-
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -112,9 +74,9 @@ class PostNormLayer(nn.Module):
     def __init__(self, width: int, heads: int, intermediate: int, dropout: float = 0) -> None:
         super().__init__()
         self.attention = Attention(width, heads)
-        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
@@ -152,11 +114,11 @@ class CrossLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = Attention(width, heads, positions=self_positions)
-        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = Attention(width, heads, output=cross_output, positions=positions)
-        self.cross_norm = LayerNorm(width, eps=NORM_EPS)
+        self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
@@ -235,7 +197,7 @@ class TextEmbedding(nn.Module):
         self.word = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_positions, width)
         self.token_type = nn.Embedding(types, width)
-        self.norm = LayerNorm(width, eps=NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         for table in (self.word, self.token_type):
             nn.init.normal_(table.weight, std=BERT_DEVIATION)
         self._start_positions(sines)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.once import once
+from vlp.compilation import once
 from vlp.positions.base import hooks_of
 from vlp.positions.lookup import Lookup, LookupPosition
 

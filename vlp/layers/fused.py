@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from vlp.compute.gpu_form import off_cpu
+from vlp.compilation import off_cpu
 
 
 def fuse_by_device(model: nn.Module, x: Tensor) -> None:

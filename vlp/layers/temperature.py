@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.region import region
+from vlp.compilation import region
 
 
 class _Bounded(torch.autograd.Function):

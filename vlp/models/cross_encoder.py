@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compilation import on_gpu
 from vlp.layers.attention import Attention
 from vlp.layers.blocks import CrossLayer, pick
 from vlp.models.config import SHORTHANDS, CrossConfig

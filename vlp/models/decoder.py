@@ -14,7 +14,7 @@ from torch.nn import functional
 from vlp.config import Config, ConfigError
 from vlp.data.text.tokenizer import predicted_places
 from vlp.layers.attention import attend, mask_bias
-from vlp.layers.blocks import BERT_DEVIATION, NORM_EPS, FeedForward, LayerNorm, TextEmbedding
+from vlp.layers.blocks import BERT_DEVIATION, NORM_EPS, FeedForward, TextEmbedding
 from vlp.layers.causal import CausalAttention, Past
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
@@ -92,11 +92,11 @@ class AnswerLayer(nn.Module):
     def __init__(self, width: int, heads: int, intermediate: int) -> None:
         super().__init__()
         self.attention = CausalAttention(width, heads)
-        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = MemoryAttention(width, heads)
-        self.cross_norm = LayerNorm(width, eps=NORM_EPS)
+        self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(
         self, states: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, past: Past | None

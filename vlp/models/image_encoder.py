@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.layers.blocks import BlockMlp, LayerNorm, ResidualStream, pool_states, pooled_width
+from vlp.layers.blocks import BlockMlp, pool_states, pooled_width
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.thread_local import ThreadLocal
 from vlp.models.config import ImageConfig
@@ -236,9 +236,8 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
         global_pool="",
         pos_embed="learn" if config.position == "learned" else "none",
         mlp_layer=BlockMlp,
-        norm_layer=partial(LayerNorm, eps=NORM_EPS),
+        norm_layer=partial(nn.LayerNorm, eps=NORM_EPS),
     )
-    vit.norm_pre = ResidualStream()
     if vit.pos_embed is not None and config.position_sines:
         _start_positions(vit.pos_embed, config)
     return vit

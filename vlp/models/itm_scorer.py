@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.full_precision import at_least_float32
-from vlp.compute.gpu_form import off_cpu
+from vlp.compilation import off_cpu
 from vlp.layers.attention import Attention, attend, mask_bias
 from vlp.layers.blocks import CrossLayer, pool_states
 from vlp.models.features import ImageFeatures, TextFeatures
@@ -19,6 +18,7 @@ from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField, field_of_similarity, uniform_field
 from vlp.positions.base import hooks_of
+from vlp.precision import at_least_float32
 
 
 class PathShift(NamedTuple):

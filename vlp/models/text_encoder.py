@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compilation import on_gpu
 from vlp.layers.blocks import PostNormLayer, TextEmbedding, pooled_width
 from vlp.models.config import TextConfig
 from vlp.models.towers import TrainableTower, blocks_of, create_text_tower

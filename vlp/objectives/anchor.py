@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlp.compute.full_precision import full_precision, no_autocast
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision, no_autocast
 
 
 def anchor_loss(

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from vlp.compute.full_precision import full_precision, no_autocast
-from vlp.compute.region import region
+from vlp.compilation import region
 from vlp.distributed import pass_on, world_size
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision, no_autocast
 
 
 def candidate_cross_entropy(

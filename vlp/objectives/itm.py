@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlp.compute.full_precision import full_precision
-from vlp.compute.region import region
+from vlp.compilation import region
 from vlp.objectives.loss import Loss, sample_groups
+from vlp.precision import full_precision
 
 
 class Negatives(NamedTuple):

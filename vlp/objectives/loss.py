@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.compute.region import region
+from vlp.compilation import region
 from vlp.config import ConfigError
 from vlp.distributed import global_sum, world_size
 from vlp.objectives.config import ObjectivesConfig

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlp.compute.full_precision import full_precision
-from vlp.compute.region import region
+from vlp.compilation import region
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision
 
 
 class MaskToken(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlp.compute.full_precision import full_precision
 from vlp.distributed import global_sum
+from vlp.precision import full_precision
 
 
 class AnchorStatistics(NamedTuple):

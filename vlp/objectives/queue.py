@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.compute.gpu_form import off_cpu
-from vlp.compute.region import region
+from vlp.compilation import off_cpu, region
 
 
 class QueueKeys(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlp.compute.gpu_form import on_gpu
-from vlp.compute.region import region
+from vlp.compilation import on_gpu, region
 from vlp.distributed import global_sum
 
 BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similarities

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from vlp.compute.full_precision import full_precision, no_autocast
-from vlp.compute.region import region
+from vlp.compilation import region
 from vlp.objectives.contrastive import candidate_cross_entropy
 from vlp.objectives.loss import Loss, sample_groups
+from vlp.precision import full_precision, no_autocast
 
 
 def word_response(

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.compute.full_precision import at_least_float32
-from vlp.compute.gpu_form import on_gpu
+from vlp.compilation import on_gpu
 from vlp.positions.kernel_operator import KernelOperator
+from vlp.precision import at_least_float32
 
 
 def distance_along_axis(x: Tensor, dim: int) -> Tensor:

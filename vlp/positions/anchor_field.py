@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.compute.gpu_form import on_gpu
-from vlp.compute.region import region
+from vlp.compilation import on_gpu, region
 from vlp.positions.anchor import (
     Metric,
     anchor_distance,

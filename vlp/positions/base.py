@@ -43,7 +43,7 @@ class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
     The hooks go through `forward` so that wrappers which act on a module's call (ZeRO-3 gathering
-    its weights, FSDP, activation checkpointing) see every use of its parameters.
+    its weights, activation checkpointing) see every use of its parameters.
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -101,7 +101,7 @@ class PositionEncoding(nn.Module):
 def hooks_of(encoding: nn.Module) -> frozenset[str]:
     """Return the hooks of an encoding, or of the one in a wrapper, which is called in its place.
 
-    Wrappers are modules around it, such as those of activation checkpointing, `torch.compile`, FSDP
+    Wrappers are modules around it, such as those of activation checkpointing, `torch.compile`
     and peft's `modules_to_save`.
 
     Raises:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionEncoding
 from vlp.positions.clipped import ClippedPosition
 from vlp.positions.coordinates import grid_size
@@ -27,6 +26,7 @@ from vlp.positions.learned import LearnedGridPosition, LearnedPosition
 from vlp.positions.rotary import RotaryAxial, RotaryMixed
 from vlp.positions.semantic import SemanticPosition
 from vlp.positions.transformer_xl import TransformerXLPosition
+from vlp.precision import at_least_float32
 
 Grid = tuple[int, int]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.full_precision import full_precision
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.precision import full_precision
 
 
 def cope_bias(

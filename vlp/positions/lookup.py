@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.precision import at_least_float32
 
 
 class Lookup(NamedTuple):

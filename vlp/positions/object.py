@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import grid_at_hand, patch_centres, require_grid
 from vlp.positions.learned import TokenEncoding
 from vlp.positions.sine import sinusoid
+from vlp.precision import at_least_float32
 
 # In cells: an edge that misses a cell's border by a rounding error is on the border.
 _TOLERANCE = 1e-3

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.full_precision import full_precision
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.cope import cope_bias, count_from_end, gate, interpolate, require_shapes
 from vlp.positions.options import require_known
+from vlp.precision import full_precision
 
 Mode = Literal["key", "query"]
 Summation = Literal["between", "suffix"]

@@ -32,7 +32,7 @@ class Task(Protocol):
     """An `nn.Module` with head, losses and extra state; the loop knows nothing else of it.
 
     The module's parameters belong to the engine and stay float32. What lives outside of it
-    (momentum teacher, key queue) is the extra state: the same tensors on every rank, or sharded.
+    (momentum teacher, key queue) is the extra state: the same tensors on every rank.
     """
 
     def __call__(self, batch: Any, step: int) -> StepOutput:
@@ -43,14 +43,11 @@ class Task(Protocol):
     ) -> None:
         """Update state beside the parameters after an applied step, on every rank.
 
-        `parameters()` gives the new float32 parameters by name, full size or sharded; it is
+        `parameters()` gives the new float32 parameters by name, full size; it is
         collective under ZeRO-3, so a task calls it on all ranks or on none. `applied` is given
         where only the device knows yet whether the step was applied: a 0-d bool, without which
         nothing may move.
         """
-
-    def teachers(self) -> list[nn.Module]:
-        """Return copies beside the parameters, whose blocks an engine may shard like the task's."""
 
     def after_skip(self) -> None:
         """Replace `after_step` when the step was not finite and nothing was applied.
@@ -60,7 +57,7 @@ class Task(Protocol):
         """
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Return tensors beside parameters and buffers that a resumed run needs, maybe sharded."""
+        """Return tensors beside parameters and buffers that a resumed run needs."""
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `extra_state` gave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -11,18 +12,61 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from vlp.compute.full_precision import full_precision
-from vlp.compute.half_weights import RoundedWeights, half_weights
 from vlp.data.stream.batch import Batch
-from vlp.distributed import gather, local, sharded_like, start_gather, whole
+from vlp.distributed import gather, start_gather
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MomentumConfig, TeacherConfig
 from vlp.objectives.queue import KeyQueue
+from vlp.precision import full_precision
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.task import AUTOCAST
 
 Student = TypeVar("Student", bound=nn.Module)
+
+
+def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module's linear and convolutional layers, by name.
+
+    One that another module reads too, such as a table of words, is not among them.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    own = {
+        id(parameter)
+        for layer in module.modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+        for parameter in layer.parameters(recurse=False)
+    }
+    return {name: weight for name, weight in named if uses[id(weight)] == 1 and id(weight) in own}
+
+
+class RoundedWeights:
+    """Weights that a module holds in half precision, and their float32 masters beside it."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, Tensor] = {}
+
+    def keep(self, weights: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        """Round weights in place, by name; what they held is their masters from here on."""
+        for name, weight in weights.items():
+            self._weights[name], self._masters[name] = weight, weight.data
+            weight.data = weight.data.to(dtype)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the masters by the names of their weights."""
+        return dict(self._masters)
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Round the masters to their weights."""
+        if self._weights:
+            torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
+
+    def to(self, device: torch.device) -> None:
+        """Move the masters; the module moves its weights."""
+        self._masters = {name: master.to(device) for name, master in self._masters.items()}
 
 
 class Teacher(Generic[Student]):
@@ -36,8 +80,8 @@ class Teacher(Generic[Student]):
     Args:
         student: what is copied.
         products: type in which autocast takes weights of linear and convolutional layers. From the
-            first `to` on `module` holds them in it, unless they are sharded, and the float32 ones
-            are beside it: autocast would cast them anew in each call.
+            first `to` on `module` holds them in it, and the float32 ones are beside it: autocast
+            would cast them anew in each call.
     """
 
     def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
@@ -55,9 +99,7 @@ class Teacher(Generic[Student]):
             self._device = device
             self._rounded.to(device)
             if self._products and not self._rounded.held():
-                weights = half_weights(self.module).items()
-                unsharded = {name: weight for name, weight in weights if local(weight) is weight}
-                self._rounded.keep(unsharded, self._products)
+                self._rounded.keep(half_weights(self.module), self._products)
         return self
 
     @torch.no_grad()
@@ -71,10 +113,9 @@ class Teacher(Generic[Student]):
         """Move every weight by 1 - momentum towards the student's.
 
         `named_parameters` holds full-size tensors by the names they have in the student (under
-        ZeRO-3 the engine gathers them), or sharded ones: where the teacher is sharded alike, each
-        rank moves its part. Further names are allowed, other heads' for example. `named_buffers`
-        are copied, not averaged. `applied`, 0-d bool on the device of the weights: they stay as
-        they are where it is False.
+        ZeRO-3 the engine gathers them). Further names are allowed, other heads' for example.
+        `named_buffers` are copied, not averaged. `applied`, 0-d bool on the device of the weights:
+        they stay as they are where it is False.
 
         Raises:
             KeyError: a weight of the teacher is not among the names.
@@ -82,12 +123,8 @@ class Teacher(Generic[Student]):
         """
         teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
         _check(teacher, named_parameters)
-        weights, student = [], []
-        for name, weight in teacher.items():
-            new = named_parameters[name].detach()
-            part = local(weight)
-            weights.append(part)
-            student.append((whole(new) if part is weight else local(new)).to(part))
+        weights = list(teacher.values())
+        student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
         if applied is None:
             torch._foreach_lerp_(weights, student, 1 - momentum)
         else:
@@ -101,14 +138,13 @@ class Teacher(Generic[Student]):
                     buffer.copy_(named_buffers[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return weights and buffers by name, sharded ones as they are, for the checkpoint."""
+        """Return weights and buffers by name, for the checkpoint."""
         return {**self.module.state_dict(), **self._rounded.held()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; missing or unknown names are errors."""
-        held = self.module.state_dict()
-        self.module.load_state_dict({n: sharded_like(v, held.get(n)) for n, v in state.items()})
+        self.module.load_state_dict(state)
         for name, master in self._rounded.held().items():
             master.copy_(state[name])
 

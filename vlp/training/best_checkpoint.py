@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vlp.config import ConfigError
 from vlp.training.engines.compile import uncompiled
-from vlp.training.logging.progress import Progress
+from vlp.training.progress import Progress
 
 Parameters = Callable[[], dict[str, Tensor]]
 """Gives full float32 parameters by name; collective."""

@@ -24,16 +24,19 @@ from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.outages import PausedDataError
 from vlp.io import redacted
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.config import LoopConfig, RunConfig
-from vlp.training.engines.base import Engine
+from vlp.training.config import RunConfig, TrainingConfig
+from vlp.training.config_differences import require_same_on_all_ranks
 from vlp.training.engines.blocks import checkpoint_activations
-from vlp.training.engines.environment import prepare_environment
-from vlp.training.engines.interfaces import choose_interface
-from vlp.training.logging.trackers import require_access
-from vlp.training.resume_check import require_same_on_all_ranks
-from vlp.training.stop.signals import REQUEUE, StopSignals, leave
+from vlp.training.engines.engine import Engine
+from vlp.training.engines.environment import (
+    advise,
+    prepare_environment,
+    start_deepspeed,
+)
+from vlp.training.stop import REQUEUE, StopSignals, leave
+from vlp.training.trackers import require_access
 
 # What PyTorch says of memory that loader processes lack, and what helps.
 _SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
@@ -79,9 +82,9 @@ def run_training(
     put_in_force(config.limits)
     try:
         with StopSignals() as signals:
-            choose_interface()
             timeout = timedelta(seconds=config.training.timeout)
-            distributed.start(timeout, with_deepspeed=config.training.engine == "deepspeed")
+            join = start_deepspeed if config.training.engine == "deepspeed" else None
+            distributed.start(timeout, join)
             code = _run(config, resume, build, select, signals)
             if code == REQUEUE:
                 leave(code)  # launchers repeat SIGTERM, which kills where nobody notes it
@@ -118,8 +121,7 @@ def _run(
     select: Select[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
-    from vlp.compute.precision import advise
-    from vlp.layers.blocks import set_half_streams
+    from vlp.training.engines.compile import compile_task
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
 
@@ -140,9 +142,8 @@ def _run(
             if select is not None:
                 best = select(config, task, data)
             checkpoint_activations(task, config.training.activation_checkpointing)
-            for network in (task, *task.teachers()):
-                set_half_streams(network, config.training.residual == "bf16")
-            engine = make_engine(task)
+            compile_task(task, config.training.compile, distributed.default_device())
+            engine = make_engine(task, config.training)
         except ConfigError as error:
             return _refuse(str(error))
         advise("training.precision", config.training.precision)
@@ -151,30 +152,17 @@ def _run(
     return REQUEUE if report["ended"] == "stopped" else 0
 
 
-def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
-    """Check that the configuration fits its engine; return what makes it."""
+def _engine(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
+    """Check that the configuration fits its engine; return the engine's class."""
     if training.engine == "ddp":
         from vlp.training.engines.ddp import DdpEngine
 
         training.require_equal_shares(distributed.world_size())
-        return lambda task: DdpEngine(_compiled(task, training), training)
-    if training.engine == "fsdp":
-        from vlp.training.engines.fsdp import FsdpEngine
-
-        training.require_equal_shares(distributed.world_size())
-        return lambda task: FsdpEngine(task, training)
-    from vlp.training.engines.deepspeed import DeepSpeedEngine
-    from vlp.training.engines.deepspeed_config import deepspeed_config
+        return DdpEngine
+    from vlp.training.engines.deepspeed import DeepSpeedEngine, deepspeed_config
 
     deepspeed_config(training, distributed.world_size())
-    return lambda task: DeepSpeedEngine(_compiled(task, training), training)
-
-
-def _compiled(task: Any, training: LoopConfig) -> Any:
-    from vlp.training.engines.compile import compile_task
-
-    compile_task(task, training.compile, distributed.default_device())
-    return task
+    return DeepSpeedEngine
 
 
 def _refuse(message: str) -> int:
@@ -189,7 +177,7 @@ def _refuse(message: str) -> int:
 def _explain(error: BaseException) -> None:
     """Print what ended this rank; a traceback only where the message alone would not help."""
     from vlp.data.shards.bad_samples import DataError
-    from vlp.training.checkpoints.checkpoint import CheckpointError
+    from vlp.training.checkpoints import CheckpointError
     from vlp.training.loop import NonFiniteError
 
     rank = os.environ.get("RANK", "0")

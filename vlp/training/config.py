@@ -16,8 +16,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.towers import require_maskable
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import require_whole_groups
-from vlp.training.engines.optimiser_config import OptimiserConfig
-from vlp.training.logging.trackers import TrackerName, require_trackers
+from vlp.training.optimiser import OptimiserConfig
+from vlp.training.trackers import TrackerName, require_trackers
 
 
 def _blocks(given: Any) -> Any:
@@ -28,8 +28,8 @@ def _blocks(given: Any) -> Any:
 Compile = Literal["auto", "none", "blocks", "step"]
 
 
-class LoopConfig(Config):
-    """Length, batch, precision, checkpoints and logs of any run."""
+class TrainingConfig(Config):
+    """Length, batch, precision, engine, checkpoints and logs of any run."""
 
     model_config = ConfigDict(json_schema_extra={"resume": "tolerated"})
 
@@ -48,21 +48,10 @@ class LoopConfig(Config):
         description="number format of forward and backward pass; parameters, gradients and "
         "optimiser state are float32, and fp16 scales the loss",
     )
-    weights: Literal["float32", "bf16"] = Field(
-        "float32",
-        description="number format in which linear and convolutional layers keep trained weights; "
-        "bf16 leaves float32 masters to the optimiser and to checkpoints; of engine ddp",
-    )
-    residual: Literal["float32", "bf16"] = Field(
-        "float32",
-        description="number format of residual streams and of LayerNorms' outputs at half "
-        "precision; bf16 rounds them as it does other states",
-    )
-    engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
-        "ddp",
+    engine: Literal["ddp", "deepspeed"] = Field(
+        "deepspeed",
         description="what holds parameters and optimiser state: ddp a whole copy on every rank, "
-        "fsdp (of pretraining) a part on every rank, gathered block by block, deepspeed as "
-        "`training.deepspeed` says",
+        "deepspeed as `training.deepspeed` says",
     )
     deepspeed: str = Field(
         "zero1",
@@ -76,13 +65,8 @@ class LoopConfig(Config):
         "none",
         description="torch.compile: blocks, each transformer block, of which those of a tower "
         "share one graph; step, the image, text and cross-modal encoder as one graph each; auto, "
-        "blocks on a GPU and none elsewhere or with engine fsdp. Losses differ by rounding",
+        "blocks on a GPU and none elsewhere. Losses differ by rounding",
         json_schema_extra={"resume": "free"},
-    )
-    static_graph: bool = Field(
-        False,
-        description="every step uses the same parameters on all ranks, so that unused ones are "
-        "looked for in the first step only; of engine ddp",
     )
     activation_checkpointing: Annotated[
         Literal["none", "blocks"] | Annotated[int, Field(ge=1)], BeforeValidator(_blocks)
@@ -108,17 +92,6 @@ class LoopConfig(Config):
         json_schema_extra={"resume": "free"},
     )
     checkpoint_every: int = Field(1000, ge=1, description="steps between two checkpoints")
-    checkpoint_format: Literal["full", "sharded"] = Field(
-        "full",
-        description="full: rank 0 writes files that do not depend on ranks or engine; sharded: "
-        "every rank writes its part by torch.distributed.checkpoint, of engines ddp and fsdp",
-        json_schema_extra={"resume": "free"},
-    )
-    checkpoint_folder: str | None = Field(
-        None,
-        description="folder or fsspec URL of the run's checkpoints; null: those of `output`",
-        json_schema_extra={"resume": "free"},
-    )
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )
@@ -155,49 +128,29 @@ class LoopConfig(Config):
         "longer than data.outages.seconds",
         json_schema_extra={"resume": "free"},
     )
-    heartbeat: float | None = Field(
+    watchdog: float | None = Field(
         30.0,
         ge=1,
         description="seconds without a sign of life or a move after which a rank is named in the "
-        "log; null watches nobody",
+        "log and all ranks' stacks are written to `hang/`; null watches nobody",
         json_schema_extra={"resume": "free"},
     )
 
     @model_validator(mode="after")
-    def _ends(self) -> LoopConfig:
+    def _fits(self) -> TrainingConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
-        engine, every = self.engine, self.keep_every
-        for wrong, message in (
-            (engine == "fsdp" and not isinstance(self, PretrainTrainingConfig),
-             "engine fsdp is of pretraining alone; choose ddp or deepspeed"),
-            (engine == "fsdp" and self.compile in ("blocks", "step"),
-             "engine fsdp is not compiled; set compile=none, or choose ddp"),
-            (engine == "deepspeed" and self.checkpoint_format == "sharded", "engine deepspeed "
-             "writes full checkpoints alone; set checkpoint_format=full, or choose ddp or fsdp"),
-            (engine == "deepspeed" and self.gradient_reduction == "bf16", "engine deepspeed "
-             "takes no gradient_reduction=bf16; set float32, or choose ddp or fsdp"),
-            (engine != "ddp" and self.static_graph, f"static_graph is of engine ddp, not {engine}"),
-            (every and every % self.checkpoint_every, f"keep_every {every} is no multiple of "
-             f"checkpoint_every {self.checkpoint_every}: most of its steps have no checkpoint"),
-        ):  # fmt: skip
-            if wrong:
-                raise ValueError(message)
-        self._require_bf16_weights_to_fit()
+        if self.engine == "deepspeed" and self.gradient_reduction == "bf16":
+            raise ValueError(
+                "engine deepspeed takes no gradient_reduction=bf16; set float32, or choose ddp"
+            )
+        if self.keep_every and self.keep_every % self.checkpoint_every:
+            raise ValueError(
+                f"keep_every {self.keep_every} is no multiple of checkpoint_every "
+                f"{self.checkpoint_every}: most of its steps have no checkpoint"
+            )
         require_trackers(self.trackers)
         return self
-
-    def _require_bf16_weights_to_fit(self) -> None:
-        """Require what a step with bf16 weights takes: gradients come once, and in bf16.
-
-        Raises:
-            ValueError: a setting that does not go with them is named.
-        """
-        needed = {"engine": "ddp", "precision": "bf16", "gradient_accumulation_steps": 1,
-                  "grad_cache": None}  # fmt: skip
-        for key, value in needed.items() if self.weights == "bf16" else ():
-            if getattr(self, key, value) != value:
-                raise ValueError(f"weights=bf16 needs {key}={'null' if value is None else value}")
 
     def require_equal_shares(self, world_size: int) -> None:
         """Require that all ranks take equally many samples of a batch.
@@ -211,15 +164,7 @@ class LoopConfig(Config):
             )
 
 
-class TrainingConfig(LoopConfig):
-    """Training on DeepSpeed unless `engine` says otherwise."""
-
-    engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
-        "deepspeed", description=LoopConfig.model_fields["engine"].description
-    )
-
-
-class ValidatedConfig(LoopConfig):
+class ValidatedTrainingConfig(TrainingConfig):
     """A training whose figures on validation data choose the model that is kept in `best/`."""
 
     evaluate_every: int | None = Field(
@@ -235,8 +180,8 @@ class ValidatedConfig(LoopConfig):
     )
 
 
-class PretrainTrainingConfig(TrainingConfig, ValidatedConfig):
-    """Training on DeepSpeed, validated at intervals where the run has validation data."""
+class PretrainTrainingConfig(ValidatedTrainingConfig):
+    """A pretraining, validated at intervals where the run has validation data."""
 
     grad_cache: int | None = Field(
         None,
@@ -246,12 +191,6 @@ class PretrainTrainingConfig(TrainingConfig, ValidatedConfig):
         "while the contrastive loss compares the whole batch; null: all",
     )
 
-    @model_validator(mode="after")
-    def _is_known_to_be_equal(self) -> PretrainTrainingConfig:
-        if self.engine == "fsdp" and self.grad_cache:
-            raise ValueError("engine fsdp takes no grad_cache; set grad_cache=null, or choose ddp")
-        return self
-
 
 class RunConfig(Config):
     """Settings of every run; saved resolved as `config.yaml` in `output`."""
@@ -259,7 +198,9 @@ class RunConfig(Config):
     output: LocalPath = Field(
         "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
     )
-    training: LoopConfig = Field(description="length, batch, optimiser, checkpoints and logs")
+    training: TrainingConfig = Field(
+        TrainingConfig(), description="length, batch, optimiser, checkpoints and logs"
+    )
     limits: Limits = Field(
         default_factory=limits,
         description="what a sample may cost before it is refused and counted as a bad one; of "
@@ -271,14 +212,6 @@ class RunConfig(Config):
         description="Python files or modules that register encodings, objectives or tasks of "
         "one's own, imported before the other keys are read",
         json_schema_extra={"resume": "free"},
-    )
-
-
-class DeepSpeedRunConfig(RunConfig):
-    """A run of `launch/pretrain.py` or `launch/train_vision.py`."""
-
-    training: TrainingConfig = Field(
-        TrainingConfig(), description="length, batch, optimiser, checkpoints and logs"
     )
 
 
@@ -302,7 +235,7 @@ class ValidationConfig(Config):
     )
 
 
-class PretrainConfig(DeepSpeedRunConfig):
+class PretrainConfig(RunConfig):
     """Everything `launch/pretrain.py` needs."""
 
     output: LocalPath = Field(

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from vlp.config import Choice, LocalPath
 from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.downstream.task import TaskConfig
-from vlp.training.config import RunConfig, ValidatedConfig
+from vlp.training.config import RunConfig, ValidatedTrainingConfig
+
+
+class FinetuneTrainingConfig(ValidatedTrainingConfig):
+    """A fine-tuning, on DDP unless `engine` says otherwise."""
+
+    engine: Literal["ddp", "deepspeed"] = Field(
+        "ddp", description=ValidatedTrainingConfig.model_fields["engine"].description
+    )
 
 
 class FinetuneConfig(RunConfig):
@@ -30,6 +38,7 @@ class FinetuneConfig(RunConfig):
     task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
         Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")
     )
-    training: ValidatedConfig = Field(
-        ValidatedConfig(), description="length, batch, optimiser, validation, checkpoints and logs"
+    training: FinetuneTrainingConfig = Field(
+        FinetuneTrainingConfig(),
+        description="length, batch, optimiser, validation, checkpoints and logs",
     )

@@ -30,21 +30,16 @@ from vlp.io import atomic_folder, keep_others, restore_folder
 from vlp.objectives.monitors import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
-from vlp.training.engines.base import Engine
-from vlp.training.logging.heartbeat import Heartbeat, Pulse
-from vlp.training.logging.log import RunLog
-from vlp.training.logging.meter import Meter
-from vlp.training.logging.outcomes import Outcome, on_cpu
-from vlp.training.logging.progress import Progress
-from vlp.training.logging.run_record import record_start, this_host
-from vlp.training.logging.run_report import device_name, write_report
-from vlp.training.logging.trackers import open_trackers
-from vlp.training.run_folder import RunFolder
-from vlp.training.schedule import learning_rate
-from vlp.training.stop.signals import StopSignals
-from vlp.training.stop.together import StopTogether
+from vlp.training.engines.engine import Engine
+from vlp.training.log import RunLog
+from vlp.training.optimiser import learning_rate
+from vlp.training.progress import Meter, Outcome, Progress, on_cpu
+from vlp.training.run_folder import RunFolder, device_name, record_start, this_host, write_report
+from vlp.training.stop import StopSignals, StopTogether
+from vlp.training.trackers import open_trackers
+from vlp.training.watchdog import Watchdog
 
 
 class StreamedData(Protocol):
@@ -88,8 +83,7 @@ def train(
     the validation data is kept in `best/`. `signals` are those the caller listens to already.
 
     Raises:
-        ConfigError: validation has no such metric, ranks that write sharded checkpoints do not
-            share their folder, or the folder to be resumed is not this run's.
+        ConfigError: validation has no such metric, or the folder to be resumed is not this run's.
         CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
             data).
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
@@ -97,13 +91,10 @@ def train(
     training = config.training
     main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
-    if not resume:
-        checkpoints.require_none()
     found = checkpoints.load(engine, task) if resume else None
     with distributed.agreed(ConfigError):
-        if resume and main and (not found or training.checkpoint_folder is not None):
-            folder.require_same_run(config)
         if resume and main and not found:
+            folder.require_same_run(config)
             folder.require_no_progress(str(checkpoints))
     finished_at = distributed.from_rank_0(folder.finished_at())
     progress = found or Progress()
@@ -123,13 +114,12 @@ def train(
     saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
     ended = "failed"
-    beat = Heartbeat()
 
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
             _run_log(config, folder if main else None, progress, total) as log,
-            Pulse(beat, training.heartbeat, log.say, folder.hang),
+            Watchdog(training.watchdog, log.say, folder.hang) as watchdog,
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
         ):
@@ -138,6 +128,7 @@ def train(
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
             copies = CopyStream(engine.device)
+            # A GPU's outcomes are read many at once, so that steps never wait for the device.
             uncounted: list[Outcome] = []
 
             def count() -> None:
@@ -151,7 +142,7 @@ def train(
                 uncounted.clear()
 
             def save() -> tuple[int, int]:
-                beat.enter("save")
+                watchdog.enter("save")
                 count()
                 meter.settle()
                 with stop.patient():
@@ -164,9 +155,9 @@ def train(
                     return progress.step >= total
                 if best.due(progress, total):
                     began = time.perf_counter()
-                    beat.enter("validate")
+                    watchdog.enter("validate")
                     with stop.patient():
-                        figures, better = best.validate(progress, engine.gather)
+                        figures, better = best.validate(progress, engine.parameters)
                         log.validated(progress.step, figures)
                         if better:
                             checkpoints.wait()
@@ -176,20 +167,23 @@ def train(
 
             while not (done := over()) and not together.look():
                 rate = _rate(config, progress.step, total)
+                # A forward pass changes buffers (batch norms); a skipped step puts them back.
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
                 for part in range(training.gradient_accumulation_steps):
-                    beat.enter("data")
+                    watchdog.enter("data")
+                    began = time.perf_counter()
                     batch, progress.samples = next(batches)
-                    meter.batch(batch, beat.enter("forward"))
+                    meter.batch(batch, time.perf_counter() - began)
+                    watchdog.enter("forward")
                     # Dropout is then the same after a resume, and another one on each rank.
                     place = progress.step, part, engine.rank
                     torch.manual_seed(identity("dropout", training.seed, *place))
-                    outputs.append(_micro_step(engine, copies, batch, progress.step, beat))
-                beat.enter("update")
+                    outputs.append(_micro_step(engine, copies, batch, progress.step, watchdog))
+                watchdog.enter("update")
                 update = engine.step(rate)
                 progress.step += 1
-                beat.step = progress.step
+                watchdog.step = progress.step
                 uncounted.append(Outcome(progress.step, outputs, update))
                 if isinstance(update.applied, Tensor):
                     _undo(engine.module, buffers, update.applied)
@@ -202,21 +196,19 @@ def train(
                     task.after_skip()
                     count()
                 log.advance()
-                beat.enter("log")
+                watchdog.enter("log")
 
                 if progress.step % training.log_every == 0 or progress.step == total:
                     count()
                     record = _record(meter, progress, rate, data)
                     log.write(record)
-                    if meter.slow:
-                        log.say(f"step {progress.step}: {meter.slow}")
                     if main:
                         watch.check(progress.step, _representation(record))
                 # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     saved = save()
             stop.hold()
-            beat.enter("save")
+            watchdog.enter("save")
             if saved != (progress.step, progress.looked):
                 save()
             checkpoints.wait()
@@ -283,10 +275,11 @@ def _rate(config: RunConfig, step: int, total: int) -> float:
 
 
 def _micro_step(
-    engine: Engine, copies: CopyStream, batch: Slots, step: int, beat: Heartbeat
+    engine: Engine, copies: CopyStream, batch: Slots, step: int, watchdog: Watchdog
 ) -> StepOutput:
+    """Run forward and backward pass; nothing that is returned holds the graph."""
     output = engine.forward(copies.move(batch), step)
-    beat.enter("backward")
+    watchdog.enter("backward")
     engine.backward(poisoned(output.loss))
     return StepOutput(
         output.loss.detach(),

@@ -1,17 +1,50 @@
-"""AdamW and its parameter groups, by weight decay and learning-rate multiplier."""
+"""AdamW, its parameter groups by weight decay and learning-rate multiplier, and its schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from vlp.config import ConfigError
+from vlp.config import Config, ConfigError
 from vlp.layers.weight_decay import no_weight_decay
-from vlp.training.engines.base import MOMENTS, STEP
-from vlp.training.engines.optimiser_config import OptimiserConfig
+
+# Names of AdamW's state, also in checkpoints.
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimiserConfig(Config):
+    """AdamW with a cosine schedule; steps are optimiser steps."""
+
+    learning_rate: float = Field(1e-4, gt=0, description="peak, at the end of the warm-up")
+    final_learning_rate: float = Field(1e-6, ge=0, description="at the end of the cosine schedule")
+    warmup_steps: int = Field(1000, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(
+        0.02, ge=0, description="decoupled weight decay of AdamW; biases and norms are exempt"
+    )
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="decay rates of AdamW's first and second moments"
+    )
+    epsilon: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
+    clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
+    lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
+        "the longest that fits counts",
+    )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each block of the text and the image encoder "
+        "to the one below; the last block has it once, embeddings most often",
+    )
 
 
 def undecayed(module: nn.Module) -> set[str]:
@@ -117,3 +150,23 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) ->
 def _starts_with(name: str, prefix: str) -> bool:
     """Return whether a dotted name is the prefix or lies below it."""
     return f"{name}.".startswith(f"{prefix}.")
+
+
+def learning_rate(
+    step: int, total_steps: int, peak: float, final: float, warmup_steps: int
+) -> float:
+    """Return the rate of a linear warm-up, then half a cosine from `peak` to `final`.
+
+    Args:
+        step: optimiser steps done before this one, from 0.
+        total_steps: optimiser steps of the whole run; later steps stay at `final`.
+        peak: rate reached after `warmup_steps` steps.
+        final: rate of the last step.
+        warmup_steps: the first step already moves, with `peak / warmup_steps`. A run shorter
+            than its warm-up only warms up.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    decaying = max(total_steps - 1 - warmup_steps, 1)
+    share = min((step - warmup_steps) / decaying, 1.0)
+    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * share))

@@ -12,12 +12,12 @@ from vlp.tasks.detection.task import DetectionConfig
 from vlp.tasks.grids.task import GridsConfig
 from vlp.tasks.pixels.task import PixelsConfig
 from vlp.tasks.widgets.task import WidgetsConfig
-from vlp.training.config import DeepSpeedRunConfig
+from vlp.training.config import RunConfig
 
 AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | WidgetsConfig
 
 
-class VisionConfig(DeepSpeedRunConfig):
+class VisionConfig(RunConfig):
     """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
 
     output: LocalPath = Field(

@@ -17,9 +17,9 @@ from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import LoopConfig
-from vlp.training.engines.base import Engine, write_snapshot
-from vlp.training.engines.environment import free_port, prepare_environment
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.engine import Engine, write_snapshot
+from vlp.training.engines.environment import free_port, prepare_environment, start_deepspeed
 
 KINDS = ("ddp", "0", "1", "2", "3")
 ROWS, STEPS, TIMED = 4, 4, 8
@@ -69,7 +69,7 @@ def _rank(
     if setting.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     prepare_environment()
-    distributed.start(with_deepspeed=kinds != ("ddp",))
+    distributed.start(join=None if kinds == ("ddp",) else start_deepspeed)
     figures = []
     for kind in kinds:
         figures += _resumed(setting, kind, folder, timed=ranks > 1 and kind == kinds[0])
@@ -111,12 +111,12 @@ def _engine(setting: Setting, kind: str, folder: Path) -> Engine:
     if kind == "ddp":
         from vlp.training.engines.ddp import DdpEngine
 
-        return DdpEngine(task, LoopConfig.model_validate(values))
+        return DdpEngine(task, TrainingConfig.model_validate(values))
     from vlp.training.engines.deepspeed import DeepSpeedEngine
 
     path = folder / f"{kind}_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": int(kind)}}), encoding="utf-8")
-    return DeepSpeedEngine(task, LoopConfig.model_validate(values | {"deepspeed": str(path)}))
+    return DeepSpeedEngine(task, TrainingConfig.model_validate(values | {"deepspeed": str(path)}))
 
 
 def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str, Tensor]:
@@ -125,4 +125,4 @@ def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str,
         batch = random_batch(setting.config.inputs, ROWS, 3, seed=100 * engine.rank + step)
         engine.backward(engine.forward(batch.to(engine.device), step).loss)
         engine.step(1e-3)
-    return {name: value.cpu().clone() for name, value in engine.gather().items()}
+    return {name: value.cpu().clone() for name, value in engine.parameters().items()}

@@ -16,9 +16,9 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import LoopConfig
+from vlp.training.config import TrainingConfig
 from vlp.training.engines.blocks import block_stacks
-from vlp.training.engines.deepspeed_config import deepspeed_config
+from vlp.training.engines.deepspeed import deepspeed_config
 from vlp.training.optimiser import parameter_groups
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "pass"]
@@ -75,7 +75,7 @@ class CollectiveTrace:
 
 
 def engine_collectives(
-    task: Pretraining, training: LoopConfig, ranks: int, uses: Sequence[float]
+    task: Pretraining, training: TrainingConfig, ranks: int, uses: Sequence[float]
 ) -> list[Collective]:
     """Return the calls that an engine adds to those of its task in one optimiser step.
 
@@ -92,8 +92,6 @@ def engine_collectives(
         return []
     if training.engine == "ddp":
         return list(_ddp(task, training))
-    if training.engine == "fsdp":
-        return list(_fsdp(task, training, ranks, uses))
     zero = deepspeed_config(training, ranks)["zero_optimization"]
     if zero["stage"] == 3:
         return list(_zero3(task, ranks, zero))
@@ -101,7 +99,7 @@ def engine_collectives(
 
 
 def all_blocks(task: Pretraining) -> list[nn.Module]:
-    """Return the blocks of a task and of its teacher, which engine fsdp gathers one by one."""
+    """Return the blocks of a task and of its teacher."""
     stacks = [stack for module in (task, *task.teachers()) for stack in block_stacks(module)]
     return [block for stack in stacks for block in stack]
 
@@ -114,20 +112,19 @@ def _numel(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _ddp(task: Pretraining, training: LoopConfig) -> Iterator[Collective]:
+def _ddp(task: Pretraining, training: TrainingConfig) -> Iterator[Collective]:
     width = 2 if training.gradient_reduction == "bf16" else FLOAT
     trained = [torch.empty_like(p, device="meta") for p in reversed(_trainable(task))]
     buckets, _ = dist._compute_bucket_assignment_by_size(trained, DDP_BUCKETS)
     last = width * _numel([trained[n] for n in buckets[-1]])
     size = width * _numel(trained)
     yield Collective("gradients", "all_reduce", size, len(buckets), "backward", last)
-    if not training.static_graph:
-        used = 4 * len(trained)  # which parameters a rank has used, int32
-        yield Collective("used parameters", "all_reduce", used, 1, "backward")
+    used = 4 * len(trained)  # which parameters a rank has used, int32
+    yield Collective("used parameters", "all_reduce", used, 1, "backward")
 
 
 def _zero(
-    task: Pretraining, training: LoopConfig, ranks: int, zero: dict[str, Any]
+    task: Pretraining, training: TrainingConfig, ranks: int, zero: dict[str, Any]
 ) -> Iterator[Collective]:
     """Stages 0 to 2 reduce whole gradients; 1 and 2 gather what each rank has updated."""
     size = _numel(_trainable(task))
@@ -172,34 +169,3 @@ def _zero3(task: Pretraining, ranks: int, zero: dict[str, Any]) -> Iterator[Coll
     if task.teachers():
         rest = size - FLOAT * sum(kept)
         yield Collective("parameters for the teacher", "all_gather", rest, 1 if rest else 0)
-
-
-def _fsdp(
-    task: Pretraining, training: LoopConfig, ranks: int, uses: Sequence[float]
-) -> Iterator[Collective]:
-    def padded(parameters: Sequence[Tensor]) -> int:
-        """Numbers of parameters whose first dimension all ranks share."""
-        cut = [p for p in parameters if p.ndim]
-        return sum(math.ceil(p.shape[0] / ranks) * ranks * p[0].numel() for p in cut)
-
-    blocks = all_blocks(task)
-    sizes = [padded(list(block.parameters())) for block in blocks]
-    own = [b for stack in block_stacks(task) for b in stack]
-    within = {p for block in own for p in block.parameters()}
-    rest = padded([p for p in task.parameters() if p not in within])
-    forward = FLOAT * (rest + sum(size * n for size, n in zip(sizes, uses, strict=True)))
-    calls = 1 + sum(uses)
-    yield Collective("parameters, forward", "all_gather", forward, calls, "step", FLOAT * rest)
-    backward = FLOAT * sum(sizes[: len(own)])
-    yield Collective("parameters, backward", "all_gather", backward, len(own), "step")
-    width = 2 if training.gradient_reduction == "bf16" else FLOAT
-    reduced = width * (rest + sum(sizes[: len(own)]))
-    # A block that is called several times gives its gradients in two parts.
-    calls = 1 + sum(2 if n > 2 else 1 for n in uses[: len(own)])
-    yield Collective("gradients", "reduce_scatter", reduced, calls, "backward", width * rest)
-    yield Collective("norm and scalars", "all_reduce", 3 * FLOAT, 2)
-    for teacher in task.teachers():
-        cut = {p for stack in block_stacks(teacher) for b in stack for p in b.parameters()}
-        whole = [p for p in teacher.parameters() if p not in cut and p.ndim]
-        gathered = FLOAT * sum(padded([p]) for p in whole)
-        yield Collective("parameters for the teacher", "all_gather", gathered, len(whole))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.compute.gpu_form import gpu_form
+from vlp.compilation import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.blocks import checkpoint_activations
@@ -97,7 +97,7 @@ def fake_step(
     before: Callable[[Pretraining], None] = lambda task: None,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run forward and backward pass of a step, in the form for a GPU (`vlp.compute.gpu_form`).
+    """Run forward and backward pass of a step, in the form for a GPU (`vlp.compilation`).
 
     Args:
         config: pretraining; its recomputation of activations is done.

@@ -24,7 +24,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp, bf16 reduction": {"engine": "ddp", "gradient_reduction": "bf16"},
     "deepspeed zero1": {"engine": "deepspeed", "deepspeed": "zero1"},
     "deepspeed zero3": {"engine": "deepspeed", "deepspeed": "zero3"},
-    "fsdp, bf16 reduction": {"engine": "fsdp", "gradient_reduction": "bf16"},
 }
 
 
@@ -99,8 +98,7 @@ def engine_plans(
 ) -> Iterator[tuple[str, Plan]]:
     """Yield the plan of the same step with every engine that takes it."""
     for name, changes in ENGINES.items():
-        if changes["engine"] != "fsdp" or config.training.grad_cache is None:
-            yield name, make_plan(with_training(config, **changes), count, ranks, gpu, cluster)
+        yield name, make_plan(with_training(config, **changes), count, ranks, gpu, cluster)
 
 
 def most_rows(plan: Plan, count: StepCount, rows: int, group: int, memory: float) -> int:
@@ -126,7 +124,7 @@ def smaller_plans(
             blocks,
             make_plan(less, scale(less, count_groups(less, rows), ranks), ranks, gpu, cluster),
         )
-    if config.training.engine == "fsdp" or rows < 4 * group:
+    if rows < 4 * group:
         return
     for changes in ({}, blocks):
         counts = count_groups(with_training(config, **changes, grad_cache=group), rows)

@@ -8,12 +8,11 @@ from typing import NamedTuple
 from torch import nn
 
 from evaluation.benchmarks.planning.collectives import DDP_BUCKETS, FLOAT
-from vlp.compute.half_weights import half_weights
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.task import AUTOCAST
-from vlp.training.config import LoopConfig
-from vlp.training.engines.blocks import block_stacks
-from vlp.training.engines.deepspeed_config import deepspeed_config
+from vlp.tasks.teacher import half_weights
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.deepspeed import deepspeed_config
 
 
 class MemoryPart(NamedTuple):
@@ -24,7 +23,7 @@ class MemoryPart(NamedTuple):
     high: float
 
 
-def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPart]:
+def states(task: Pretraining, training: TrainingConfig, ranks: int) -> list[MemoryPart]:
     """Return what lies in memory in every step beside activations.
 
     Parameters, gradients and both moments of AdamW are float32 at every precision.
@@ -33,7 +32,7 @@ def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPa
         ConfigError: the ZeRO file is none.
     """
     parts = _engine(task, training, ranks)
-    teacher = sum(_teacher(module, training, ranks) for module in task.teachers())
+    teacher = sum(_teacher(module, training) for module in task.teachers())
     if teacher:
         parts.append(MemoryPart("teacher", teacher, teacher))
     if task.teacher:
@@ -42,30 +41,16 @@ def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPa
     return parts
 
 
-def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPart]:
+def _engine(task: Pretraining, training: TrainingConfig, ranks: int) -> list[MemoryPart]:
     size = FLOAT * sum(p.numel() for p in task.parameters())
     trained = FLOAT * sum(p.numel() for p in task.parameters() if p.requires_grad)
     if training.engine == "deepspeed" and ranks > 1:
         return list(_zero(size, trained, training, ranks))
-    if training.engine == "fsdp" and ranks > 1:
-        blocks = [block for stack in block_stacks(task) for block in stack]
-        within = [FLOAT * _numel(block) for block in blocks]
-        root = size - sum(within)
-        # Those outside of blocks and two blocks; at the end of the backward pass all are whole.
-        least = root + sum(sorted(within)[-2:])
-        return [
-            MemoryPart("parameters", size / ranks, size / ranks),
-            MemoryPart("parameters, gathered", least, size),
-            MemoryPart("gradients", trained / ranks, trained / ranks + max(root, *within)),
-            MemoryPart("optimiser", 2 * trained / ranks, 2 * trained / ranks),
-        ]
     parts = [
         MemoryPart("parameters", size, size),
         MemoryPart("gradients", trained, trained),
         MemoryPart("optimiser", 2 * trained, 2 * trained),
     ]
-    if training.weights == "bf16":  # beside their masters; tables of words stay float32
-        parts.append(MemoryPart("weights in bf16", 0, trained / 2))
     if training.engine == "ddp" and ranks > 1:
         halved = trained / 2 if training.gradient_reduction == "bf16" else 0
         parts.append(
@@ -74,7 +59,9 @@ def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryP
     return parts
 
 
-def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iterator[MemoryPart]:
+def _zero(
+    size: float, trained: float, training: TrainingConfig, ranks: int
+) -> Iterator[MemoryPart]:
     zero = deepspeed_config(training, ranks)["zero_optimization"]
     stage, own = zero["stage"], trained / ranks
     bucket = (
@@ -96,17 +83,10 @@ def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iter
     yield MemoryPart("buckets of gradients", bucket / 2, bucket)
 
 
-def _teacher(teacher: nn.Module, training: LoopConfig, ranks: int) -> float:
-    """Engine fsdp cuts the teacher's blocks like the student's; others hold it whole.
-
-    They also keep the weights of products in half precision.
-    """
-    size = FLOAT * _numel(teacher)
-    if training.engine != "fsdp":
-        rounded = half_weights(teacher).values() if training.precision in AUTOCAST else ()
-        return size + FLOAT / 2 * sum(weight.numel() for weight in rounded)
-    cut = FLOAT * sum(_numel(block) for stack in block_stacks(teacher) for block in stack)
-    return size - cut + cut / ranks
+def _teacher(teacher: nn.Module, training: TrainingConfig) -> float:
+    """Every engine holds it whole, and the weights of products in half precision beside it."""
+    rounded = half_weights(teacher).values() if training.precision in AUTOCAST else ()
+    return FLOAT * _numel(teacher) + FLOAT / 2 * sum(weight.numel() for weight in rounded)
 
 
 def _numel(module: nn.Module) -> int:

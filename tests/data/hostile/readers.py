@@ -39,10 +39,9 @@ from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.published import read_tensors
 from vlp.models.vlp import VLPModel
 from vlp.serving.model_card import model_card
-from vlp.training.checkpoints.checkpoint import SUMS, CheckpointError, Checkpoints
+from vlp.training.checkpoints import SUMS, CheckpointError, Checkpoints
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.ddp import DdpEngine
-from vlp.training.logging.progress import Progress
+from vlp.training.progress import Progress
 
 Files = dict[str, bytes]
 
@@ -216,25 +215,6 @@ def read_checkpoints(folder: Path, before: Files, target: str) -> None:
     assert progress.step in (1, 2)
 
 
-SHARDED = toy_config(engine="ddp", checkpoint_format="sharded")
-
-
-def make_sharded(folder: Path) -> None:
-    task = ToyTask()
-    task.average = {"a": torch.ones(3)}
-    checkpoints = Checkpoints(folder, SHARDED)
-    for step in (1, 2):
-        checkpoints.save(DdpEngine(task, SHARDED.training), task, Progress(step=step, samples=8))
-
-
-def read_sharded(folder: Path, before: Files, target: str) -> None:
-    _sum_again(folder, before, target)
-    task = ToyTask()
-    progress = Checkpoints(folder, SHARDED).load(DdpEngine(task, SHARDED.training), task)
-    assert progress is not None
-    assert progress.step in (1, 2)
-
-
 def make_model(folder: Path) -> None:
     config = ModelConfig.model_validate(TINY_MODEL)
     model = VLPModel(config)
@@ -347,7 +327,6 @@ READERS: dict[str, Reader] = {
     "index": Reader(make_shards, "*.np[yz]", read_index, weight=3),
     "manifest": Reader(make_manifest, "**/*.*", read_manifests, weight=2),
     "checkpoint": Reader(make_checkpoints, "step_2/*", read_checkpoints, (CheckpointError,), 2),
-    "sharded checkpoint": Reader(make_sharded, "step_2/*", read_sharded, (CheckpointError,)),
     "model": Reader(make_model, "*.*", read_model, _MODEL_ERRORS, 2),
     "weights": Reader(make_tensors, "*", read_weights, (ValueError, FileNotFoundError)),
     "configuration": Reader(make_config, "*", read_config, weight=2),

@@ -25,7 +25,7 @@ from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit
 from vlp.tasks.detection.data import CocoImages, CocoSource
-from vlp.training.checkpoints.checkpoint import SUMS, verify
+from vlp.training.checkpoints import SUMS, verify
 
 PNG = photo("png")
 OUTSIDE = ("../../x", "/tmp/x", "a/../../../x", "..", "x\\0y")

@@ -18,7 +18,7 @@ from killed_steps import in_child, killed_at, steps_of
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
-from vlp.process.lock import is_lock
+from vlp.lock import is_lock
 
 
 def write(

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, _utils
 
+from vlp import lock
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.sampler import Pool, TrainingSampler
-from vlp.process import lock
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 
 class Batch(NamedTuple):

@@ -17,7 +17,7 @@ from made_shards import jpeg, write
 from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 ROOT = Path(__file__).parents[3]
 REFUSED = re.compile(

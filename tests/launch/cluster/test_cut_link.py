@@ -70,7 +70,8 @@ def start(lab: Lab, name: str, world: int, *more: str) -> list[subprocess.Popen[
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_SIZE": "1"}
             | {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu"}
-            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            | {"GLOO_SOCKET_IFNAME": LINKS[rank]},
             cwd=ranks.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

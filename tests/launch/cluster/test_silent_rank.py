@@ -29,7 +29,7 @@ def until(rank: ranks.Rank, true: Callable[[str], object], seconds: float) -> fl
 
 @pytest.mark.integration
 def test_a_stopped_rank_is_named_and_the_others_say_where_they_wait(lab: Lab) -> None:
-    more = ("training.steps=100000", f"training.heartbeat={PATIENCE}", "training.engine=ddp")
+    more = ("training.steps=100000", f"training.watchdog={PATIENCE}", "training.engine=ddp")
     started = ranks.start([COMMAND, *lab.arguments("silent", *more)], 2)
     first, second = started
     pid = [rank.process.pid or 0 for rank in started]

@@ -11,8 +11,7 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.optimiser_config import OptimiserConfig
-from vlp.training.optimiser import build_adamw, layer_distances, parameter_groups
+from vlp.training.optimiser import OptimiserConfig, build_adamw, layer_distances, parameter_groups
 
 DEEPER = {"layers": 3}
 DROPPING = {

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from vlp import lock
 from vlp.config import ConfigError
-from vlp.process import lock
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 IN_USE = r"is being written by process (\d+) on \S+ since \d{4}-.*; wait for its end"
 fork = multiprocessing.get_context("fork")
@@ -161,7 +161,7 @@ def test_processes_of_one_start_are_let_in_one_by_one(tmp_path: Path) -> None:
     count = tmp_path / "count"
     count.write_text("0")
     program = (
-        "import sys, time; from pathlib import Path; from vlp.process.lock import FolderLock\n"
+        "import sys, time; from pathlib import Path; from vlp.lock import FolderLock\n"
         "from vlp.config import ConfigError\n"
         "folder, count, done = Path(sys.argv[1]), Path(sys.argv[2]), 0\n"
         "while done < 20:\n"

@@ -18,7 +18,7 @@ from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.training.finetune_config import FinetuneConfig
-from vlp.training.logging.progress import Progress
+from vlp.training.progress import Progress
 
 OBJECTIVES = {"mlm": None, "mim": None, "teacher": None, "itm": {"group": 4}}
 

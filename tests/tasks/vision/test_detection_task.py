@@ -14,7 +14,7 @@ from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build, load
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import DeepSpeedRunConfig
+from vlp.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,7 +27,7 @@ MODEL = {
 PLACES = {"name": "learned-2d", "options": {"deviation": 1.0}}
 
 
-class Run(DeepSpeedRunConfig):
+class Run(RunConfig):
     task: DetectionConfig
 
 

@@ -13,7 +13,7 @@ from vlp.config import ConfigError, load_config
 from vlp.tasks.grids.data import collate_grids
 from vlp.tasks.grids.task import Grids, GridsConfig, build, load, question_of
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import DeepSpeedRunConfig
+from vlp.training.config import RunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_trained_is_refused(archive):
 
 @pytest.mark.parametrize("name", ["grids_arc", "grids_arc_tiny"])
 def test_configurations_make_a_task(name):
-    class Run(DeepSpeedRunConfig):
+    class Run(RunConfig):
         task: GridsConfig
 
     run = load_config(CONFIGS / f"{name}.yaml", Run)

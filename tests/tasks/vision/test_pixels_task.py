@@ -15,7 +15,7 @@ from vlp.config import ConfigError, load_config
 from vlp.tasks.pixels.data import PixelBatch
 from vlp.tasks.pixels.task import Pixels, PixelsConfig, build, load
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import DeepSpeedRunConfig
+from vlp.training.config import RunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
@@ -99,7 +99,7 @@ def test_encodings_that_do_not_fit_are_refused(planes):
 
 @pytest.mark.parametrize("name", ["pixels_imagenet64", "pixels_cifar10", "pixels_cifar10_tiny"])
 def test_configurations_make_a_task(name):
-    class Run(DeepSpeedRunConfig):
+    class Run(RunConfig):
         task: PixelsConfig
 
     run = load_config(CONFIGS / f"{name}.yaml", Run)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
-from vlp.training.config import LoopConfig
-from vlp.training.engines.base import Engine, write_snapshot
+from vlp.training.config import TrainingConfig
 from vlp.training.engines.compile import compile_task
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
+from vlp.training.engines.engine import Engine, write_snapshot
+from vlp.training.engines.environment import start_deepspeed
 
 FOLDER = Path(sys.argv[1])
 STEPS = 4
@@ -32,11 +33,11 @@ def make(kind: str, compiled: bool) -> Engine:
     compile_task(task, "blocks" if compiled else "none", torch.device("cpu"), backend="eager")
     values = {"batch": ROWS * distributed.world_size(), "precision": "float32"}
     if kind == "ddp":
-        return DdpEngine(task, LoopConfig(**values))
+        return DdpEngine(task, TrainingConfig(**values))
     path = FOLDER / f"{kind}_{distributed.rank()}.json"
     zero = {"stage": int(kind), "stage3_param_persistence_threshold": 0}
     path.write_text(json.dumps({"zero_optimization": zero}))
-    return DeepSpeedEngine(task, LoopConfig(deepspeed=str(path), **values))
+    return DeepSpeedEngine(task, TrainingConfig(deepspeed=str(path), **values))
 
 
 def steps(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def steps(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
         )
         engine.backward(engine.forward(batch, step).loss)
         engine.step(1e-2)
-    return {name: value.clone() for name, value in engine.gather().items()}
+    return {name: value.clone() for name, value in engine.parameters().items()}
 
 
 def resumed(kind: str, home: Path, compiled: bool) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-distributed.start()
+distributed.start(join=start_deepspeed)
 for kind in ("ddp", "1", "3"):
     ends = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""One rank of test_engines.py: every ZeRO stage, DDP and FSDP against plain PyTorch.
+"""One rank of test_engines.py: every ZeRO stage and DDP against plain PyTorch.
 
 usage: engine_ranks.py FOLDER (train | load). The folder keeps checkpoints from one number of ranks
 to the next.
@@ -17,23 +17,21 @@ from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
-from vlp.training.engines.base import Engine, Update, write_snapshot
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
-from vlp.training.engines.environment import prepare_environment
-from vlp.training.engines.fsdp import FsdpEngine
+from vlp.training.engines.engine import Engine, Update, write_snapshot
+from vlp.training.engines.environment import prepare_environment, start_deepspeed
 
 FOLDER = Path(sys.argv[1])
 SAVED_AFTER, POISONED, STEPS = 3, 4, 8
 # Stage 3 twice: with every parameter cut up between uses, and with small ones kept whole.
 KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
-DDP, FSDP = "ddp", "fsdp"
+DDP = "ddp"
 
 
 def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
-    if kind in (DDP, FSDP):
-        engine = DdpEngine if kind == DDP else FsdpEngine
-        return engine(task, toy_config(**settings).training)
+    if kind == DDP:
+        return DdpEngine(task, toy_config(**settings).training)
     zero = {"stage": KINDS[kind]}
     if KINDS[kind] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
@@ -84,7 +82,7 @@ def plain(gradient_accumulation_steps: int = 1) -> tuple[dict[str, Tensor], list
         ToyTask(), toy_config(gradient_accumulation_steps=gradient_accumulation_steps).training
     )
     updates = steps(engine, 0, STEPS)
-    return copied(engine.gather()), updates
+    return copied(engine.parameters()), updates
 
 
 def check(kind: str) -> None:
@@ -98,11 +96,11 @@ def check(kind: str) -> None:
     updates = steps(engine, 0, SAVED_AFTER)
     write_snapshot(engine, home)
     updates += steps(engine, SAVED_AFTER, POISONED)
-    before = copied(engine.gather())
+    before = copied(engine.parameters())
     updates += steps(engine, POISONED, POISONED + 1)
-    assert distance(before, engine.gather()) == 0, "a skipped step moved weights"
+    assert distance(before, engine.parameters()) == 0, "a skipped step moved weights"
     updates += steps(engine, POISONED + 1, STEPS)
-    final = copied(engine.gather())
+    final = copied(engine.parameters())
     assert final["log_temperature"].shape == ()
     assert distance(final, expected) < 2e-6, distance(final, expected)
     for mine, other in zip(updates, expected_updates, strict=True):
@@ -142,7 +140,7 @@ def check_float16(kind: str) -> None:
     again = make(ToyTask(precision="fp16"), kind, precision="fp16")
     again.load(home if engine.rank == 0 else None)
     assert steps(again, POISONED + 2, STEPS) == updates[POISONED + 2 :]
-    assert distance(again.gather(), engine.gather()) == 0, "resuming is not exact"
+    assert distance(again.parameters(), engine.parameters()) == 0, "resuming is not exact"
 
 
 def resumed(kind: str, home: Path) -> dict[str, Tensor]:
@@ -153,13 +151,13 @@ def resumed(kind: str, home: Path) -> dict[str, Tensor]:
     engine.load(home if engine.rank == 0 else None)
     assert float(engine.module.encoder.seen) > 0, "buffers are part of the state"
     steps(engine, SAVED_AFTER, STEPS)
-    return copied(engine.gather())
+    return copied(engine.parameters())
 
 
 def check_loading(kind: str) -> None:
     """From the other number of ranks, of the same and of other stages."""
     expected, _ = plain()
-    for source in sorted({kind, "0", "3", DDP, FSDP}):
+    for source in sorted({kind, "0", "3", DDP}):
         home = FOLDER / f"state_{source}_{3 - distributed.world_size()}"
         assert distance(resumed(kind, home), expected) < 2e-6, home
 
@@ -173,12 +171,12 @@ def check_accumulation(kind: str) -> None:
     updates = steps(engine, 0, STEPS)
     ACCUMULATION = 1
     assert [update.applied for update in updates].count(False) == 1
-    assert distance(engine.gather(), expected) < 2e-6
+    assert distance(engine.parameters(), expected) < 2e-6
 
 
 prepare_environment()
-distributed.start()
-for each in (*KINDS, DDP, FSDP):
+distributed.start(join=start_deepspeed)
+for each in (*KINDS, DDP):
     if sys.argv[2] == "train":
         check(each)
         check_accumulation(each)

@@ -13,7 +13,7 @@ from compile_toy import ROWS, configuration, task_of
 from torch import Tensor, nn
 
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.compute.region import compile_regions
+from vlp.compilation import compile_regions
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.layers.blocks import PostNormLayer

@@ -9,15 +9,15 @@ import torch
 from training_toy import ToyData, ToyTask, toy_config
 
 from vlp.distributed import broadcast_tensors
-from vlp.training.engines import loss_scale
+from vlp.training.engines import engine as module
 from vlp.training.engines.ddp import DdpEngine
-from vlp.training.engines.loss_scale import LOSS_SCALE, LossScale
+from vlp.training.engines.engine import LOSS_SCALE, LossScale
 from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
 
 
 def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "INTERVAL", 3)
+    monkeypatch.setattr(module, "INTERVAL", 3)
     reference = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     weight = torch.nn.Parameter(torch.zeros(()))
     optimiser = torch.optim.SGD([weight])
@@ -53,7 +53,7 @@ def test_other_precisions_have_no_scale(precision: str) -> None:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> float:
     """A first scale with which no gradient of the toy overflows, however a CPU sums float16."""
-    monkeypatch.setattr(loss_scale, "START", 2.0**10)
+    monkeypatch.setattr(module, "FIRST_SCALE", 2.0**10)
     return 2.0**10
 
 

@@ -10,7 +10,7 @@ import torch
 from compile_toy import ROWS, configuration
 
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.compute.gpu_form import gpu_form
+from vlp.compilation import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task
@@ -42,6 +42,36 @@ def losses(how: str, rows: int, text_window: int) -> list[float]:
         task.after_step(engine.parameters, torch.tensor(update.applied))
         found.append(float(output.loss.detach()))
     return found
+
+
+def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
+    """Against one whose weights autocast casts in each call."""
+    found = []
+    for rounded in (True, False):
+        values = configuration().model_dump()
+        values["objectives"]["teacher"] = {"queue": 16, "warmup_steps": 10}
+        values["training"] |= {"precision": "bf16", "engine": "ddp"}
+        config = PretrainConfig.model_validate(values)
+        torch.manual_seed(0)
+        task = Pretraining(config.model, config.objectives, "", "bf16", log_every=10**6)
+        engine = DdpEngine(task, config.training)
+        if not rounded:
+            task.teacher.average._products = None
+        losses = []
+        for step in range(6):
+            batch: Any = random_batch(config.inputs, ROWS, 5, seed=step)
+            output = engine.forward(batch, step)
+            engine.backward(output.loss)
+            update = engine.step(1e-3)
+            task.after_step(engine.parameters, torch.tensor(update.applied))
+            losses.append(float(output.loss.detach()))
+        teacher = task.teacher.average.module.model.cross_encoder
+        kind = next(teacher.parameters()).dtype
+        assert kind == (torch.bfloat16 if rounded else torch.float32)
+        found.append((losses, task.extra_state()))
+    (losses, state), (expected, expected_state) = found
+    assert losses == expected
+    assert all(torch.equal(state[name], value) for name, value in expected_state.items())
 
 
 @pytest.mark.slow  # minutes of compiling, or of interpreting

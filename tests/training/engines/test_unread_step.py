@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_toy import ToyData, ToyTask, toy_config
 
-from vlp.training.engines import native
+from vlp.training.engines import ddp
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.optimiser import build_adamw
 
@@ -24,7 +24,7 @@ def engines(monkeypatch):
                 group["fused"] = fused
             return adamw
 
-        monkeypatch.setattr(native, "build_adamw", build)
+        monkeypatch.setattr(ddp, "build_adamw", build)
         torch.manual_seed(0)
         built.append(DdpEngine(ToyTask(), toy_config().training))
     return built

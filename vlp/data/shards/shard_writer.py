@@ -14,7 +14,7 @@ from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, wri
 from vlp.data.shards.sample_files import IMAGES
 from vlp.data.shards.tar import append_member, close_tar
 from vlp.io import AtomicFile
-from vlp.process.lock import FolderLock
+from vlp.lock import FolderLock
 
 
 class ShardWriter:

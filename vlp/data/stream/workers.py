@@ -15,8 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from vlp.data.shards import outages
-from vlp.process.lock import end_with_parent
-from vlp.process.stop_signals import STOPS
+from vlp.signals import STOPS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.full_precision import at_least_float32
 from vlp.config import ConfigError
 from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.pretrained.source_checks import check_bert, check_vit
 from vlp.models.towers import fit_image_tower
 from vlp.models.vlp import VLPModel
+from vlp.precision import at_least_float32
 
 
 class LoadReport(NamedTuple):

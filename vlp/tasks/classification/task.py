@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 from timm.models import get_pretrained_cfg
 from torch import Tensor
 
-from vlp.compute.full_precision import full_precision
 from vlp.config import Config, ConfigError
 from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.stream.loader import OrderedData
@@ -21,6 +20,7 @@ from vlp.data.stream.rng import make_rng
 from vlp.layers.fused import fuse_by_device
 from vlp.models.vision.backbone import BackboneConfig, create_backbone
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision
 from vlp.tasks.classification.data import LabelledBatch, LabelledDataConfig, labelled_data
 from vlp.tasks.task import PlainTask, Precision, StepOutput
 from vlp.tasks.vision_only import save_task

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlp.compute.full_precision import full_precision
 from vlp.config import Config, ConfigError
 from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision
 from vlp.tasks.detection.data import (
     DetectionBatch,
     DetectionDataConfig,

@@ -16,11 +16,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.full_precision import full_precision
 from vlp.data.downstream.items import Items
 from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
+from vlp.precision import full_precision
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import SCORES
 from vlp.tasks.pair_classification.data import (

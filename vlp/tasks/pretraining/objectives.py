@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compilation import on_gpu
 from vlp.layers.temperature import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices

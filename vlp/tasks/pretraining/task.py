@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compilation import on_gpu
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
@@ -314,7 +314,7 @@ class Pretraining(PlainTask):
             self.teacher.forget()
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Return teacher and queue by name, full or sharded; empty without a teacher."""
+        """Return teacher and queue by name; empty without a teacher."""
         return {} if self.teacher is None else self.teacher.state_dict()
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:

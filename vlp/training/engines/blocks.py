@@ -1,4 +1,4 @@
-"""The repeated blocks of a task: what activations are recomputed by, and parameters sharded by."""
+"""The repeated blocks of a task, and recomputation of their activations in the backward pass."""
 
 from __future__ import annotations
 

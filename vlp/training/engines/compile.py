@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlp.compute.region import compile_regions
+from vlp.compilation import compile_regions
 from vlp.config import ConfigError
 from vlp.tasks.task import PlainTask
 from vlp.training.config import Compile
@@ -64,7 +64,7 @@ def compile_task(
         how: `blocks` compiles each transformer block, and the blocks of a tower share one graph;
             `step` compiles the image, the text and the cross-modal encoder with their projections
             as one graph each, and blocks outside of them; `auto` is `blocks` on a GPU and `none`
-            elsewhere. With both, losses and other regions (`vlp.compute.region`) are a graph each.
+            elsewhere. With both, losses and other regions (`vlp.compilation`) are a graph each.
         device: where the task runs.
         backend: of `torch.compile`.
 

@@ -1,45 +1,76 @@
-"""PyTorch's DistributedDataParallel behind the `Engine` protocol: whole copies on every rank."""
+"""PyTorch's DistributedDataParallel behind the `Engine` protocol: whole copies on every rank.
+
+Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tensors by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from vlp.config import ConfigError
+from vlp import distributed
 from vlp.data.stream.batch import Slots
+from vlp.distributed import broadcast_tensors
 from vlp.tasks.task import StepOutput
-from vlp.training.engines.native import NativeEngine
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.engine import (
+    LOSS_SCALE,
+    OPTIMISER,
+    WEIGHTS,
+    LossScale,
+    Update,
+    saved_buffers,
+)
+from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, set_learning_rate
 
 
-class DdpEngine(NativeEngine):
-    """One task with a whole copy on every rank; gradients travel while the backward pass runs.
+class DdpEngine:
+    """One task with a whole copy on every rank; the process group must be up.
 
-    They travel once a step, with the last micro-step. One rank alone runs the task as it is.
+    Gradients travel while the backward pass runs, once a step, with the last micro-step. One rank
+    alone runs the task as it is.
 
     Raises:
-        ConfigError: `static_graph` with several micro-steps, which PyTorch cannot do.
+        ConfigError: the ranks do not divide the batch, or a learning-rate scale fits no parameter.
     """
 
-    def _spread(self, task: nn.Module) -> Callable[[Slots, int], StepOutput]:
+    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
+        self.rank = distributed.rank()
+        self.world_size = distributed.world_size()
+        config.require_equal_shares(self.world_size)
+        self.device = distributed.default_device()
+        self.module = task.to(self.device)
+        self._clip = config.optimiser.clip
+        self._micro_steps = config.gradient_accumulation_steps
+        self._micro_step = 0
+        self._scale = LossScale(config.precision)
+        self._forward = self._wrapped(task, config.gradient_reduction)
+        self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        self._adamw = build_adamw(task, config.optimiser)
+        create_moments(self._adamw, self._named.values())
+
+    def _wrapped(
+        self, task: nn.Module, gradient_reduction: str
+    ) -> Callable[[Slots, int], StepOutput]:
+        """Give every rank rank 0's weights; return the forward pass."""
         if self.world_size == 1:
             return task
-        config = self._config
-        if config.static_graph and config.gradient_accumulation_steps > 1:
-            raise ConfigError("static_graph needs gradient_accumulation_steps=1 on several ranks")
         wrapped = DistributedDataParallel(
             task,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             # Heads leave parts of a pretrained model unused (its projections, say), and every rank
             # keeps buffers by itself: the loop puts them back after a skipped step.
-            find_unused_parameters=not config.static_graph,
-            static_graph=config.static_graph,
+            find_unused_parameters=True,
             broadcast_buffers=False,
         )
-        if config.gradient_reduction == "bf16":
+        if gradient_reduction == "bf16":
             wrapped.register_comm_hook(None, bf16_compress_hook)
 
         def forward(batch: Slots, step: int) -> StepOutput:
@@ -49,3 +80,102 @@ class DdpEngine(NativeEngine):
             return output
 
         return forward
+
+    def forward(self, batch: Slots, step: int) -> StepOutput:
+        """Run the task on this rank's share of a global batch."""
+        self._micro_step += 1
+        return self._forward(batch, step)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scalar loss, averaged over ranks and micro-steps.
+
+        On this thread: a thread of the GPU's own takes Python's lock anew for each hook and kernel
+        written in Python, a tenth of a step's host time.
+        """
+        with torch.autograd.set_multithreading_enabled(False):
+            (loss / self._micro_steps * self._scale.value).backward()
+
+    def step(self, learning_rate: float) -> Update:
+        """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
+        self._micro_step = 0
+        set_learning_rate(self._adamw, learning_rate)
+        if self._adamw.defaults["fused"] and not self._scale.enabled:
+            return self._step_unread()
+        if self._scale.enabled:
+            torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
+        most = float("inf") if self._clip is None else self._clip
+        norm = nn.utils.clip_grad_norm_(self._named.values(), most)
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return Update(
+            applied, float(norm) if applied else float("inf"), self._scale.update(applied)
+        )
+
+    def _step_unread(self) -> Update:
+        """Clip and apply AdamW where the gradients are finite, without a wait for the device.
+
+        Fused AdamW takes both from tensors, by the attributes that `torch.amp.GradScaler` sets: it
+        divides gradients by `grad_scale`, and leaves everything as it is where `found_inf` is 1.
+        """
+        norm = nn.utils.get_total_norm(self._gradients())
+        applied = norm.isfinite()
+        adamw: Any = self._adamw
+        adamw.found_inf = applied.logical_not().float()
+        if self._clip is not None:
+            adamw.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return Update(applied, norm)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return full float32 parameters by name, on each rank's device; valid until `step`."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
+        return distributed.on_rank_0(self._state())
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
+        optimiser = self._moments() | self._scale.state()
+        return {WEIGHTS: self.state_dict(), OPTIMISER: distributed.on_rank_0(optimiser)}
+
+    @torch.no_grad()
+    def load(self, folder: Path | None) -> None:
+        """Take back the files of `snapshot` on any number of ranks.
+
+        Raises:
+            KeyError: a tensor is missing or unknown: the checkpoint is of another model.
+        """
+        for file, here in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
+            missing = set(here)
+            for name, value in broadcast_tensors(None if folder is None else folder / file):
+                if name == LOSS_SCALE:
+                    self._scale.load(value)
+                    continue
+                missing.remove(name)
+                here[name].copy_(value)
+            if missing:
+                raise KeyError(f"the checkpoint lacks {sorted(missing)}")
+            if file == OPTIMISER:
+                for state in self._adamw.state.values():
+                    state[STEP].copy_(here[STEP])
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return parameters, each by one name, and saved buffers."""
+        return {**self.parameters(), **saved_buffers(self.module)}
+
+    def _moments(self) -> dict[str, Tensor]:
+        states = {name: self._adamw.state[parameter] for name, parameter in self._named.items()}
+        moments = {
+            f"{moment}.{name}": state[moment]
+            for moment in MOMENTS
+            for name, state in states.items()
+        }
+        # AdamW passes over parameters that a head leaves unused; their count stays behind.
+        return moments | {STEP: torch.stack([state[STEP] for state in states.values()]).max()}

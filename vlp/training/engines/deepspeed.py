@@ -1,15 +1,17 @@
 """DeepSpeed ZeRO 0-3 behind the `Engine` protocol, with a state that knows no ranks.
 
-DeepSpeed cuts parameters and optimiser state into flat partitions of which each rank holds some,
-and refuses its own checkpoints on another number of ranks. Here both are read and written
-parameter by parameter at full size, in float32, so a checkpoint fits any number of ranks and any
-ZeRO stage, bit for bit.
+YAML says how to train, a JSON file how to share memory. DeepSpeed cuts parameters and optimiser
+state into flat partitions of which each rank holds some, and refuses its own checkpoints on another
+number of ranks. Here both are read and written parameter by parameter at full size, in float32, so
+a checkpoint fits any number of ranks and any ZeRO stage, bit for bit.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,90 @@ import torch
 from torch import Tensor, nn
 
 from vlp import distributed
+from vlp.config import ConfigError
 from vlp.data.stream.batch import Slots
 from vlp.distributed import broadcast_tensors, host_copy
+from vlp.io import parse_json
 from vlp.tasks.task import StepOutput
-from vlp.training.config import LoopConfig
-from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
-from vlp.training.engines.deepspeed_config import deepspeed_config
-from vlp.training.engines.loss_scale import LOSS_SCALE, LossScale
-from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.engine import (
+    LOSS_SCALE,
+    OPTIMISER,
+    WEIGHTS,
+    LossScale,
+    Update,
+    saved_buffers,
+)
+from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, set_learning_rate
+
+
+def deepspeed_file(name: str) -> Path:
+    """Return the JSON file of `training.deepspeed`: a path, or one of configs/deepspeed.
+
+    Raises:
+        ConfigError: there is no such file; the known names are listed.
+    """
+    if name.endswith(".json") or "/" in name:
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(f"training.deepspeed: there is no file {path}")
+        return path
+    folder = Path(str(resources.files("configs"))) / "deepspeed"
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.json")))
+        raise ConfigError(f"training.deepspeed: unknown name {name!r}; known are {known}")
+    return path
+
+
+def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
+    """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings.
+
+    Parameters and optimiser state stay float32 at every precision: the task autocasts itself.
+
+    Raises:
+        ConfigError: the JSON says what the YAML owns or asks for an offload, or the ranks do not
+            divide the batch.
+    """
+    path = deepspeed_file(config.deepspeed)
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    for key in values:
+        if not key.startswith("zero_"):
+            raise ConfigError(
+                f"{path}: '{key}' is not about ZeRO; batch, optimiser and precision are keys of "
+                "`training` in the YAML file"
+            )
+    zero = values.get("zero_optimization", {})
+    if zero.get("stage") not in (0, 1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3")
+    for key, value in zero.items():
+        if key.startswith("offload_") and value:
+            raise ConfigError(f"{path}: {key} is not supported; the state stays on the device")
+    config.require_equal_shares(world_size)
+    clip = config.optimiser.clip
+    return values | {
+        "train_batch_size": config.batch * config.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": config.batch // world_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        # Stage 0 is clipped by our engine, with the formula that the other stages use.
+        "gradient_clipping": 0.0 if clip is None or zero["stage"] == 0 else clip,
+        "steps_per_print": None,
+    }
+
+
+def shards_parameters(training: TrainingConfig) -> bool:
+    """Return whether ranks hold parts of the parameters, as ZeRO-3 has it.
+
+    Raises:
+        ConfigError: the ZeRO file cannot be used.
+    """
+    if training.engine != "deepspeed":
+        return False
+    settings = deepspeed_config(training, distributed.world_size())
+    return bool(settings["zero_optimization"]["stage"] == 3)
 
 
 @contextmanager
@@ -61,7 +139,7 @@ class DeepSpeedEngine:
             fits no parameter.
     """
 
-    def __init__(self, task: nn.Module, config: LoopConfig) -> None:
+    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -112,10 +190,6 @@ class DeepSpeedEngine:
         return Update(applied, norm, self._scale.update(applied))
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return full float32 parameters by name, as `gather` does; valid until `step`."""
-        return self.gather()
-
-    def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
         named = self._frozen | self._named
         if self.stage < 3:

@@ -1,13 +1,21 @@
-"""What a process sets up for itself before it joins the other ranks."""
+"""Set-up of a process before it joins the other ranks, and the start of DeepSpeed."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import logging
 import os
 import re
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
+
+from vlp import distributed
 
 # Options of glibc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -88,3 +96,53 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def is_emulated(device: torch.device, precision: str) -> bool:
+    """Return whether a CPU has no instructions for a precision, and takes ten times as long."""
+    if (
+        device.type != "cpu"
+        or precision not in ("bf16", "fp16")
+        or not torch.backends.mkldnn.is_available()
+    ):
+        return False
+    return not getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
+
+
+def advise(setting: str, precision: str) -> None:
+    """Say on rank 0 that this machine computes the precision that a setting names slowly."""
+    if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
+        print(
+            f"{setting}: this CPU has no instructions for {precision}; float32 is several times as "
+            "fast here",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Make `torch.compile` leave functions as they are."""
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def start_deepspeed(timeout: timedelta) -> None:
+    """Join the other ranks through DeepSpeed."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
+    # alone imports PyTorch's compiler, a second or two of every start.
+    with _compiling_nothing(), suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # Before anything is placed on a device: the first one is the default on every rank.
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
+    # inference calls it, and a machine that trains may have no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)

@@ -27,20 +27,18 @@ from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
-from vlp.training.engines.environment import prepare_environment
-from vlp.training.engines.fsdp import FsdpEngine
+from vlp.training.engines.environment import prepare_environment, start_deepspeed
 
 ROWS, TRACED = 4, 2  # engines are in their usual course from the second step on
 ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddp": (DdpEngine, {"engine": "ddp"}),
     "ddp-bf16": (
         DdpEngine,
-        {"engine": "ddp", "gradient_reduction": "bf16", "static_graph": True},
+        {"engine": "ddp", "gradient_reduction": "bf16"},
     ),
     "zero0": (DeepSpeedEngine, {"engine": "deepspeed", "deepspeed": "zero0"}),
     "zero1": (DeepSpeedEngine, {"engine": "deepspeed", "deepspeed": "zero1"}),
     "zero3": (DeepSpeedEngine, {"engine": "deepspeed", "deepspeed": "zero3"}),
-    "fsdp": (FsdpEngine, {"engine": "fsdp"}),
 }
 
 
@@ -95,7 +93,7 @@ if len(sys.argv) > 2:
         for name in names:
             main(name, int(sys.argv[2]))
 else:
-    distributed.start(with_deepspeed=any(name.startswith("zero") for name in names))
+    distributed.start(join=start_deepspeed if any(n.startswith("zero") for n in names) else None)
     for name in names:
         main(name, distributed.world_size())
     distributed.end()

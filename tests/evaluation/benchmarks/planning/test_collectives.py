@@ -12,11 +12,10 @@ SCRIPT = Path(__file__).with_name("collective_ranks.py")
 ROWS = 4
 CALLS = {
     "ddp": {"all_reduce": 2, "all_gather": 0, "reduce_scatter": 0},
-    "ddp-bf16": {"all_reduce": 1, "all_gather": 0, "reduce_scatter": 0},
+    "ddp-bf16": {"all_reduce": 2, "all_gather": 0, "reduce_scatter": 0},
     "zero0": {"all_reduce": 1, "all_gather": 0, "reduce_scatter": 0},
     "zero1": {"all_reduce": 3, "all_gather": 2, "reduce_scatter": 0},
     "zero3": {"all_reduce": 2, "all_gather": 140, "reduce_scatter": 1},
-    "fsdp": {"all_reduce": 2, "all_gather": 79, "reduce_scatter": 9},
 }
 """Calls that an engine adds to those of the tiny task, on any number of ranks."""
 # The task's own: counts of 7 losses and a histogram of 4,000 places, both int64; of each pair two

@@ -14,7 +14,7 @@ from torch import Tensor
 from evaluation.benchmarks.planning.count import _count, count_groups, scale
 from evaluation.benchmarks.planning.plan import with_training
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.compute.gpu_form import gpu_form
+from vlp.compilation import gpu_form
 from vlp.config import load_config
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig

@@ -124,13 +124,11 @@ def test_engines_that_cut_states_up_need_less(config: Path) -> None:
     assert whole["parameters"] == whole["gradients"] == size
     assert whole["optimiser"] == 2 * size
     assert "buckets of gradients" not in needed(1, engine="ddp")
-    zero1, zero3, fsdp = (
+    zero1, zero3 = (
         needed(8, engine="deepspeed", deepspeed="zero1"),
         needed(8, engine="deepspeed", deepspeed="zero3"),
-        needed(8, engine="fsdp"),
     )
-    for cut in (zero1, zero3, fsdp):
+    for cut in (zero1, zero3):
         assert cut["optimiser"] == size / 4
     assert zero1["parameters"] == size * 9 / 8
-    assert fsdp["parameters"] == size / 8
-    assert fsdp["teacher"] < zero1["teacher"] < 1.5 * size
+    assert zero1["teacher"] < 1.5 * size

@@ -1,0 +1,209 @@
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from pydantic import ConfigDict, Field
+from training_toy import toy_config
+
+from vlp import distributed
+from vlp.config import Config, ConfigError
+from vlp.training.config_differences import _leaves, compare, require_same_on_all_ranks, resume_rule
+from vlp.training.finetune_config import FinetuneConfig
+
+CONFIG = toy_config()
+SAVED = CONFIG.model_dump(mode="json")
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    result = deepcopy(SAVED)
+    *parents, leaf = key.split(".")
+    node = result
+    for parent in parents:
+        node = node[int(parent)] if isinstance(node, list) else node[parent]
+    node[leaf] = value
+    return result
+
+
+def test_the_same_configuration_has_no_differences() -> None:
+    assert compare(SAVED, deepcopy(SAVED), CONFIG) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.text.layers", 3),
+        ("model.cross.anchor.roles", ["query"]),
+        ("objectives.mlm", None),
+        ("objectives.itm.group", 8),
+        ("data.canonical_streams", 4),
+        ("data.captions", "all"),
+        ("data.sources.0.weight", 2.0),
+        ("data.augment.magnitude", 3),
+        ("training.seed", 1),
+    ],
+)
+def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
+    fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
+    assert tolerated == []
+    assert fatal
+    assert all(line.startswith(key) for line in fatal)
+
+
+def test_a_key_that_a_checkpoint_is_older_than_had_its_default() -> None:
+    saved = deepcopy(SAVED)
+    del saved["model"]["text"]["weights"], saved["model"]["image"]["pool"]
+    assert SAVED["model"]["text"]["weights"] is None
+    assert compare(saved, SAVED, CONFIG) == ([], [])
+    assert compare(saved, changed("model.image.pool", 2), CONFIG).fatal == [
+        "model.image.pool: saved 'absent', now 2"
+    ]
+
+
+@pytest.mark.parametrize("key", ["text", "image", "cross"])
+def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> None:
+    saved = changed(f"model.{key}.weights", "gone")
+    said = [f"model.{key}.weights: saved 'gone', now None"]
+    assert compare(saved, SAVED, CONFIG) == ([], said)
+
+
+def test_a_difference_shows_both_values() -> None:
+    assert compare(SAVED, changed("model.text.layers", 3), CONFIG).fatal == [
+        "model.text.layers: saved 6, now 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.steps", 99),
+        ("training.batch", 16),
+        ("training.deepspeed", "zero3"),
+        ("training.optimiser.learning_rate", 1.0),
+        ("data.sources.0.path", "moved"),
+        ("data.vocabulary", "moved"),
+    ],
+)
+def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> None:
+    fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
+    assert fatal == []
+    assert [line.split(":")[0] for line in tolerated] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep_last", 9)]
+)
+def test_convenience_is_free(key: str, value: Any) -> None:
+    assert compare(SAVED, changed(key, value), CONFIG) == ([], [])
+
+
+def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
+    data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
+    saved = {"init_from": "model", "task": {"kind": "vqa", "data": data}}
+    now = {"init_from": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
+    now["task"]["data"] |= {"workers": 2, "max_skipped_share": 0.9, "validation": ["v", "w"]}
+    config = FinetuneConfig.model_validate(saved)
+    fatal, tolerated = compare(saved, now, config)
+    assert fatal == []
+    assert [line.split(":")[0] for line in tolerated] == [
+        "init_from", "task.data.train.1", "task.data.validation.1"
+    ]  # fmt: skip
+    now["task"]["data"]["train"] = ["a", "b", "c"]
+    assert compare(saved, now, config).fatal == ["task.data.train.2: saved 'absent', now 'c'"]
+    screens = [{"task": {"data": {"train": number}}} for number in (2000, 300)]
+    assert compare(screens[0], screens[1], config).fatal == ["task.data.train: saved 2000, now 300"]
+
+
+def test_an_added_or_removed_key_is_a_difference() -> None:
+    older = deepcopy(SAVED)
+    del older["model"]["embed_dim"]
+    now = changed("model.embed_dim", 128)
+    assert compare(older, now, CONFIG).fatal == ["model.embed_dim: saved 'absent', now 128"]
+    assert compare(now, older, CONFIG).fatal == ["model.embed_dim: saved 128, now 'absent'"]
+    # What one of them does not tell has its default.
+    assert compare(SAVED, older, CONFIG) == compare(older, SAVED, CONFIG) == ([], [])
+
+
+class Parts(Config):
+    """A part of a configuration from outside."""
+
+    model_config = ConfigDict(json_schema_extra={"resume": "tolerated"})
+
+    speed: int = 1
+    place: str = Field("here", json_schema_extra={"resume": "path"})
+
+
+class Outside(Config):
+    """A configuration from outside, which says itself what may differ."""
+
+    size: int = 1
+    parts: tuple[Parts, ...] = ()
+    part: Parts = Parts()
+    cache: dict[str, int] = Field({}, json_schema_extra={"resume": "free"})
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("size", "fixed"),
+        ("unknown", "fixed"),
+        ("part.speed", "tolerated"),
+        ("part.place", "path"),
+        ("parts.0.speed", "tolerated"),
+        ("parts.0.place", "path"),
+        ("parts.1.place", "fixed"),
+        ("cache.x.y", "free"),
+    ],
+)
+def test_fields_say_what_may_differ(key: str, rule: str) -> None:
+    assert resume_rule(Outside(parts=(Parts(),)), key) == rule
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("output", "/scratch/run", False),
+        ("data.sources.0.path", "/scratch/shards", False),
+        ("data.workers", 7, False),
+        ("data.cache", {"folder": "/scratch/cache", "limit": 5}, False),
+        ("data.sources.0.weight", 2.0, True),
+        ("training.log_every", 7, True),
+        ("training.steps", 7, True),
+        ("validation", {"shards": ["val"], "rerank": 0}, True),
+        ("model.text.layers", 7, True),
+    ],
+)
+def test_a_node_may_have_its_own_places_alone(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
+) -> None:
+    other = dict(_leaves(changed(key, value))), {"source 0": "a"}
+    monkeypatch.setattr(distributed, "from_rank_0", lambda value: other)
+    with pytest.raises(ConfigError, match=key) if refused else nullcontext():
+        require_same_on_all_ranks(CONFIG, {"source 0": "a"})
+    with pytest.raises(ConfigError, match="source 0 of the data is not that of rank 0"):
+        require_same_on_all_ranks(CONFIG, {"source 0": "b"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("task.data.train.0", "/scratch/train", False),
+        ("task.data.validation.0", "/scratch/val", False),
+        ("task.data.workers", 3, False),
+        ("model.text.max_tokens", 9, True),
+        ("task.label_smoothing", 0.5, True),
+    ],
+)
+def test_a_node_of_a_fine_tuning_may_have_its_own_places_alone(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
+) -> None:
+    data = {"train": ["train"], "validation": ["val"]}
+    config = FinetuneConfig.model_validate(
+        {"init_from": "model", "task": {"kind": "snli_ve", "data": data},
+         "model": {"text": {"max_tokens": 8}}, "training": {"batch": 8}}
+    )  # fmt: skip
+    values = dict(_leaves(config.model_dump(mode="json")))
+    assert key in values
+    monkeypatch.setattr(distributed, "from_rank_0", lambda _: (values | {key: value}, {}))
+    with pytest.raises(ConfigError, match=key) if refused else nullcontext():
+        require_same_on_all_ranks(config, {})

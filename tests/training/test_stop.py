@@ -1,0 +1,201 @@
+"""Processes that are asked to end, and cannot all say so themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import ranks
+
+from vlp.training.stop import REQUEUE, StopSignals
+
+# The main thread waits for a lock in C, as in a collective call; no handler can run.
+BLOCKED = """
+import ctypes, sys
+from vlp.training.stop import StopSignals
+lock = ctypes.create_string_buffer(128)
+with StopSignals(grace=1.0) as stop:
+    if sys.argv[1] == "training":
+        stop.look()
+    print("waits", flush=True)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@contextmanager
+def waiting(phase: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, phase],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("phase", "told"),
+    [("start", "before its first step"), ("training", "in the midst of a step")],
+)
+def test_a_blocked_process_ends_itself(phase: str, told: str, number: signal.Signals) -> None:
+    with waiting(phase) as process:
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == REQUEUE
+        assert said == f"rank 0 stopped by {number.name} {told}\n"
+
+
+def test_a_run_that_is_being_saved_takes_its_time() -> None:
+    with StopSignals(grace=0.1) as stop:
+        stop.look()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.look()
+        stop.hold()
+        time.sleep(1.5)
+    assert stop.reason == "SIGTERM"
+
+
+def test_the_grace_begins_anew_after_validating_or_saving() -> None:
+    with StopSignals(grace=0.5) as stop:
+        stop.look()
+        with stop.patient():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2.0)
+        time.sleep(0.2)
+        assert stop.look()
+
+
+IN_PATIENCE = """
+import os, signal, sys, time
+from vlp.training.stop import StopSignals
+with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
+    stop.look()
+    with stop.patient():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(float(sys.argv[2]))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("patience", "inside", "told"),
+    [(0.5, 60.0, "while it validated or saved"), (60.0, 0.5, "in the midst of a step")],
+)
+def test_patience_ends(patience: float, inside: float, told: str) -> None:
+    command = [sys.executable, "-c", IN_PATIENCE, str(patience), str(inside)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (REQUEUE, f"rank 0 stopped by SIGTERM {told}\n")
+
+
+def test_a_process_with_many_open_files_is_watched() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while files[-1] < 1024:
+            files.append(os.dup(files[0]))
+        with StopSignals() as stop:
+            stop.look()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            assert stop._thread.is_alive()
+            assert stop.look()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_forked_process_does_not_stop_the_one_it_came_from() -> None:
+    with StopSignals() as stop:
+        stop.look()
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.5)
+        assert not stop.look()
+
+
+def test_what_was_there_before_is_there_after() -> None:
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != handlers[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    assert all(thread.name != "stop" for thread in threading.enumerate())
+
+
+CHILD = """
+import os, time
+from vlp.training.stop import StopSignals
+with StopSignals() as stop:
+    print(os.getpid(), flush=True)
+    while not stop.look():
+        time.sleep(0.05)
+    print(stop.reason, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_ends_with_its_launcher_but_not_with_a_shell(launched: bool) -> None:
+    parent = subprocess.Popen(
+        ["bash", "-c", f"{sys.executable} -c '{CHILD}'; true"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ({"TORCHELASTIC_RUN_ID": "1"} if launched else {}),
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    if not launched:
+        time.sleep(2.5)  # it looks every second
+        os.kill(child, signal.SIGTERM)
+    assert parent.stdout.readline().strip() == (
+        "the end of its launcher" if launched else "SIGTERM"
+    )
+
+
+SCRIPT = Path(__file__).with_name("together_ranks.py")
+
+
+@pytest.mark.distributed
+def test_a_step_has_no_collective_call_but_the_engine_s(tmp_path: Path) -> None:
+    """Gradients and the map of unused parameters; a look at the others after 1, 2, 4, 8 steps."""
+    results = ranks.finish(ranks.start([SCRIPT, tmp_path / "run"], 2))
+    assert [code for code, _ in results] == [0, 0], results
+    first, second = (json.loads(output.splitlines()[-1]) for _, output in results)
+    assert first == second
+    engine, look = {"gloo:all_reduce 0": 2}, {"gloo:all_reduce 1": 1}
+    _, *steps = first["calls"]  # the first one holds the start
+    looked = [number for number, calls in enumerate(steps, 1) if calls != engine]
+    assert all(steps[number - 1] == engine | look for number in looked)
+    gaps = [later - earlier for earlier, later in pairwise([0, *looked])]
+    assert gaps[:2] == [2, 4]
+    assert all(gap <= 2 * before for before, gap in pairwise(gaps))
+    assert len(looked) < len(steps) / 4
+    # Asked during step 20, ended at the next look.
+    assert first["ended"] == "stopped"
+    assert 20 < first["step"] < 60

@@ -1,0 +1,153 @@
+"""Figures of a run at the real trackers, offline, over two starts."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from mlflow import MlflowClient
+from wandb.proto import wandb_internal_pb2
+
+from vlp.config import ConfigError
+from vlp.training import trackers
+from vlp.training.log import RunLog
+from vlp.training.run_folder import RunFolder, read_record
+from vlp.training.trackers import (
+    TrackerName,
+    open_trackers,
+    require_access,
+    require_trackers,
+)
+
+
+def two_starts(folder: RunFolder, name: TrackerName) -> None:
+    """Steps 1 and 2, and after a resume at 2 step 3."""
+    folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
+    for step, more in ((0, (1, 2)), (2, (3,))):
+        with RunLog(folder, step, 3, open_trackers([name], folder, "toys", step)) as log:
+            for number in more:
+                log.write({"step": number, "loss/total": 1.0 / number, "epoch": None})
+            log.validated(number, {"text_to_image R@1": number / 10})
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.path.mkdir()
+    two_starts(folder, "wandb")
+    one = read_record(folder.path)["trackers"]["wandb"]
+    found: dict[int, dict[str, str]] = {}
+    end = time.monotonic() + 30
+    while 3 not in found and time.monotonic() < end:  # a process of wandb's writes it
+        found = history(folder, one)
+    assert {step: float(items["loss/total"]) for step, items in found.items()} == {
+        1: 1.0,
+        2: 0.5,
+        3: pytest.approx(1 / 3),
+    }
+    assert float(found[3]["validation/text_to_image R@1"]) == 0.3
+
+
+def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
+    """What a run of wandb has logged, by step."""
+    found: dict[int, dict[str, str]] = {}
+    for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}/*.wandb")):
+        for record in records(file):
+            if record.run.run_id:
+                assert (record.run.run_id, record.run.project) == (one, "toys")
+                assert record.run.display_name == "run"
+            if record.history.item:
+                items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+                found.setdefault(int(items["_step"]), {}).update(items)
+    return found
+
+
+def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """Records of a LevelDB log: blocks of 32 KiB, of parts with a header of 7 bytes each."""
+    data, place, whole = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+
+
+def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.path.mkdir()
+    two_starts(folder, "mlflow")
+    one = read_record(folder.path)["trackers"]["mlflow"]
+    client = MlflowClient(f"sqlite:///{folder.path / 'mlflow.db'}")
+    losses = client.get_metric_history(one, "loss/total")
+    assert {metric.step: metric.value for metric in losses} == {1: 1.0, 2: 0.5, 3: 1 / 3}
+    [recall, _] = client.get_metric_history(one, "validation/text_to_image R_1")
+    assert recall.value == 0.2
+    run = client.get_run(one)
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.tags["training.batch"] == "8"
+    with (
+        pytest.raises(FloatingPointError),
+        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, "toys", 3)),
+    ):
+        raise FloatingPointError
+    assert client.get_run(one).info.status == "FAILED"
+
+
+def test_a_tracker_that_fails_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Lost:
+        def log(self, figures: Any, step: int) -> None:
+            raise ConnectionError("no network")
+
+        def close(self, failed: bool) -> None:
+            raise AssertionError("not asked any more")
+
+    folder = RunFolder(tmp_path, resume=False)
+    with RunLog(folder, 0, 2, {"wandb": Lost()}) as log:
+        log.write({"step": 1, "loss/total": 1.0})
+        log.write({"step": 2, "loss/total": 1.0})
+    assert capsys.readouterr().err.count("wandb gets no more figures: no network") == 1
+    assert len(folder.log.read_text().splitlines()) == 2
+
+
+def test_what_cannot_be_used_is_said_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"mlflow is not installed: pip install 'vlp\[track\]'"):
+        require_trackers(["mlflow"])
+    require_access(["tensorboard"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
+    with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
+        require_access(["mlflow"])
+    folder = RunFolder(tmp_path / "run", resume=False)
+    with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
+        open_trackers(["mlflow"], folder, "toys", 0)
+
+
+def test_without_a_login_wandb_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb.teardown()  # it keeps what the environment said when it was first asked
+    with pytest.raises(ConfigError, match=r"wandb cannot be used \(No API key configured"):
+        require_access(["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    require_access(["wandb"])

@@ -1,0 +1,84 @@
+"""Ranks that are named, by signs of life with clocks of the test's own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from vlp.training.watchdog import Judge, Sign, Watchdog
+
+FIRST = Sign(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
+
+
+def after(sign: Sign, seconds: float, number: int = 2) -> Sign:
+    return sign._replace(number=number, seconds=sign.seconds + seconds, stands=seconds > 10)
+
+
+def test_a_rank_without_signs_is_named_once_and_when_it_is_back() -> None:
+    judge = Judge(10)
+    other = FIRST._replace(host="node-b", moves=19, phase="data", waits=False)
+    assert judge.see([FIRST, other], 0.0) == ([], False)
+    assert judge.see([after(FIRST, 9), other], 9.0) == ([], False)
+    said, hangs = judge.see([after(FIRST, 11, 3), other], 11.0)
+    assert said == ["rank 1 (node-b) is silent for 11 s; it was in step 7, data"]
+    assert hangs
+    assert judge.see([after(FIRST, 13, 4), other], 13.0) == ([], False)
+    back = FIRST._replace(number=2, host="node-b", moves=21)
+    assert judge.see([FIRST._replace(number=5, moves=21), back], 15.0) == (
+        ["rank 1 (node-b) is back after 15 s"],
+        False,
+    )
+
+
+def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody() -> None:
+    for behind, told in (
+        ({"moves": 19, "phase": "data", "waits": False}, "rank 2 (node-a) in data; the others"),
+        ({"waits": False}, "rank 2 (node-a) in forward; the others wait"),
+        ({}, "rank 0 (node-a), 1 (node-a), 2 (node-a) in forward"),
+    ):
+        judge = Judge(10)
+        signs = [FIRST, FIRST, FIRST._replace(**behind)]
+        assert judge.see(signs, 0.0) == ([], False)
+        [said], hangs = judge.see([after(sign, 11) for sign in signs], 11.0)
+        assert hangs
+        assert said.startswith("step 7 stands for 12 s: ")
+        assert told in said
+        assert judge.see([after(sign, 12, 3) for sign in signs], 12.0) == ([], False)
+
+
+def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang() -> None:
+    judge = Judge(10)
+    for signs in ([after(FIRST, 50), FIRST], []):
+        assert judge.see(signs, 1.0) == ([], False)
+    ended = [FIRST._replace(number=3, phase="end")] * 2
+    for now in (2.0, 99.0):
+        assert judge.see(ended, now) == ([], False)
+
+
+def test_phases_are_moves_with_their_longest_time(tmp_path: Path) -> None:
+    watchdog = Watchdog(None, print, tmp_path)
+    for phase in ("data", "forward", "data"):
+        watchdog.enter(phase)
+    [sign] = watchdog._exchange(None, 4, 30.0)
+    assert (sign.number, sign.step, sign.moves, sign.phase, sign.waits) == (4, 0, 3, "data", False)
+    watchdog._entered -= 50
+    assert watchdog._exchange(None, 5, 30.0)[0].stands
+    watchdog._longest["data"] = 20.0  # it always takes long
+    assert not watchdog._exchange(None, 6, 30.0)[0].stands
+    watchdog._phase = "save"
+    watchdog._entered -= 500
+    assert not watchdog._exchange(None, 7, 30.0)[0].stands
+
+
+def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Watchdog(1.0, said.append, tmp_path / "hang") as watchdog:
+        watchdog.step = 6
+        watchdog.enter("forward")
+        end = time.monotonic() + 20
+        while len(said) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert said[0].startswith("step 7 stands for 1 s: rank 0 (")
+    stacks = (tmp_path / "hang" / "step_6" / "rank_0.txt").read_text()
+    assert "test_a_hang_of_one_rank" in stacks

@@ -1,0 +1,203 @@
+"""Lock of a folder: one process at a time writes a run, shards, an index or features.
+
+On one machine the kernel decides (`flock`): its lock ends with the process and those forked from
+it, whatever ends them. Another machine may not see that lock on a shared disk, so each machine has
+a lock file of its own, which a thread touches every few seconds; one that is not touched any more
+is stale. A file is made before the others are looked at: of two that come at once, at most one
+goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import IO, Any
+
+from vlp.config import ConfigError
+from vlp.io import parse_json, require_local, unfollowed
+
+PREFIX = ".lock-"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+"""Age of the last beat from which on another machine's lock is stale."""
+
+PATIENCE_SECONDS = 30.0
+"""Time that worker processes have to end when their command was killed."""
+
+
+class FolderLock:
+    """The right to write a folder: `with FolderLock(folder): ...`.
+
+    Args:
+        folder: made if it is not there; goes with the lock if it is empty then.
+        prefix: of the lock file's name, which differs where a folder has locks of two kinds.
+
+    Raises:
+        ConfigError: the folder is being written by another process, which the message names, or
+            cannot be written.
+    """
+
+    def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
+        self.folder, self._prefix = folder, prefix
+        self._path = folder / f"{prefix}{_machine()}"
+        self._made = not folder.exists()
+        self._released = threading.Event()
+        self._file: IO[bytes] | None = None
+        try:
+            require_local(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._taken()
+            self._write_owner(self._file)
+            for other in self._others():
+                if _beats(other, self._path):
+                    raise ConfigError(self._refusal(other))
+                other.unlink(missing_ok=True)
+        except OSError as error:
+            self.release()
+            raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
+        except BaseException:
+            self.release()
+            raise
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        self._released.set()
+        with suppress(OSError):
+            if self._file is not None:
+                self._path.unlink(missing_ok=True)
+                self._file.close()
+                self._file = None
+            if self._made:
+                self.folder.rmdir()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _taken(self) -> IO[bytes]:
+        """Return this machine's lock file, locked."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            file = open(self._path, "a+b", opener=unfollowed)  # noqa: SIM115
+            try:
+                flock(file, LOCK_EX | LOCK_NB)
+                is_held = False
+            except BlockingIOError:
+                is_held = True
+            except OSError:  # a file system without locks
+                is_held = _runs(_owner(self._path))
+            with suppress(FileNotFoundError):  # its owner has removed it meanwhile
+                if not is_held and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    return file
+            file.close()
+            if is_held and (_runs(_owner(self._path)) or time.monotonic() > deadline):
+                raise ConfigError(self._refusal(self._path))
+            time.sleep(0.05)
+
+    def _write_owner(self, file: IO[bytes]) -> None:
+        process = os.getpid()
+        owner = {
+            "host": socket.gethostname(),
+            "process": process,
+            "started": _start_of(process),
+            "since": datetime.now(UTC).isoformat(" ", "seconds"),
+        }
+        file.truncate(0)
+        file.write(json.dumps(owner).encode())
+        file.flush()
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            try:
+                os.utime(self._path)
+            except OSError as error:  # else the disk does not answer; it may at the next beat
+                if isinstance(error, FileNotFoundError) and any(self._others()):
+                    print(f"error: {self.folder}: another machine has taken over", file=sys.stderr)
+                    os._exit(1)
+
+    def _others(self) -> list[Path]:
+        return [path for path in self.folder.glob(f"{self._prefix}*") if path != self._path]
+
+    def _refusal(self, path: Path) -> str:
+        owner = {"process": "?", "host": "?", "since": "?"} | _owner(path)
+        return (
+            f"{self.folder}: is being written by process {owner['process']} on {owner['host']} "
+            f"since {owner['since']}; wait for its end, or name another folder"
+        )
+
+
+def owner_of(folder: Path) -> str | None:
+    """Say which process writes a folder, as far as its lock tells; None where none does."""
+    for path in folder.glob(f"{PREFIX}*"):
+        owner = _owner(path)
+        with suppress(OSError):
+            is_here = path.name == f"{PREFIX}{_machine()}"
+            beats = time.time() - path.stat().st_mtime < STALE_SECONDS
+            if owner and (_runs(owner) if is_here else beats):
+                return f"process {owner.get('process')} on {owner.get('host')}"
+    return None
+
+
+def is_lock(path: Path) -> bool:
+    """Return whether a file is the lock of its folder."""
+    return path.name.startswith(PREFIX)
+
+
+def _machine() -> str:
+    """Return a name of the running kernel, whose processes see one another's locks."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}-{boot.read_text()[:8] if boot.exists() else ''}"
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = parse_json(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _runs(owner: dict[str, Any]) -> bool:
+    """Return whether the owner is there, and not just another process of its number."""
+    started = owner.get("started")
+    return started is not None and _start_of(owner.get("process")) == started
+
+
+def _start_of(process: object) -> int | None:
+    """Return when a process started, in ticks since the system did; None where none runs."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    return None
+
+
+def _beats(other: Path, own: Path) -> bool:
+    """Return whether another machine's lock is touched, waiting until it is or is stale."""
+    with suppress(FileNotFoundError):  # it is released
+        first = _last_beat(other)
+        deadline = time.monotonic() + STALE_SECONDS
+        while time.monotonic() < deadline:
+            os.utime(own)  # both by the clock of the disk
+            last = _last_beat(other)
+            if last != first:
+                return True
+            if _last_beat(own) - last > STALE_SECONDS:
+                return False
+            time.sleep(BEAT_SECONDS / 20)
+    return False
+
+
+def _last_beat(path: Path) -> float:
+    with open(path, "rb") as file:  # opened, a network file system asks its server
+        return os.fstat(file.fileno()).st_mtime

@@ -1,0 +1,31 @@
+"""Signals that end a process: what asks a run to end, and the death of a parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+"""Signals by which a scheduler, a launcher or a terminal asks a run to end.
+
+Slurm sends USR1 and USR2 where `sbatch --signal` says so, a terminal that is closed HUP.
+"""
+
+_PARENT_DEATH_SIGNAL = 1
+
+
+def end_with_parent(number: signal.Signals, parent: int) -> None:
+    """Have this process sent a signal when the one that started it is gone, whatever ended it.
+
+    Else it would go on by itself and keep what it inherited: locks, ports, memory. Linux alone can.
+
+    Args:
+        number: the signal.
+        parent: id of the process that started this one.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+        if os.getppid() != parent:  # it was gone before it could be said
+            os.kill(os.getpid(), number)

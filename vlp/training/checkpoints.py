@@ -1,0 +1,385 @@
+"""Checkpoints: whole or absent, checked when read, and tied to what they were trained as.
+
+Training waits for a copy of the state; what follows is done in a thread beside it. `step_N/` is
+written as `step_N.tmp/`, synced and renamed, so a folder with the final name is complete. It holds
+rank-free weights and optimiser state, the task's extra state (teacher, queue), `state.json`, and
+`SHA256SUMS`, which `sha256sum -c` reads too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.distributed import broadcast_tensors
+from vlp.io import (
+    parse_json,
+    replace_folder,
+    restore_folder,
+    sha256_of,
+    sync,
+    sync_path,
+    write_tensors,
+)
+from vlp.tasks.task import Task
+from vlp.training.config import RunConfig
+from vlp.training.config_differences import compare
+from vlp.training.engines.engine import Engine
+from vlp.training.progress import Progress
+from vlp.training.run_folder import this_host, versions
+
+logger = logging.getLogger(__name__)
+
+STATE, SUMS, EXTRA = "state.json", "SHA256SUMS", "extra.safetensors"
+PARTIAL, CORRUPT = ".tmp", ".corrupt"
+VERSION = 1
+
+_NAME = re.compile(r"step_(\d+)")
+_PROGRESS = TypeAdapter(Progress)
+
+Value = TypeVar("Value")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or used; the message is meant for the person."""
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run; its methods are collective, but for `close`.
+
+    Rank 0 alone writes and reads it. A fault of the disk says nothing about the checkpoints on it:
+    only content that was read and is wrong makes one damaged.
+
+    Args:
+        folder: of the run's checkpoints.
+        config: of the run.
+        fingerprint: hashes of the data's parts by name.
+    """
+
+    def __init__(
+        self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder, self._config = folder, config
+        self._values = config.model_dump(mode="json")
+        self._fingerprint = dict(fingerprint or {})
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: str | None = None
+        self._work: Future[None] | None = None
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
+        """Write `step_N/`, then remove what `training.keep_last` and `keep_every` do not keep.
+
+        An earlier one that is still being written is waited for.
+
+        Args:
+            engine, task, progress: what is saved, as it is now.
+            wait: until it is written; else until it is copied.
+
+        Raises:
+            CheckpointError: see `wait`.
+        """
+        self.wait()
+        name = f"step_{progress.step}"
+        state = {  # as it is at this moment: later progress does not reach it
+            "version": VERSION,
+            "progress": asdict(progress),
+            "world_size": distributed.world_size(),
+            "config": self._values,
+            "data": self._fingerprint,
+        }
+        files = engine.snapshot() | {EXTRA: distributed.on_rank_0(task.extra_state())}
+        if engine.rank == 0:
+            self._work = self._thread.submit(self._write, name, files, state)
+        self._writing = name
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was saved last is written.
+
+        Raises:
+            CheckpointError: on every rank when it cannot be written (a full disk, say). The
+                partial folder is gone and earlier checkpoints are as they were.
+        """
+        if self._writing is None:
+            return
+        name, self._writing = self._writing, None
+        error = self._work.exception() if self._work else None
+        self._work = None
+        if error is not None and not isinstance(error, OSError | ConfigError):
+            raise error
+        failures = distributed.gather_to_all(None if error is None else str(error))
+        failure = next((found for found in failures if found is not None), None)
+        if failure is not None:
+            raise CheckpointError(
+                f"cannot write the checkpoint {self._folder / name}: {failure}\n"
+                f"Earlier checkpoints are untouched; make room and start again with --resume."
+            )
+
+    def close(self) -> None:
+        """Let this rank's thread write what it is writing; a failure is a warning."""
+        self._thread.shutdown()
+        if self._work and (error := self._work.exception()) is not None:
+            logger.warning("cannot write the checkpoint %s/%s: %s", self, self._writing, error)
+
+    def _write(
+        self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> None:
+        """Write a checkpoint and remove older ones; in the thread, on rank 0."""
+        partial = self._folder / f"{name}{PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            for file, tensors in files.items():
+                write_tensors(partial / file, tensors)
+            _write_text(partial / STATE, json.dumps({**state, "versions": versions()}, indent=1))
+            sums = {path.name: sha256_of(path) for path in partial.iterdir()}
+            lines = (f"{digest}  {file}\n" for file, digest in sorted(sums.items()))
+            _write_text(partial / SUMS, "".join(lines))
+            sync_path(partial)
+            # The same step, after a fall-back or a validation, replaces what is there.
+            replace_folder(partial, self._folder / name)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        training, names = self._config.training, checkpoint_names(self._folder)
+        kept = set(names[: training.keep_last])
+        if training.keep_every is not None:
+            kept |= {each for each in names if step_of(each) % training.keep_every == 0}
+        for each in names:
+            if each not in kept:
+                going = self._folder / f"{each}{PARTIAL}"  # no checkpoint any more from the start
+                with suppress(OSError):
+                    (self._folder / each).rename(going)
+                shutil.rmtree(going, ignore_errors=True)
+
+    def load(self, engine: Engine, task: Task) -> Progress | None:
+        """Take up the newest good checkpoint; None when there is none at all.
+
+        One whose content is wrong is set aside as `step_N.corrupt` with a warning, and the one
+        before it is used. One that cannot be read now stays, and ends the run.
+
+        Raises:
+            CheckpointError: on every rank when no checkpoint is whole, the newest cannot be read,
+                another node's own disk has a newer one, or the newest good one was written with
+                another configuration or on other data (what differs is named).
+        """
+        found, damaged = self._on_rank_0(self._cleaned)
+        self._require_newest(found)
+        for name in found:
+            if self._on_rank_0(partial(self._is_whole, name)):
+                return self._take_up(engine, task, name)
+        if found or damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
+            )
+        return None
+
+    def _cleaned(self) -> tuple[list[str], list[str]]:
+        """Undo what a kill left; return names of complete checkpoints and of damaged ones."""
+        for aside in self._folder.glob(".step_*.replaced"):
+            restore_folder(self._folder / aside.name[1:].removesuffix(".replaced"))
+        for leftover in self._folder.glob(f"step_*{PARTIAL}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        return checkpoint_names(self._folder), checkpoint_names(self._folder, CORRUPT)
+
+    def _require_newest(self, found: Sequence[str]) -> None:
+        """Require that no other rank sees a newer checkpoint: rank 0 may have changed nodes."""
+        newest = max(map(step_of, found), default=-1)
+        own: list[str] = []
+        with suppress(OSError):  # what a rank cannot read is of no use to it
+            own = checkpoint_names(self._folder)
+        newer = next((name for name in own if step_of(name) > newest), None)
+        place = f"rank {distributed.rank()} ({this_host()}) has {self._folder / (newer or '')}"
+        for elsewhere in filter(None, distributed.gather_to_all(newer and place)):
+            raise CheckpointError(
+                f"rank 0 finds {found[0] if found else 'no checkpoint'}, but {elsewhere}: start "
+                "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
+                "it is of an older run"
+            )
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether all files have their checksums; set the checkpoint aside if not."""
+        folder, aside = self._folder / name, self._folder / f"{name}{CORRUPT}"
+        with self._readable(name):
+            problem = _problem_of(folder)
+        if problem is not None:
+            message = "%s is damaged (%s); set aside as %s, trying an older one"
+            logger.warning(message, folder, problem, aside.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        return problem is None
+
+    def _take_up(self, engine: Engine, task: Task, name: str) -> Progress:
+        progress = self._on_rank_0(partial(self._read_state, name))
+        folder = self._folder / name if distributed.rank() == 0 else None
+        try:
+            with self._readable(name):
+                engine.load(folder)
+                task.load_extra_state(dict(broadcast_tensors(folder and folder / EXTRA)))
+        except (ConfigError, CheckpointError):
+            raise
+        except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{self._folder / name} does not fit this model: {reason}"
+            ) from error
+        return progress
+
+    def _read_state(self, name: str) -> Progress:
+        """Return the progress of a checkpoint that this run can go on from.
+
+        Raises:
+            CheckpointError: it was written with another configuration or on other data (what
+                differs is named), or it is no such file.
+        """
+        path = self._folder / name
+        try:
+            with self._readable(name):
+                state: dict[str, Any] = parse_json((path / STATE).read_bytes())
+            version, saved = state["version"], state["config"]
+            progress = _PROGRESS.validate_python(state["progress"])
+            differences = compare(saved, self._values, self._config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise CheckpointError(
+                f"{path}/{STATE}: not the state of a run ({reason}); move {name} away, and "
+                "the checkpoint before it is used"
+            ) from error
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version!r}; this code reads {VERSION}"
+            )
+        if differences.fatal:
+            listed = "\n".join(f"  {line}" for line in differences.fatal)
+            raise CheckpointError(
+                f"{path} was trained with another configuration:\n{listed}\n"
+                "Restore these keys, or choose another `output`."
+            )
+        for line in differences.tolerated:
+            logger.warning("resuming with a changed setting: %s", line)
+        data = state.get("data", self._fingerprint)
+        if parts := sorted(dict(data.items() ^ self._fingerprint.items())):
+            changed = f"{path} was trained on other data: {', '.join(parts)} changed since"
+            if not self._config.training.accept_changed_data:
+                raise CheckpointError(
+                    f"{changed}; restore what changed, choose another `output`, or go on with "
+                    "training.accept_changed_data=true"
+                )
+            logger.warning("%s, which training.accept_changed_data accepts", changed)
+        return progress
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        """Turn a fault of the disk into a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder / name} cannot be read now ({error}) and is left as it is; start "
+                "again with --resume when the disk answers, or move it away, and the one before "
+                "it is used"
+            ) from error
+
+    def _on_rank_0(self, work: Callable[[], Value]) -> Value:
+        """Return what rank 0 finds, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, rank 0 cannot find it.
+        """
+        found: tuple[Any, str | None] = (None, None)
+        if distributed.rank() == 0:
+            try:
+                found = (work(), None)
+            except (CheckpointError, ConfigError, OSError) as error:
+                found = (None, str(error))
+        value, failure = distributed.from_rank_0(found)
+        if failure is not None:
+            raise CheckpointError(failure)
+        return value
+
+
+def checkpoint_names(folder: Path, suffix: str = "") -> list[str]:
+    """List checkpoints `step_N`, the newest first; those that were set aside have a suffix.
+
+    Raises:
+        OSError: the disk cannot be read now.
+    """
+    try:  # not `glob`, which passes over a folder that it may not read
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith("step_")]
+    except FileNotFoundError:
+        return []
+    found = [
+        name
+        for name in names
+        if name.endswith(suffix)
+        and _NAME.fullmatch(name.removesuffix(suffix))
+        and stat.S_ISDIR((folder / name).stat().st_mode)
+    ]
+    return sorted(found, key=lambda name: step_of(name.removesuffix(suffix)), reverse=True)
+
+
+def step_of(name: str) -> int:
+    """Return the step of a complete checkpoint's name."""
+    return int(name.removeprefix("step_"))
+
+
+def verify(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint folder; None when all checksums fit."""
+    try:
+        return _problem_of(path)
+    except OSError as error:
+        return str(error)
+
+
+def _problem_of(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint; None when all files have their checksums.
+
+    Raises:
+        OSError: a file cannot be read now, and may be whole.
+    """
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        sums = {file: digest for digest, file in (line.split("  ", 1) for line in lines)}
+    except (FileNotFoundError, ValueError) as error:
+        return str(error)
+    if STATE not in sums:
+        return f"{SUMS} is incomplete"
+    for file, expected in sums.items():
+        try:
+            # A pipe would be waited for.
+            if Path(file).name != file or not stat.S_ISREG((folder / file).stat().st_mode):
+                raise FileNotFoundError
+            found = sha256_of(folder / file)
+        except FileNotFoundError:
+            return f"{SUMS} names {file!r}, which is no file of it"
+        if found != expected:
+            return f"{file} does not have its checksum"
+    return None
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)

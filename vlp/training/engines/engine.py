@@ -1,0 +1,129 @@
+"""Interface between the training loop and the machinery that holds the parameters.
+
+The loop (`vlp/training/loop.py`) sees only this; `ddp.py` fulfils it with a whole copy on every
+rank, `deepspeed.py` whatever the ZeRO stage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlp.data.stream.batch import Slots
+from vlp.io import write_tensors
+from vlp.tasks.task import StepOutput
+
+# A checkpoint's files and the names in them, the same for every engine.
+WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
+
+
+class Update(NamedTuple):
+    """Outcome of one optimiser step; the same on every rank.
+
+    `gradient_norm` is the global norm before clipping (inf where a gradient was not finite; then
+    `applied` is False: weights and optimiser state are as before and the gradients are gone). Both
+    are 0-d tensors where the device has not come so far yet and need not be waited for.
+    `loss_scale` is the one that the step had, None without loss scaling.
+    """
+
+    applied: bool | Tensor
+    gradient_norm: float | Tensor
+    loss_scale: float | None = None
+
+
+class Engine(Protocol):
+    """Parameters, gradients and optimiser state of one task on all ranks.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    module: nn.Module
+
+    def forward(self, batch: Slots, step: int) -> StepOutput:
+        """Run the task on this rank's share of a global batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` (scalar); they are averaged over ranks and micro-steps."""
+
+    def step(self, learning_rate: float) -> Update:
+        """Clip, apply AdamW once after the last micro-step's `backward`, clear the gradients."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return full float32 parameters by name, on each rank's device; valid until `step`."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the state by file and name, rank-free, on rank 0's CPU; else empty."""
+
+    def load(self, folder: Path | None) -> None:
+        """Take back the files of `snapshot`, on any number of ranks; only rank 0 has a folder."""
+
+
+def write_snapshot(engine: Engine, folder: Path) -> None:
+    """Write the files that `Engine.load` reads; collective, and rank 0 writes."""
+    for file, tensors in engine.snapshot().items():
+        if engine.rank == 0:
+            write_tensors(folder / file, tensors)
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return persistent buffers by name."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in parameters}
+
+
+LOSS_SCALE = "loss_scale"
+"""Name of the state among the optimiser's in a checkpoint."""
+
+FIRST_SCALE = 2.0**16
+INTERVAL = 2000
+"""Applied steps in a row after which the scale doubles."""
+
+
+class LossScale:
+    """Factor of the loss: halved by a step that is not finite, doubled after `INTERVAL` others.
+
+    float16's smallest numbers are larger than many gradients. The policy is that of
+    `torch.amp.GradScaler`, which itself asks an optimiser for whole gradients and keeps its state
+    on a device; ZeRO cuts gradients up, and a checkpoint wants two numbers.
+
+    Args:
+        precision: of the training; the factor is 1 for good unless it is "fp16".
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.enabled = precision == "fp16"
+        self.value = FIRST_SCALE if self.enabled else 1.0
+        self._applied = 0
+
+    def update(self, applied: bool) -> float | None:
+        """Follow an optimiser step; return the scale it had, None when it is not enabled."""
+        if not self.enabled:
+            return None
+        before = self.value
+        self._applied = self._applied + 1 if applied else 0
+        if not applied:
+            self.value = max(1.0, before / 2)
+        elif self._applied == INTERVAL:
+            self.value, self._applied = before * 2, 0
+        return before
+
+    def state(self) -> dict[str, Tensor]:
+        """Return scale and count as one named float64 vector; nothing when it is not enabled."""
+        numbers = torch.tensor([self.value, self._applied], dtype=torch.float64)
+        return {LOSS_SCALE: numbers} if self.enabled else {}
+
+    def load(self, state: Tensor) -> None:
+        """Take back what `state` gave, (2,); another precision has no use for it."""
+        if self.enabled:
+            self.value, applied = state.tolist()
+            self._applied = int(applied)

@@ -1,0 +1,165 @@
+"""Counters of a run: its progress, outcomes of its steps, and sums between two log lines."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from vlp import distributed
+from vlp.data.shards.outages import retries
+from vlp.data.stream.batch import Slots
+from vlp.tasks.task import StepOutput
+from vlp.training.engines.engine import Update
+
+
+@dataclass
+class Progress:
+    """Counters of a run; with weights and extra state they are all that resuming needs.
+
+    step: optimiser steps done, skipped ones too. samples: consumed by all ranks over all epochs,
+    which fixes the data position. trained_samples: those of them that were not bad. seconds: of
+    training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
+    steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
+    resumed. looked: the last step that was validated. metric: what decided, of which data
+    (validation). best: the best result so far, best_figures all metrics of that step, and
+    looks_since the number of validations after it.
+    """
+
+    step: int = 0
+    samples: int = 0
+    trained_samples: int = 0
+    seconds: float = 0.0
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    non_finite: int = 0
+    non_finite_row: int = 0
+    resumed: list[int] = field(default_factory=list)
+    looked: int = 0
+    metric: str | None = None
+    validation: str = ""
+    best: float | None = None
+    best_step: int | None = None
+    best_figures: dict[str, float] = field(default_factory=dict)
+    looks_since: int = 0
+
+
+class Outcome(NamedTuple):
+    """Optimiser step number `step`, from 1: outputs of its micro-steps, and what became of it."""
+
+    step: int
+    outputs: list[StepOutput]
+    update: Update
+
+
+def on_cpu(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return outcomes with their numbers on the CPU, for which the device is waited for once."""
+    leaves, form = tree_flatten(outcomes)
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    if places:
+        numbers = torch.stack([leaves[place].float() for place in places]).cpu()
+        for place, number in zip(places, numbers):
+            leaves[place] = number
+    read: list[Outcome] = tree_unflatten(leaves, form)
+    return read
+
+
+_EXAMPLES = 20  # bad samples of one kind that the report names
+
+
+class Meter:
+    """Collects on one rank without waiting for the device; sums go to `progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        # Of this rank, not yet in `progress`.
+        self._trained = 0
+        self._skipped: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = {}
+        self._settled = time.perf_counter()
+        self._open()
+
+    def _open(self) -> None:
+        self._start = time.perf_counter()
+        self._trained_before = self._progress.trained_samples
+        self._waited = 0.0
+        self._retries = retries().value
+        self._sums: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+        self._norms: list[float] = []
+        self._scale: float | None = None
+
+    def batch(self, batch: Slots, waited: float) -> None:
+        """Count a batch that took `waited` seconds to arrive."""
+        self._waited += waited
+        self._trained += int(batch.valid.sum())
+        for skip in batch.skipped:
+            self._skipped[skip.kind] += 1
+            self._examples.setdefault(skip.kind, []).append(skip.where)
+
+    def exclude(self, seconds: float) -> None:
+        """Leave out time in which nothing was trained."""
+        self._start += seconds
+        self._settled += seconds
+
+    def applied(self, outputs: list[StepOutput], update: Update) -> None:
+        """Add the losses and statistics of an optimiser step that was applied."""
+        self._norms.append(float(update.gradient_norm))
+        self._scale = update.loss_scale
+        for output in outputs:
+            named = {"loss/total": output.loss}
+            named |= {f"loss/{name}": value for name, value in output.losses.items()}
+            named |= {f"statistics/{name}": value for name, value in output.statistics.items()}
+            for name, value in named.items():
+                value = value.detach().to(output.loss.device, torch.float32)
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                self._counts[name] += 1
+
+    def settle(self) -> None:
+        """Bring `progress` up to date with all ranks; collective."""
+        ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
+        progress = self._progress
+        for trained, skipped, examples in ranks:
+            progress.trained_samples += trained
+            for kind, count in skipped.items():
+                progress.skipped[kind] = progress.skipped.get(kind, 0) + count
+                known = progress.examples.setdefault(kind, [])
+                known.extend(examples[kind][: _EXAMPLES - len(known)])
+        now = time.perf_counter()
+        progress.seconds += now - self._settled
+        self._settled = now
+        self._trained, self._skipped, self._examples = 0, Counter(), {}
+
+    def close(self) -> dict[str, Any]:
+        """Return means over ranks and steps since the last call; collective.
+
+        Losses and statistics are absent when every step was skipped. A rank that has none of some
+        name, as one without a sample has, does not count in its mean.
+        """
+        self.settle()
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        means = [value / self._counts[name] for name, value in self._sums.items()]
+        # All at once: each by itself would wait for the device.
+        own = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
+        ranks = distributed.gather_to_all((set(own), retries().value - self._retries))
+        names = sorted(set[str]().union(*(there for there, _ in ranks)))
+        there = [float(name in own) for name in names]
+        local = [*(own.get(name, 0.0) for name in names), *there, self._waited / seconds]
+        *both, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
+        trained = self._progress.trained_samples - self._trained_before
+        record: dict[str, Any] = {
+            name: total / share for name, total, share in zip(names, both, both[len(names) :])
+        }
+        if self._norms:
+            record["gradient_norm"] = sum(self._norms) / len(self._norms)
+        if self._scale is not None:
+            record["loss_scale"] = self._scale
+        record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
+        record["store_retries"] = sum(repeated for _, repeated in ranks)
+        self._open()
+        return record

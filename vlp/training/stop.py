@@ -1,0 +1,203 @@
+"""Requests that a run end: signals, and the end of the launcher.
+
+The main thread of a rank may wait in a collective call for ranks that are gone, where it runs no
+signal handler. So a thread watches: it sees signals that the main thread cannot, notices when the
+launcher has ended, and ends a rank that does not come to the end of its step.
+Ranks decide together, every few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from vlp import distributed
+from vlp.signals import STOPS
+
+REQUEUE = 75
+"""Exit code of a run that was asked to stop and goes on with --resume: EX_TEMPFAIL of BSD."""
+
+GRACE = 20.0
+"""Seconds to reach the end of a step once asked; launchers kill after 30."""
+
+PATIENCE = 240.0
+"""Seconds to finish validating or saving once asked; a rank for which it waits may be gone."""
+
+_POLL = 1.0
+# What torchrun (and so accelerate and `vlp train`) and DeepSpeed set in every rank they start.
+_LAUNCHED = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
+_wakes = False
+
+
+def _fork() -> None:
+    # A loader's process is not to wake the thread of the rank that it was forked from.
+    if _wakes:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_fork)
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
+
+    None of them kills; a SIGHUP that nohup has ignored stays so. A second Ctrl-C interrupts.
+    Launchers repeat SIGTERM, so every further one changes nothing.
+    A process that was asked leaves with `REQUEUE` by itself when it does not look in time: before
+    its first look at once, later within `grace` seconds or twice its longest time between looks,
+    or inside `patient` within `patience` seconds.
+    """
+
+    def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:
+        self.reason: str | None = None
+        self._grace, self._patience = grace, patience
+        self._before: dict[signal.Signals, Any] = {}
+        self._looked: float | None = None
+        self._longest = 0.0
+        self._asked = self._deadline = float("inf")
+        self._patient = False
+        self._over = threading.Event()
+
+    def look(self) -> bool:
+        """Return whether the run is to end; called between steps."""
+        now = time.monotonic()
+        self._longest = max(self._longest, now - (self._looked or now))
+        self._looked = now
+        return self.reason is not None
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Suspend the grace while the run validates or saves; it begins anew at the end.
+
+        The time inside does not count as one between looks.
+        """
+        if self._looked is None:
+            yield
+            return
+        began, self._patient = time.monotonic(), True
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._looked += now - began
+            if self.reason is not None:
+                self._deadline = max(self._deadline, now + self._grace)
+            self._patient = False
+
+    def hold(self) -> None:
+        """Let the process take its time from now on: the run has ended and is being saved."""
+        self._over.set()
+
+    def __enter__(self) -> StopSignals:
+        global _wakes
+        # A run without a launcher may outlive the shell that started it.
+        self._launcher = os.getppid() if any(name in os.environ for name in _LAUNCHED) else None
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._woke = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        _wakes = True
+        for number in STOPS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _wakes
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._woke)
+        _wakes = False
+        self._over.set()
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._ask(signal.Signals(number).name)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _ask(self, reason: str) -> None:
+        if self.reason is None:
+            grace = 0.0 if self._looked is None else max(self._grace, 2 * self._longest)
+            self._asked = time.monotonic()
+            self._deadline = self._asked + grace
+            self.reason = reason
+
+    def _watch(self) -> None:
+        woken = select.poll()  # `select.select` takes no descriptor from 1024 on
+        woken.register(self._read, select.POLLIN)
+        while not self._over.is_set():
+            for number in os.read(self._read, 64) if woken.poll(1000 * _POLL) else b"":
+                if number in STOPS:
+                    self._ask(signal.Signals(number).name)
+            if self._launcher not in (None, os.getppid()):
+                self._ask("the end of its launcher")
+            patient = self._patient
+            limit = self._asked + self._patience if patient else self._deadline
+            if time.monotonic() >= limit and not self._over.is_set():
+                rank = os.environ.get("RANK", "0")
+                when = "while it validated or saved" if patient else "in the midst of a step"
+                if self._looked is None:
+                    when = "before its first step"
+                with suppress(OSError):  # whoever read it may be gone, too
+                    print(f"rank {rank} stopped by {self.reason} {when}", file=sys.stderr)
+                leave(REQUEUE)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without waiting for other ranks; what was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+SECONDS = 4.0
+"""About how long ranks train between two looks at each other's stop signals."""
+
+
+class StopTogether:
+    """Looks at the stop signals of all ranks at the same steps.
+
+    The first looks are one step apart; then the slowest rank's pace says how many steps make
+    `SECONDS`, and the number grows at most twofold from one look to the next. One rank alone looks
+    at every step.
+
+    Args:
+        signals: of this rank.
+        device: what the ranks compute on.
+    """
+
+    def __init__(self, signals: StopSignals, device: torch.device) -> None:
+        self._signals, self._device = signals, device
+        self._steps, self._left = 1, 0
+        self._looked = time.monotonic()
+
+    def look(self) -> bool:
+        """Return, on every rank alike, whether the run is to end; called once before each step."""
+        asked = self._signals.look()
+        if distributed.world_size() == 1:
+            return asked
+        if self._left:
+            self._left -= 1
+            return False
+        now = time.monotonic()
+        pace = (now - self._looked) / self._steps
+        stop, pace = distributed.largest([float(asked), pace], self._device)
+        self._looked = time.monotonic()
+        self._steps = max(1, min(2 * self._steps, int(SECONDS / max(pace, 1e-6))))
+        self._left = self._steps - 1
+        return bool(stop)

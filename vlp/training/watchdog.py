@@ -1,0 +1,200 @@
+"""Watchdog: names the rank that is silent or that a step waits for, and writes the ranks' stacks.
+
+Signs of life travel through the store by which the ranks found each other, in a thread, so that
+they come while a rank waits in a collective call, and cost training nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlp import distributed
+from vlp.io import write_text
+from vlp.training.run_folder import this_host
+
+_PATIENT = "start", "save", "validate", "end"  # may take any time
+_UNUSUAL = 3.0  # times the longest so far, from which a phase stands
+
+
+class Sign(NamedTuple):
+    """One sign of life of one rank.
+
+    number: of the sign; host: the rank's machine; step: optimiser steps done; moves: phases entered
+    so far, the same on all ranks at the same place; phase: the one it is in, for `seconds`;
+    stands: that is too long; waits: whether it is in a collective call.
+    """
+
+    number: int
+    host: str
+    step: int
+    moves: int
+    phase: str
+    seconds: float
+    stands: bool
+    waits: bool
+
+
+class Judge:
+    """Comparison of each rank's signs with those before.
+
+    After `patience` seconds without a new sign a rank is silent.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._silent: dict[int, float] = {}
+        self._stands: int | None = None
+
+    def see(self, signs: Sequence[Sign], now: float) -> tuple[list[str], bool]:
+        """Return what is to be said, and whether it is the first word of a hang.
+
+        `signs` are the last ones of ranks from 0, none until all have begun; `now` are seconds.
+        """
+        messages, hangs = [], False
+        for rank, sign in enumerate(signs):
+            number, since = self._seen.get(rank, (None, now))
+            if number != sign.number:
+                self._seen[rank] = sign.number, now
+                if rank in self._silent:
+                    away = now - self._silent.pop(rank)
+                    messages.append(f"rank {rank} ({sign.host}) is back after {away:.0f} s")
+            elif now - since > self._patience and sign.phase != "end" and rank not in self._silent:
+                self._silent[rank], hangs = since, True
+                messages.append(
+                    f"rank {rank} ({sign.host}) is silent for {now - since:.0f} s; it was in step "
+                    f"{sign.step + 1}, {sign.phase}"
+                )
+        last = min(signs, key=lambda sign: sign.moves, default=None)
+        stands = last is not None and last.moves != self._stands and all(s.stands for s in signs)
+        if self._silent or last is None or not stands:
+            return messages, hangs
+        self._stands = last.moves
+        # The others wait for those that are behind, or of these for one in no collective call.
+        behind = {rank: sign for rank, sign in enumerate(signs) if sign.moves == last.moves}
+        found = {rank: sign for rank, sign in behind.items() if not sign.waits} or behind
+        names = ", ".join(f"{rank} ({sign.host})" for rank, sign in found.items())
+        others = "; the others wait" if len(found) < len(signs) else ""
+        message = f"step {last.step + 1} stands for {last.seconds:.0f} s: rank {names}"
+        return [*messages, f"{message} in {last.phase}{others}"], True
+
+
+class Watchdog:
+    """Thread that gives a rank's signs of life; on rank 0 it also watches all.
+
+    Rank 1 watches rank 0. On the first word of a hang every rank that still can gives the stacks of
+    its threads and its last collective calls, and rank 0 writes them to `hang/step_N`.
+
+    Args:
+        patience: seconds without a sign or a move after which a rank is named; None starts nothing.
+        say: takes what is found.
+        folder: where stacks go.
+    """
+
+    def __init__(self, patience: float | None, say: Callable[[str], None], folder: Path) -> None:
+        self.step = 0
+        self._patience, self._folder, self._place = patience, folder, folder
+        self._rank, self._ranks = distributed.rank(), distributed.world_size()
+        self._say = say if self._rank == 0 else lambda text: print(text, file=sys.stderr)
+        self._phase, self._moves, self._entered = "start", 0, time.perf_counter()
+        self._longest: dict[str, float] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._asked, self._missing = 0, set[int]()  # hangs so far, and ranks without stacks yet
+
+    def enter(self, phase: str) -> None:
+        """Note that this rank goes over to a phase, such as data, forward, update or save."""
+        now = time.perf_counter()
+        spent = now - self._entered
+        self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), spent)
+        self._phase, self._entered, self._moves = phase, now, self._moves + 1
+
+    def __enter__(self) -> Watchdog:
+        if self._patience is not None:
+            arguments = distributed.own_store(), self._patience
+            self._thread = threading.Thread(
+                target=self._run, args=arguments, name="watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._phase = "end"
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)  # the store may be gone
+
+    def _run(self, store: Any, patience: float) -> None:
+        judge, number, is_over = Judge(patience), 0, False
+        while not is_over:
+            is_over, number = self._over.is_set(), number + 1
+            try:
+                signs = self._exchange(store, number, patience)
+                messages, hangs = judge.see(signs, time.monotonic())
+                for message in messages:
+                    self._say(message)
+                if self._rank == 0:
+                    self._collect(store, hangs)
+            except RuntimeError:  # the store is gone, and so is rank 0 or its launcher
+                return
+            self._over.wait(patience / 6)
+
+    def _exchange(self, store: Any, number: int, patience: float) -> list[Sign]:
+        """Give a sign, and stacks if they are asked for; return signs of the watched ranks."""
+        spent, usual = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
+        stands = self._phase not in _PATIENT and spent > max(patience, _UNUSUAL * usual)
+        place = self.step, self._moves, self._phase, spent, stands, distributed.in_collective()
+        sign = Sign(number, this_host(), *place)
+        if store is None:
+            return [sign]
+        # A store whose process is stopped answers nothing, and no call of it times out.
+        silence = f"the store of the ranks, at rank 0 or its launcher, is silent for {patience:g} s"
+        alarm = threading.Timer(patience, self._say, [silence])
+        if self._rank == 1:
+            alarm.start()
+        try:
+            store.set(f"sign/{self._rank}", json.dumps(sign))
+            if self._rank > 0 and store.check([f"asked/{self._asked + 1}"]):
+                self._asked += 1
+                store.set(f"stacks/{self._asked}/{self._rank}", stacks())
+            watched = {0: self._ranks, 1: 1}.get(self._rank, 0)
+            keys = [f"sign/{rank}" for rank in range(watched)]
+            if not keys or not store.check(keys):  # not all have begun
+                return []
+            return [Sign(*json.loads(text)) for text in store.multi_get(keys)]
+        finally:
+            alarm.cancel()
+
+    def _collect(self, store: Any, hangs: bool) -> None:
+        """Ask all ranks for stacks where a step hangs, and write those that have come."""
+        if hangs:
+            self._asked, self._missing = self._asked + 1, set(range(1, self._ranks))
+            self._place = self._folder / f"step_{self.step}"
+            self._place.mkdir(parents=True, exist_ok=True)
+            write_text(self._place / "rank_0.txt", stacks())
+            if store is not None:
+                store.set(f"asked/{self._asked}", "")
+            self._say(f"stacks and last collective calls of each rank: {self._place}")
+        for rank in sorted(self._missing):
+            if store.check([key := f"stacks/{self._asked}/{rank}"]):
+                write_text(self._place / f"rank_{rank}.txt", store.get(key).decode())
+                self._missing.remove(rank)
+
+
+def stacks() -> str:
+    """Return the stacks of this process's threads, and its last collective calls."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(number, number)}\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    ]
+    if distributed.is_distributed():
+        parts.append("last collective calls\n" + "\n".join(distributed.last_calls(32)))
+    return "\n".join(parts) + "\n"
