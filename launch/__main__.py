@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
 from evaluation.commands import (
-    checks,
     measure,
     plans,
     positions,
@@ -73,7 +72,6 @@ _add(MODELS, launching.export, info)
 app.add_typer(plans.app)
 app.add_typer(positions.app)
 app.add_typer(reproduction.app)
-app.add_typer(checks.app, name="check")
 
 
 def commands() -> TyperGroup:

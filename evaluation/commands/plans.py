@@ -1,48 +1,262 @@
-"""`vlp plan`: what a pretraining will need, before it starts."""
+"""`vlp plan`: ranks, parameters, memory of the training state, steps and time of a pretraining."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
 from vlp.process.command_line import Command, Overrides, new_app, positive
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vlp.config import Precision
+    from vlp.tasks.pretraining import Pretraining
+    from vlp.training.config import PretrainConfig
+
 app = new_app()
+
+FLOAT = 4
+"""Bytes of a parameter, a gradient and each of AdamW's two moments, at every precision."""
+SHOWN = 12
+"""Numbers of ranks that are printed; the JSON file has all."""
+
+
+MEASURED = {(32, "none"): 130, (64, "none"): 225, (128, "none"): 394, (64, "blocks"): 241}
+"""Pairs/s of configs/pretrain/base.yaml on one H200 (docs/results/gpu.md), by pairs a step and
+`training.compile`."""
+
+
+class StageMemory(NamedTuple):
+    """Bytes of a GPU at one ZeRO stage; `teacher` includes the queue."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    teacher: float
 
 
 @app.command(cls=Command)
 def plan(
     config: Annotated[Path, Option(metavar="FILE", help="a pretraining of configs/pretrain")],
     gpus: Annotated[int, Option(parser=positive, metavar="N", help="GPUs of the run")],
-    gpus_per_node: Annotated[int, Option(parser=positive, metavar="N", help="GPUs of a node")] = 8,
-    gpu: Annotated[str, Option(metavar="NAME", help="H100, H200 or A100")] = "H100",
     pairs: Annotated[
         int | None,
-        Option(
-            parser=positive,
-            metavar="N",
-            help="pairs of an epoch (default: as the shards say, if they are here)",
-        ),
+        Option(parser=positive, metavar="N", help="of an epoch (default: from local shards)"),
+    ] = None,
+    pairs_per_second: Annotated[
+        float | None, Option(min=1e-9, metavar="RATE", help="speed of all GPUs together")
     ] = None,
     json: Annotated[Path | None, Option(metavar="FILE", help="write all figures as JSON")] = None,
     overrides: Overrides = None,
 ) -> int:
-    """Predict ranks, memory, time and communication of a pretraining.
+    """Compute ranks, memory of the training state, steps and time of a pretraining.
 
-    No GPU and no data are needed. The exit code is 0 where the run can start and surely fits, and
-    2 where it cannot; then the output says what to change.
+    No GPU and no data are needed. The exit code is 2 where so many GPUs cannot train the
+    configuration; then the output names numbers of GPUs that can.
 
     \b
-      vlp plan --config configs/pretrain/base_256.yaml --gpus 256
+      vlp plan --config configs/pretrain/base_256.yaml --gpus 256 --pairs-per-second 90000
     """
-    from evaluation.benchmarks.planning.report import run_plan
     from vlp.config import ConfigError
 
     try:
-        return run_plan(config, gpus, gpus_per_node, gpu, list(overrides or ()), pairs, json)
+        return run_plan(config, gpus, list(overrides or ()), pairs, pairs_per_second, json)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def run_plan(
+    path: Path,
+    gpus: int,
+    overrides: Sequence[str] = (),
+    pairs: int | None = None,
+    pairs_per_second: float | None = None,
+    json_file: Path | None = None,
+) -> int:
+    """Print the plan of a pretraining; return 0 where so many GPUs can train it, else 2.
+
+    Args:
+        path: configuration.
+        gpus: ranks.
+        overrides: `key.sub=value`.
+        pairs: of an epoch; None reads the index of local sources.
+        pairs_per_second: of all GPUs; None looks for a measurement.
+        json_file: takes all figures.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    from evaluation.results import aligned
+    from vlp.config import ConfigError, load_config
+    from vlp.io import write_json
+    from vlp.training.config import PretrainConfig
+    from vlp.training.engines.deepspeed import deepspeed_config
+
+    config = load_config(path, PretrainConfig, list(overrides))
+    training, sizes = config.training, config.world_sizes()
+    print(f"{path} on {gpus:,} GPU{'s' * (gpus > 1)}\n\nranks that can train it: {_listed(sizes)}")
+    found: dict[str, Any] = {"gpus": gpus, "world_sizes": sizes, "can_start": True}
+    try:
+        config.require_world_size(gpus)
+    except ConfigError as error:
+        print(f"{gpus:,} GPUs cannot train it: {error}")
+        if json_file is not None:
+            write_json(json_file, found | {"can_start": False, "problem": str(error)})
+        return 2
+    task = meta_task(config)
+    counts = {
+        "model and heads": _numel(task.parameters()),
+        "trained": _numel(p for p in task.parameters() if p.requires_grad),
+        "teacher": sum(_numel(teacher.parameters()) for teacher in task.teachers()),
+    }
+    stages = {stage: stage_memory(task, stage, gpus, training.precision) for stage in range(4)}
+    steps, rate = _steps(config, pairs), measured_rate(config, gpus)
+    source = ""
+    if pairs_per_second is None and rate is not None:
+        pairs_per_second = rate[1]
+        source = f", measured on one H200 with {rate[0]} pairs"
+    each = training.batch * training.gradient_accumulation_steps
+    seconds = None
+    if steps is not None and pairs_per_second is not None:
+        seconds = steps * each / pairs_per_second
+    print(f"batch: {training.batch:,} pairs, {training.batch // gpus:,} a GPU")
+    print(f"parameters: {', '.join(f'{name} {n:,}' for name, n in counts.items())}\n")
+    head = [["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]]
+    own = 0
+    if training.engine == "deepspeed":
+        own = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
+    rows = [
+        [
+            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == own)}",
+            *(f"{part / 1e9:.2f}" for part in (*memory, sum(memory))),
+        ]
+        for stage, memory in stages.items()
+    ]
+    print("\n".join(aligned(head + rows)))
+    print("Activations, batches, buckets of gradients and gathered weights come on top.\n")
+    print(f"steps: {'unknown, give --pairs' if steps is None else f'{steps:,}'}")
+    if pairs_per_second is None:
+        print("time: unknown, give --pairs-per-second")
+    else:
+        hours = "unknown without steps" if seconds is None else f"{seconds / 3600:,.1f} h"
+        print(f"time: {hours} at {pairs_per_second:,.0f} pairs/s{source}")
+    if json_file is not None:
+        memory = {str(stage): one._asdict() for stage, one in stages.items()}
+        found |= {"pairs_of_a_gpu": training.batch // gpus, "parameters": counts}
+        found |= {"memory_bytes": memory, "steps": steps, "seconds": seconds}
+        write_json(json_file, found | {"pairs_per_second": pairs_per_second})
+    return 0
+
+
+def meta_task(config: PretrainConfig) -> Pretraining:
+    """Build the task of a configuration without memory for its weights and without public ones."""
+    import torch
+
+    from vlp.models.config import ModelConfig
+    from vlp.tasks.pretraining import Pretraining
+
+    data = config.model.model_dump()
+    data["text"]["weights"] = data["image"]["weights"] = None
+    model = ModelConfig.model_validate(data)
+    with torch.device("meta"):
+        return Pretraining(model, config.objectives, "", config.training.precision)
+
+
+def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision) -> StageMemory:
+    """Compute the bytes of training state of a rank at a ZeRO stage; stage 0 is also DDP.
+
+    Stage 1 cuts up optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works
+    on a flat copy of a rank's own weights.
+    """
+    size = FLOAT * _numel(task.parameters())
+    trained = FLOAT * _numel(p for p in task.parameters() if p.requires_grad)
+    own = trained / ranks
+    whole = stage == 0 or ranks == 1
+    weights = size / (ranks if stage == 3 else 1) + (0 if whole else own)
+    teacher = float(sum(_teacher_bytes(each, precision) for each in task.teachers()))
+    if task.teacher:
+        teacher += sum(each.nbytes for each in task.teacher.queue.state_dict().values())
+    return StageMemory(
+        weights, own if stage > 1 else trained, 2 * (own if stage else trained), teacher
+    )
+
+
+def _teacher_bytes(teacher: nn.Module, precision: Precision) -> int:
+    """Count float32 weights, and those that autocast keeps in half precision beside them."""
+    from vlp.tasks.task import AUTOCAST
+    from vlp.tasks.teacher import half_weights
+
+    rounded = half_weights(teacher).values() if precision in AUTOCAST else ()
+    return FLOAT * _numel(teacher.parameters()) + FLOAT // 2 * _numel(rounded)
+
+
+def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
+    """Find pairs a step and pairs/s of a measured run of the same model and objectives."""
+    from vlp.config import load_config
+    from vlp.training.config import PretrainConfig
+
+    path = Path(str(resources.files("configs"))) / "pretrain" / "base.yaml"
+    if gpus != 1 or _work(config) != _work(load_config(path, PretrainConfig)):
+        return None
+    batch, how = config.training.batch, config.training.compile
+    able = [(n, rate) for (n, way), rate in MEASURED.items() if way == how and n <= batch]
+    return max(able, default=None)
+
+
+def _work(config: PretrainConfig) -> dict[str, Any]:
+    """Return what decides the work of a pair."""
+    model = config.model.model_dump()
+    for tower in ("text", "image"):
+        del model[tower]["weights"]
+    keys = {"precision", "activation_checkpointing", "grad_cache"}
+    training = config.training.model_dump(include=keys)
+    return {"model": model, "objectives": config.objectives.model_dump(), **training}
+
+
+def _numel(tensors: Iterable[Any]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    shown = [f"{size:,}" for size in sizes]
+    if len(shown) > SHOWN:
+        half = SHOWN // 2
+        return f"{' '.join([*shown[:half], '...', *shown[-half:]])} ({len(sizes)} numbers)"
+    return " ".join(shown) or "none"
+
+
+def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
+    """Return the optimiser steps of the run; None where nothing says how many pairs there are."""
+    training = config.training
+    if training.steps is not None:
+        return training.steps
+    pairs = pairs or config.data.epoch_samples or _indexed(config)
+    if pairs is None or training.epochs is None:
+        return None
+    return training.epochs * pairs // (training.batch * training.gradient_accumulation_steps)
+
+
+def _indexed(config: PretrainConfig) -> int | None:
+    """Count the pairs of an epoch of local shards; None where some source is not here."""
+    from vlp.config import ConfigError
+    from vlp.data.shards.shard_index import ShardIndex
+    from vlp.io import as_url
+
+    total = 0.0
+    for source in config.data.sources:
+        if as_url(source.path):
+            return None
+        try:
+            shards = ShardIndex.open(source.path).shards
+        except ConfigError:
+            return None
+        each = shards.samples if config.data.captions == "one" else shards.pairs
+        total += source.weight * float(each.sum())
+    return int(total)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from anchor_layers import layer_and_field, outputs_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradients
 from vlp.compilation import gpu_form
 from vlp.layers import attention as attention_module
 from vlp.positions import PositionContext, create_position

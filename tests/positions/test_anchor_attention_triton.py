@@ -7,13 +7,8 @@ from itertools import product
 import pytest
 
 pytest.importorskip("triton")
-from evaluation.benchmarks.gpu.compiled import (
-    TOKENS,
-    anchor_kernel,
-    compile_kernel,
-    instructions,
-    predicted,
-)
+from compiled_kernels import TOKENS, anchor_kernel, compile_kernel
+
 from vlp.positions import anchor_kernels as anchor_shift_triton
 
 ARCHITECTURES = [80, 90, 100]
@@ -65,40 +60,3 @@ def test_kernels_of_the_shifts_spill_nothing(kernel, arch):
     sizes = {"GROUPS": 8, "MANY": 16, "BLOCK": 32, "POOLED": True}
     types = dict.fromkeys(tensors, "*fp32")
     assert compile_kernel(function, sizes, types, arch, ("width",)).spilled == 0
-
-
-def test_instructions_of_loops_count_as_often_as_they_run():
-    listing = """
-        /*0000*/ MOV R1, c[0x0][0x28] ;
-    .L_x_1:
-        /*0010*/ IADD3 R1, R1, 1, RZ ;
-        /*0020*/ IADD3 R1, R1, 1, RZ ;
-    .L_x_2:
-        /*0030*/ LDG.E R2, [R4.64] ;
-        /*0040*/ FADD R3, R3, R2 ;
-        /*0050*/ FADD R3, R3, R2 ;
-        /*0060*/ @P0 BRA `(.L_x_2) ;
-        /*0070*/ @P1 BRA `(.L_x_1) ;
-        /*0080*/ @P1 BRA `(.L_x_3) ;
-        /*0090*/ NOP ;
-    .L_x_3:
-        /*00a0*/ EXIT ;
-    .L_x_4:
-        /*00b0*/ BRA `(.L_x_4) ;
-"""
-    assert instructions(listing, (5, 3)) == 1 + 5 * (2 + 3 * 4 + 1) + 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "asking", "measured"),
-    # Of the form that read one group of paths after another, on an H200.
-    [
-        ("forward", "text", 163),
-        ("forward", "image", 137),
-        ("backward", "text", 333),
-        ("backward", "image", 264),
-    ],
-)
-def test_blocks_that_load_all_groups_at_once_are_predicted_to_be_faster(kernel, asking, measured):
-    assert predicted(kernel, asking)["microseconds"] < 0.9 * measured

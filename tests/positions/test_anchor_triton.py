@@ -14,7 +14,8 @@ import torch
 from vlp.positions.anchor import anchor_distance, anchor_path
 
 pytest.importorskip("triton")
-from evaluation.benchmarks.gpu.compiled import compile_kernel
+from compiled_kernels import compile_kernel
+
 from vlp.positions import anchor as windowed_path
 from vlp.positions import anchor_kernels as anchor_triton
 

@@ -24,8 +24,8 @@ from tests_support import TINY_MODEL
 from torch.cuda._sanitizer import CUDASanitizer, CUDASanitizerErrors
 from torch.utils._pytree import tree_leaves
 
-from evaluation.benchmarks.gpu.waits import LOG_EVERY, counted_waits, watched_config, watched_steps
-from evaluation.benchmarks.pretrain_step import random_batch
+from benchmarks.gpu import LOG_EVERY, counted_waits, watched_config, watched_steps
+from benchmarks.step import random_batch
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.copy_stream import CopyStream
@@ -183,7 +183,7 @@ def measure(case: str) -> dict[str, Any]:
 
 
 def warned() -> dict[str, Any]:
-    """Count waits of a step of pretraining as `vlp check gpu` does, by PyTorch's warnings."""
+    """Count waits of a step as `python -m benchmarks gpu` does, by PyTorch's warnings."""
     config = load_config(BASE, PretrainConfig, NO_WEIGHTS)
     small = ModelConfig.model_validate(TINY_MODEL)
     config = watched_config(config.model_copy(update={"model": small}), ROWS)

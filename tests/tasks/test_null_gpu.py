@@ -101,7 +101,7 @@ def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
 
 @pytest.mark.integration
 def test_waits_are_those_of_which_pytorch_warns(steps):
-    """So `vlp check gpu` counts them."""
+    """So `python -m benchmarks gpu` counts them."""
     assert steps["warned"]["ordinary"] == []
     assert len(steps["warned"]["logged"]) == 1
 

@@ -14,7 +14,7 @@ import torch
 from compile_toy import ROWS, configuration, task_of
 from torch import Tensor
 
-from evaluation.benchmarks.pretrain_step import random_batch
+from benchmarks.step import random_batch
 from vlp import distributed
 from vlp.training.config import TrainingConfig
 from vlp.training.engines.compile import compile_task

@@ -12,7 +12,7 @@ import torch
 from compile_toy import ROWS, configuration, task_of
 from torch import Tensor, nn
 
-from evaluation.benchmarks.pretrain_step import random_batch
+from benchmarks.step import random_batch
 from vlp.compilation import compile_regions
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch

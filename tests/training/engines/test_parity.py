@@ -9,7 +9,7 @@ import pytest
 import torch
 from compile_toy import ROWS, configuration
 
-from evaluation.benchmarks.pretrain_step import random_batch
+from benchmarks.step import random_batch
 from vlp.compilation import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig

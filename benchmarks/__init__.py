@@ -1,0 +1,1 @@
+"""Timings beside peers, and a check of a GPU: `python -m benchmarks COMMAND`."""

@@ -1,0 +1,402 @@
+"""A pretraining step beside ALBEF's own, whose code runs as it is.
+
+Sizes are equal: depths, widths, heads, pixels, ids, queue. ALBEF's code has the sizes of its image
+encoder written into it; they are bound from outside, as are the weights, which are random. Dropout
+is off on both sides. The vocabulary shrinks with the width, so that the decoder's share of a step
+is that of width 768. Texts are as long as COCO's; ALBEF's batch ends at its longest text, as its
+tokenizer leaves it, ours is as the loader leaves it, of `--max-tokens`.
+
+Classes and functions that ALBEF imports from transformers 4.8 and that newer versions lack are
+stood in for; none of them computes in a step but `apply_chunking_to_forward`, which calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from benchmarks.step import Trainee, caption_lengths, random_batch
+from vlp.config import ConfigError, Precision
+from vlp.data.stream.batch import Batch
+from vlp.training.config import PretrainConfig
+from vlp.training.engines.environment import free_port, keep_freed_memory
+
+ALBEF = "ALBEF"
+EQUAL, ANCHORED = "ours, equal work", "ours with ACE-RPE"
+ALL, ALL_ACE = "all losses", "all losses, layout ace"
+BERT_WIDTH, BERT_VOCABULARY = 768, 30522
+ALPHA, MOMENTUM, MASKED = 0.4, 0.995, 0.15
+WARM_UP = 2
+_PAD, _CLS, _MASK = 0, 2, 4
+
+
+class StepSizes(NamedTuple):
+    """Sizes of both sides; heads have 64 channels, feed-forwards four times the width."""
+
+    width: int = 384
+    image_layers: int = 6
+    text_layers: int = 3
+    cross_layers: int = 3
+    image_size: int = 160
+    rows: int = 8
+    max_tokens: int = 30
+    queue: int = 1024
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of every layer."""
+        return self.width // 64
+
+    @property
+    def vocabulary(self) -> int:
+        """Word pieces, fewer in proportion to the width."""
+        return BERT_VOCABULARY * self.width // BERT_WIDTH
+
+
+def our_config(
+    sizes: StepSizes,
+    ace: bool = False,
+    every_loss: bool = False,
+    layout: str = "albef",
+    precision: Precision = "float32",
+) -> PretrainConfig:
+    """Return the pretraining of equal work; with ACE-RPE, or with every loss of the default."""
+    width, heads = sizes.width, sizes.heads
+    layer = {"width": width, "heads": heads, "intermediate": 4 * width, "weights": None}
+    teacher = {"queue": sizes.queue, "alpha": ALPHA, "momentum": MOMENTUM, "warmup_steps": 0}
+    objectives: dict[str, Any] = {"teacher": teacher, "itm": {"group": sizes.rows}}
+    objectives["mlm"] = {"probability": MASKED}
+    if every_loss:
+        objectives["contrastive"] = {"token": {"group": min(16, sizes.rows)}}
+    else:
+        objectives |= {"contrastive": {"kind": "itc"}, "mim": None}
+    return PretrainConfig.model_validate(
+        {
+            "model": {
+                "text": layer
+                | {
+                    "layers": sizes.text_layers,
+                    "vocab_size": sizes.vocabulary,
+                    "max_tokens": sizes.max_tokens,
+                },
+                "image": layer | {"layers": sizes.image_layers, "image_size": sizes.image_size},
+                "cross": {
+                    "layers": sizes.cross_layers,
+                    "heads": heads,
+                    "intermediate": 4 * width,
+                    "layout": layout,
+                    "position": ["anchor"] if ace else [],
+                },
+            },
+            "data": {"sources": [{"path": "none"}], "vocabulary": "none", "canonical_streams": 1},
+            "objectives": objectives,
+            "training": {
+                "batch": sizes.rows,
+                "precision": precision,
+                "optimiser": {} if every_loss else {"clip": None},
+            },
+        }
+    )
+
+
+def variants(sizes: StepSizes, precision: Precision = "float32") -> dict[str, PretrainConfig]:
+    """Return the configurations of ours by name."""
+    make = partial(our_config, sizes, precision=precision)
+    return {
+        EQUAL: make(),
+        ANCHORED: make(ace=True),
+        ALL: make(ace=True, every_loss=True),
+        ALL_ACE: make(ace=True, every_loss=True, layout="ace"),
+    }
+
+
+class OwnStep:
+    """A task with its optimiser, a full queue, and the teacher's share at its height."""
+
+    def __init__(self, config: PretrainConfig, batch: Batch, device: torch.device) -> None:
+        self.trainee = Trainee(config, device)
+        teacher, self.batch = self.trainee.task.teacher, batch.to(device)
+        assert teacher is not None  # every variant has one
+        size, width = teacher.queue.image.shape
+        image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
+        teacher.queue.push(image, text, image_ids=-1 - torch.arange(size))
+
+    def losses(self) -> dict[str, float]:
+        """Return the losses of the batch by name; nothing is trained."""
+        found = self.trainee.task(self.batch, 1).losses
+        self.trainee.task.after_skip()
+        return {name: float(loss) for name, loss in found.items()}
+
+    def step(self) -> float:
+        """Train once; return the seconds."""
+        return self.trainee.step(self.batch)["step"]
+
+
+class AlbefStep:
+    """ALBEF's: the model of its checkout with the optimiser of its recipe.
+
+    Raises:
+        ConfigError: the folder holds no checkout of ALBEF.
+    """
+
+    def __init__(self, folder: Path, sizes: StepSizes, batch: Batch, device: torch.device) -> None:
+        module, self.device = import_albef(folder), device
+        torch.manual_seed(0)
+        self.model = build_albef(module, sizes).train()
+        self.optimiser = torch.optim.AdamW(_albef_groups(self.model), lr=1e-4)
+        longest = int(batch.attention_mask.sum(1).amax())
+        self.model.to(device)
+        self.pixels = batch.pixels
+        self.text = types.SimpleNamespace(
+            input_ids=batch.text_ids[:, :longest],
+            attention_mask=batch.attention_mask[:, :longest].long(),
+        )
+
+    def losses(self) -> dict[str, float]:
+        """Return the losses of the batch by name; weights stay, teacher and queue move."""
+        names = ("mlm", "contrastive", "itm")
+        found = self.model(self.pixels, self.text, alpha=ALPHA)
+        return {name: float(loss.detach()) for name, loss in zip(names, found)}
+
+    def step(self) -> float:
+        """Train once, as the loop of its `Pretrain.py` does; return the seconds."""
+
+        def work() -> None:
+            self.optimiser.zero_grad()
+            mlm, contrastive, itm = self.model(self.pixels, self.text, alpha=ALPHA)
+            (mlm + contrastive + itm).backward()
+            self.optimiser.step()
+
+        return harness.seconds(work, self.device)
+
+
+def import_albef(folder: Path) -> types.ModuleType:
+    """Import `models.model_pretrain` of a checkout, with stand-ins for what is gone since.
+
+    Raises:
+        ConfigError: the folder holds no checkout of ALBEF.
+    """
+    if not (folder / "models" / "model_pretrain.py").is_file():
+        raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
+    with ExitStack() as stack:
+        for place, stand_ins in STAND_INS.items():
+            # Entered in a dictionary, so that what is not there need not be.
+            names = vars(importlib.import_module(f"transformers.{place}"))
+            stack.enter_context(mock.patch.dict(names, stand_ins))
+        stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
+        return importlib.import_module("models.model_pretrain")
+
+
+class FormerPreTrainedModel(nn.Module):
+    """Stand-in for the base class of transformers 4.8: what ALBEF's BERT calls of it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_pretrained(cls, name: str, config: Any) -> FormerPreTrainedModel:
+        """Return random weights; there are none of these sizes."""
+        return cls(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the weights."""
+        return next(self.parameters()).dtype
+
+    def init_weights(self) -> None:
+        """Initialise all modules, and tie the decoder to the words as `tie_weights` did."""
+        self.apply(self._init_weights)  # type: ignore[arg-type]
+        decoder = getattr(self, "get_output_embeddings", None)
+        if decoder is not None:
+            bert: Any = self.bert
+            decoder().weight = bert.get_input_embeddings().weight
+
+    def get_head_mask(self, head_mask: None, layers: int) -> list[None]:
+        """Return no mask for every layer."""
+        return [None] * layers
+
+    def invert_attention_mask(self, mask: Tensor) -> Tensor:
+        """Turn a mask (B, K), 1 = may be attended to, into a bias (B, 1, 1, K)."""
+        return (1.0 - mask[:, None, None, :].to(self.dtype)) * torch.finfo(self.dtype).min
+
+
+def _in_one_chunk(
+    forward: Callable[..., Tensor], chunk_size: int, dimension: int, *inputs: Tensor
+) -> Tensor:
+    assert chunk_size == 0
+    return forward(*inputs)
+
+
+def _never(*arguments: Any, **options: Any) -> None:
+    raise NotImplementedError("no step of ALBEF's calls this")
+
+
+def _undocumented(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    return lambda function: function
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    "modeling_utils": {
+        "PreTrainedModel": FormerPreTrainedModel,
+        "apply_chunking_to_forward": _in_one_chunk,
+        "find_pruneable_heads_and_indices": _never,
+        "prune_linear_layer": _never,
+    },
+    "file_utils": {"add_code_sample_docstrings": _undocumented},
+}
+"""What ALBEF's import finds in place of transformers' own, by module; gone again afterwards."""
+
+
+def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
+    """Make ALBEF's pretraining model with random weights, and a group of one process for it."""
+    if not torch.distributed.is_initialized():
+        address = f"tcp://127.0.0.1:{free_port()}"
+        torch.distributed.init_process_group("gloo", address, rank=0, world_size=1)
+    tower = {"embed_dim": sizes.width, "depth": sizes.image_layers, "num_heads": sizes.heads}
+    vision = module.VisionTransformer
+
+    def vision_of_sizes(**options: Any) -> nn.Module:
+        return vision(**options | tower)
+
+    bert = {
+        "hidden_size": sizes.width,
+        "encoder_width": sizes.width,
+        "num_attention_heads": sizes.heads,
+        "intermediate_size": 4 * sizes.width,
+        "num_hidden_layers": sizes.text_layers + sizes.cross_layers,
+        "fusion_layer": sizes.text_layers,
+        "vocab_size": sizes.vocabulary,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    special = types.SimpleNamespace(pad_token_id=_PAD, cls_token_id=_CLS, mask_token_id=_MASK)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(bert, file)
+        file.flush()
+        config = {
+            "mlm_probability": MASKED,
+            "embed_dim": 256,
+            "image_res": sizes.image_size,
+            "vision_width": sizes.width,
+            "bert_config": file.name,
+            "temp": 0.07,
+            "queue_size": sizes.queue,
+            "momentum": MOMENTUM,
+        }
+        with mock.patch.object(module, "VisionTransformer", vision_of_sizes):
+            return module.ALBEF(text_encoder="", tokenizer=special, config=config, init_deit=False)
+
+
+def _albef_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay as in its recipe: none for vectors."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    vectors, others = [p for p in trained if p.ndim < 2], [p for p in trained if p.ndim > 1]
+    return [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.02}]
+
+
+class Speeds(NamedTuple):
+    """Losses and seconds of timed steps by task."""
+
+    losses: dict[str, dict[str, float]]
+    seconds: dict[str, list[float]]
+
+    def ratios(self, name: str) -> list[float]:
+        """Return by turns how many times as fast as ALBEF's a task is; without ALBEF as `EQUAL`."""
+        first = self.seconds[next(iter(self.seconds))]
+        return [a / b for a, b in zip(first, self.seconds[name])]
+
+
+def measure(
+    folder: Path | None,
+    sizes: StepSizes,
+    turns: int,
+    device: torch.device,
+    precision: Precision = "float32",
+) -> Speeds:
+    """Time all tasks by turns; losses are those before the first step. No folder: ours alone."""
+    configs = variants(sizes, precision)
+    batch = random_batch(configs[ALL].inputs, sizes.rows, caption_lengths(sizes.rows)).to(device)
+    tasks: dict[str, OwnStep | AlbefStep] = {}
+    if folder is not None:
+        tasks[ALBEF] = AlbefStep(folder, sizes, batch, device)
+    tasks |= {name: OwnStep(config, batch, device) for name, config in configs.items()}
+    losses = {name: task.losses() for name, task in tasks.items()}
+    steps = {name: task.step for name, task in tasks.items()}
+    return Speeds(losses, harness.interleave(steps, turns, WARM_UP))
+
+
+def table(found: Speeds) -> str:
+    """Lay out a line a task: medians with quartiles, and the ratio to the first; then losses."""
+    rows, losses = [], []
+    for name, seconds in found.seconds.items():
+        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+        less, ratio, more = np.quantile(found.ratios(name), (0.25, 0.5, 0.75))
+        spread = f"{ratio:.2f} ({less:.2f}-{more:.2f})"
+        rows.append([name, f"{1e3 * middle:.0f}", f"{1e3 * low:.0f}-{1e3 * high:.0f}", spread])
+        parts = ", ".join(f"{part} {loss:.3f}" for part, loss in found.losses[name].items())
+        losses.append(f"{name}: {parts}")
+    head = ["step", "ms", "quartiles", f"times as fast as {next(iter(found.seconds))}"]
+    return "\n".join([harness.table(head, rows), "", *losses])
+
+
+def albef(
+    albef: Path | None = None,
+    turns: int = 7,
+    width: int = 384,
+    image_layers: int = 6,
+    text_layers: int = 3,
+    cross_layers: int = 3,
+    image_size: int = 160,
+    rows: int = 8,
+    max_tokens: int = 30,
+    queue: int = 1024,
+    precision: Precision = "float32",
+    device: harness.Device = None,
+) -> None:
+    """Time a pretraining step beside ALBEF's own, by turns on the same random pairs.
+
+    --albef is a clone of github.com/salesforce/ALBEF; without it the steps of this project are
+    timed alone. A step is forward, backward, AdamW and the momentum teacher's update.
+
+    "equal work" has ALBEF's losses (image-text contrast with teacher and queue, matching with hard
+    negatives, masked language modelling with the teacher's predictions), layers and layout, without
+    gradient clipping; "with ACE-RPE" adds `anchor` to the cross-attention; "all losses" adds the
+    default's objectives and clipping; "layout ace" is the default's layout, in which patches attend
+    to words, too.
+    """
+    place = harness.chosen_device(device)
+    if place.type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    sizes = StepSizes(
+        width, image_layers, text_layers, cross_layers, image_size, rows, max_tokens, queue
+    )
+    found = measure(albef, sizes, turns, place, precision)
+    print(table(found), end="\n\n")
+    figures = []
+    for name in found.seconds:
+        key = f"albef/{name.replace(',', '').replace(' ', '_')}"
+        figures.append(Figure(key, statistics.median(found.seconds[name]), "s"))
+        figures.append(Figure(f"{key}/speed", statistics.median(found.ratios(name)), "x"))
+    harness.print_figures(figures, place)
+
+
+COMMANDS = (albef,)

@@ -1,0 +1,300 @@
+"""Speed and memory of a vision transformer with each position encoding, beside timm's own."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from vlp.config import ConfigError
+from vlp.positions import PositionContext, PositionEncoding, attach
+
+MODEL = "deit_small_patch16_224"
+PARTS = ("training", "inference")
+
+
+IRPE = ("k", "qk", "qkv")
+OTHERS = (
+    "alibi-2d",
+    "rope-axial",
+    "rope-mixed",
+    "sine-2d",
+    "fourier",
+    "huang",
+    "sasa",
+    "transformer-xl",
+    "cope",
+)
+
+
+class EncodingVariant(NamedTuple):
+    """An encoding on top of `plain`, by its name or its class."""
+
+    name: str | Callable[..., PositionEncoding] | None
+    options: dict[str, Any]
+
+
+VARIANTS = {
+    "plain": EncodingVariant(None, {}),
+    "sdpa": EncodingVariant(None, {}),
+    "irpe-product bias": EncodingVariant("irpe-product", {"mode": "bias", "on": "k"}),
+    **{f"irpe-product {on}": EncodingVariant("irpe-product", {"on": on}) for on in IRPE},
+    "irpe-product bias flex": EncodingVariant(
+        "irpe-product", {"mode": "bias", "on": "k", "fused": "flex"}
+    ),
+    "irpe-product k flex": EncodingVariant("irpe-product", {"on": "k", "fused": "flex"}),
+    "irpe-product qk flex": EncodingVariant("irpe-product", {"on": "qk", "fused": "flex"}),
+    "shaw": EncodingVariant("shaw", {"on": "k"}),
+    "sape": EncodingVariant("sape", {"on": "k"}),
+    **{name: EncodingVariant(name, {}) for name in OTHERS},
+}
+
+
+class PublishedIRPE(PositionEncoding):
+    """The published modules in our hooks, called as their `RPEAttention` calls them.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        module: their `irpe.py`.
+        on: letters of q, k, v.
+    """
+
+    def __init__(self, width: int, heads: int, module: Any, on: str) -> None:
+        super().__init__()
+        config = module.get_rpe_config(
+            ratio=1.9, method="product", mode="ctx", shared_head=True, skip=1, rpe_on=on
+        )
+        self.on, self.scale = on, (width // heads) ** -0.5
+        self.query, self.key, self.value_table = module.build_rpe(config, width // heads, heads)
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """As the letters say."""
+        return frozenset({"value" if letter == "v" else "bias" for letter in self.on})
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+        """Return the terms of the logits, of queries (B, heads, T, channels) already scaled."""
+        found = None
+        if self.key is not None:
+            found = self.key(query * self.scale)
+        if self.query is not None:
+            own = self.query(key * self.scale).transpose(2, 3)
+            found = own if found is None else found + own
+        return found
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor:
+        """Return the term of the output, of attention weights (B, heads, T, T)."""
+        added: Tensor = self.value_table(attention)
+        return added
+
+
+def published_variants(file: Path) -> dict[str, EncodingVariant]:
+    """Variants of the published code.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    # Their only dependency beyond PyTorch is a dictionary with attributes.
+    sys.modules.setdefault("easydict", _easydict())
+    specification = importlib.util.spec_from_file_location("irpe", file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return {
+        f"published {on}": EncodingVariant(partial(PublishedIRPE, module=module, on=on), {})
+        for on in IRPE
+    }
+
+
+def _easydict() -> ModuleType:
+    class EasyDict(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+        __setattr__ = dict.__setitem__
+
+    module = ModuleType("easydict")
+    module.EasyDict = EasyDict  # type: ignore[attr-defined]
+    return module
+
+
+class VariantTimes(NamedTuple):
+    """Of one variant: MACs of one image, peak bytes, and seconds of each round by part."""
+
+    macs: float
+    parameters: int
+    peak: int
+    seconds: dict[str, list[float]]
+
+
+def make(name: str, size: int, device: torch.device) -> nn.Module:
+    """Make one variant, with its tables filled, as they are after training."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(MODEL, img_size=size)
+    variant = VARIANTS[name]
+    if variant.name is not None:
+        attach(model, variant.name, **variant.options)
+        for part, parameter in model.named_parameters():
+            if "positions" in part:
+                nn.init.normal_(parameter, std=0.02)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = name == "sdpa" or device.type != "cpu"  # type: ignore[assignment]
+    return model.to(device)
+
+
+class _Runner:
+    """Trains and runs one variant on random images."""
+
+    def __init__(self, name: str, size: int, rows: int, device: torch.device) -> None:
+        self.device = device
+        self.model = make(name, size, device)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.pixels = torch.randn(rows, 3, size, size, device=device)
+
+    def step(self, training: bool) -> None:
+        """Do one training step, or one forward pass."""
+        self.model.train(training)
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(self.device.type, torch.bfloat16),
+        ):
+            out = self.model(self.pixels)
+        if training:
+            out.float().square().mean().backward()
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+
+    def turn(self) -> dict[str, float]:
+        """Measure both parts, in seconds."""
+        return {
+            part: harness.seconds(partial(self.step, part == "training"), self.device)
+            for part in PARTS
+        }
+
+
+def macs(name: str, size: int) -> float:
+    """Count the multiply-accumulates of one image's forward pass."""
+    model = make(name, size, torch.device("cpu")).eval()
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # type: ignore[assignment]  # the counter misses the CPU's
+        if getattr(module, "fused", None) is not None:
+            module.fused = False  # type: ignore[assignment]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 3, size, size))
+    return counter.get_total_flops() / 2
+
+
+def measure(
+    names: Sequence[str], size: int, rows: int, rounds: int, device: torch.device
+) -> dict[str, VariantTimes]:
+    """Measure all variants at one image size, taking turns.
+
+    Args:
+        names: of `VARIANTS`; `plain` is always among them.
+        size: pixels.
+        rows: images of a batch.
+        rounds: timed steps of each variant.
+        device: where.
+    """
+    names = list(dict.fromkeys(["plain", *names]))
+    peaks, runners = {}, {}
+    for name in names:
+        gc.collect()
+        peaks[name] = harness.peak_memory(partial(_two_steps, name, size, rows, device), device)
+    for name in names:
+        runners[name] = _Runner(name, size, rows, device)
+    taken = harness.interleave({name: runners[name].turn for name in names}, rounds, 1)
+    return {
+        name: VariantTimes(
+            macs(name, size),
+            sum(parameter.numel() for parameter in runners[name].model.parameters()),
+            peaks[name],
+            {part: [turn[part] for turn in taken[name]] for part in PARTS},
+        )
+        for name in names
+    }
+
+
+def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
+    runner = _Runner(name, size, rows, device)
+    for _ in range(2):
+        runner.step(training=True)
+
+
+def ratio(found: dict[str, VariantTimes], name: str, part: str) -> float:
+    """Return the throughput of a variant as a share of plain's: the median over rounds."""
+    pairs = zip(found["plain"].seconds[part], found[name].seconds[part])
+    return statistics.median(plain / own for plain, own in pairs)
+
+
+def table(found: dict[str, VariantTimes], rows: int) -> str:
+    """Lay out one row for each variant."""
+    head = ["", "parameters", "MACs (M)", "train img/s", "of plain", "infer img/s", "of plain"]
+    lines = []
+    for name, own in found.items():
+        line = [name, f"{own.parameters / 1e6:.2f}M", f"{own.macs / 1e6:.0f}"]
+        for part, taken in own.seconds.items():
+            line += [f"{rows / statistics.median(taken):.1f}", f"{ratio(found, name, part):.1%}"]
+        lines.append([*line, f"{own.peak / 2**20:.0f}"])
+    return harness.table([*head, "peak MiB"], lines)
+
+
+def encodings(
+    sizes: str = "224",
+    rows: int | None = None,
+    rounds: int = 7,
+    only: str = "",
+    published: Path | None = None,
+    device: harness.Device = None,
+) -> None:
+    """Time DeiT-S with each position encoding, in bf16, as a share of the plain model's speed.
+
+    --sizes are pixels, as 224,384; --rows images are 4 on a CPU and 64 on a GPU by default; --only
+    names variants, as plain,cope. "plain" is DeiT-S with its learned absolute positions alone, on a
+    GPU with fused attention, on a CPU with explicit attention, which trains faster there ("sdpa" is
+    the fused one). Ratios are medians over rounds in which variants take turns. MACs are
+    multiply-accumulates of one image in matrix products and convolutions.
+
+    --published FILE also times the published iRPE code in the same layers: its module `irpe.py`
+    (repository microsoft/Cream, folder iRPE/DeiT-with-iRPE).
+    """
+    if published is not None:
+        try:
+            VARIANTS.update(published_variants(published))
+        except OSError as error:
+            raise ConfigError(str(error)) from error
+    place = harness.chosen_device(device)
+    on_gpu = place.type == "cuda"
+    rows = rows or (64 if on_gpu else 4)
+    # FlexAttention trains on a GPU alone.
+    known = [name for name in VARIANTS if on_gpu or not name.endswith("flex")]
+    names = only.split(",") if only else known
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {', '.join(known)}")
+    for size in map(int, sizes.split(",")):
+        found = measure(names, size, rows, rounds, place)
+        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(found, rows)}\n", flush=True)
+        figures = [
+            Figure(f"encodings/{size}/{name}/{part}", 100 * ratio(found, name, part), "%")
+            for name in list(found)[1:]
+            for part in PARTS
+        ]
+        harness.print_figures(figures, place)
+
+
+COMMANDS = (encodings,)

@@ -1,0 +1,317 @@
+"""Parameters and FLOPs of one forward pass, part by part, and what ACE-RPE adds to it.
+
+One FLOP is a multiplication or an addition, so a multiply-accumulate is two. Only matrix products
+are counted, as common counters do: those of layers with weights, and apart from them those of
+attention (queries with keys, weights with values). Of ACE-RPE every addition, minimum and
+comparison between similarity and path is counted, too. Both streams of the cross-modal encoder run
+to their end, and tokens include [CLS] and padding.
+
+Two conventions for ACE-RPE:
+
+- *as the paper counts*: E = P W (Eq. 8) is built, (1 + M) x N x width, for each table, direction
+  and layer, and summed under the attention weights (Eq. 12). The paper prints 115G without and
+  122G with it, 6.1 %; which image size, text length and counting it used is not known, so
+  several are shown.
+- *as ours runs*: by linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
+  Computing similarities, paths and means is included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import nn
+from typer import Option
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from vlp.config import ConfigError
+from vlp.models.config import AnchorConfig, ModelConfig
+from vlp.models.vlp import VLPModel
+from vlp.positions.anchor import patch_reach, text_reach
+
+SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
+"""Pixels of an image's side and tokens of a text."""
+
+PAPER_PARAMETERS = {
+    "text encoder": "66.6M",
+    "image encoder": "43.8M",
+    "cross-modal encoder": "53.3M",
+    "in all": "163.7M",
+}
+PAPER_FLOPS = "the paper: 115 -> 122 GFLOPs, +6.1 %"
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of one part: `layers` with weights, `products` without, and `elementwise` steps."""
+
+    name: str
+    layers: float = 0
+    products: float = 0
+    elementwise: float = 0
+
+    @property
+    def total(self) -> float:
+        """Everything counted."""
+        return self.layers + self.products + self.elementwise
+
+
+class Shape(NamedTuple):
+    """Tokens of a text, patches of an image (rows, columns), and pairs computed at once."""
+
+    tokens: int
+    grid: tuple[int, int]
+    pairs: int = 1
+
+    @property
+    def patches(self) -> int:
+        """M."""
+        return self.grid[0] * self.grid[1]
+
+
+def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
+    """The model without position encodings, FLOPs per pair."""
+    text, image, cross = config.text, config.image, config.cross
+    width, words, places = text.width, shape.tokens, 1 + shape.patches
+    text_layer = _layer(width, text.intermediate, words)
+    image_layer = _layer(width, image.intermediate, places)
+    both = cross.layout == "ace"
+    output = cross.layout == "albef"
+    streams = [(words, places), (places, words)] if both else [(words, places)]
+    layers = products = 0.0
+    for own, other in streams:
+        self_attention = _layer(width, cross.intermediate, own)
+        layers += self_attention.layers + 2 * width**2 * ((1 + output) * own + 2 * other)
+        products += self_attention.products + _attention(own, other, width)
+    embedding = 2 * shape.patches * 3 * image.patch_size**2 * width
+    projection = 2 * width * config.embed_dim
+    return [
+        LayerFlops(
+            "text encoder",
+            text.layers * text_layer.layers + projection,
+            text.layers * text_layer.products,
+        ),
+        LayerFlops(
+            "image encoder",
+            image.layers * image_layer.layers + embedding + projection,
+            image.layers * image_layer.products,
+        ),
+        LayerFlops("cross-modal encoder", cross.layers * layers, cross.layers * products),
+    ]
+
+
+def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
+    """Tokens of both sides to the contrastive space: the token term of the loss needs them, too."""
+    tokens = shape.tokens + shape.patches
+    return LayerFlops("token projections", 2 * tokens * config.text.width * config.embed_dim)
+
+
+def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
+    """ACE-RPE as the paper counts: E built for each table, direction and layer."""
+    cross, anchor = config.cross, config.cross.anchor
+    width, entries = config.text.width, (1 + shape.patches) * shape.tokens
+    times = cross.layers * (2 if cross.layout == "ace" else 1)
+    tables = 1 if anchor.mode == "bias" else len(anchor.roles)
+    parts = [
+        LayerFlops("ACE-RPE: E = P W built", times * tables * 2 * entries * anchor.groups * width)
+    ]
+    if anchor.mode == "bias":
+        parts.append(LayerFlops("ACE-RPE: E W_E", times * 2 * entries * width))
+    elif "value" in anchor.roles:
+        parts.append(LayerFlops("ACE-RPE: sum of a E", times * 2 * entries * width))
+    return parts
+
+
+def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
+    """ACE-RPE as ours runs, FLOPs per pair."""
+    cross, anchor = config.cross, config.cross.anchor
+    width, groups, patches, words = config.text.width, anchor.groups, shape.patches, shape.tokens
+    channels = config.embed_dim if anchor.features == "projected" else width
+    entries = patches * words * groups
+    parts = [
+        # x / |x| per group: square, sum, divide.
+        LayerFlops(
+            "ACE-RPE: similarity",
+            products=2 * patches * words * channels,
+            elementwise=3 * (patches + words) * channels,
+        ),
+        LayerFlops(
+            "ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, anchor)
+        ),
+        LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
+    ]
+    directions = [(words, 1 + patches), (1 + patches, words)][: 2 if cross.layout == "ace" else 1]
+    if anchor.mode == "bias":
+        vectors = 2 * groups * width / (cross.heads if anchor.shared_heads else 1) / shape.pairs
+        heads = 1 if anchor.shared_heads else cross.heads
+        bias = sum(2 * queries * keys * groups * heads for queries, keys in directions)
+        slopes = len(directions) * vectors
+        return [*parts, LayerFlops("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
+    tables = gathered = embedded = 0.0
+    for queries, keys in directions:
+        for role in anchor.roles:
+            if role == "value" and not anchor.value_pooled:
+                continue
+            tokens = queries if role == "query" else keys
+            tables += 2 * tokens * groups * width
+        if "value" in anchor.roles:
+            gathered += 2 * queries * keys * groups * cross.heads
+            embedded += 2 * queries * groups * width
+    return [
+        *parts,
+        LayerFlops("ACE-RPE: mean paths by tables", layers=cross.layers * tables),
+        LayerFlops("ACE-RPE: sum of a P", products=cross.layers * gathered),
+        LayerFlops("ACE-RPE: ... by tables", layers=cross.layers * embedded),
+    ]
+
+
+def path_steps(grid: tuple[int, int], anchor: AnchorConfig) -> int:
+    """Operations for each entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
+
+    4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark
+    what is reachable; the rest are the additions and minima of the two one-sided minima.
+    """
+    reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
+    # To either side at once: a minimum of both, the length added, a minimum with the rest.
+    over_tokens = 4 if reach is None else 3 * reach
+    if patches is None and anchor.metric != "euclidean":
+        over_patches = 8 if anchor.metric == "manhattan" else 12
+    else:
+        down, right = (size - 1 if patches is None else min(patches, size - 1) for size in grid)
+        over_patches = 3 * right + down * (1 + 3 * right + 2)
+    return 4 + 2 + 2 + over_tokens + over_patches
+
+
+class AddedFlops(NamedTuple):
+    """GFLOPs of a pair by one convention: without ACE-RPE, with it, and what it adds in percent."""
+
+    convention: str
+    without: float
+    with_it: float
+    added: float
+
+
+def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
+    """The paper's convention in two readings of 'None', and ours."""
+    base = base_parts(config, shape)
+    layers = sum(part.layers for part in base)
+    ours = [*base, token_projections(config, shape)]
+    rows = [
+        ("paper, layers with weights (A)", layers, paper_anchor_parts(config, shape)),
+        ("paper, all products", _sum(base), paper_anchor_parts(config, shape)),
+        ("as ours runs", _sum(ours), our_anchor_parts(config, shape)),
+    ]
+    return [
+        AddedFlops(name, without / 1e9, (without + _sum(parts)) / 1e9, 100 * _sum(parts) / without)
+        for name, without, parts in rows
+    ]
+
+
+def parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters of each part of the model and of ACE-RPE's tables, which are in the encoder's."""
+    with torch.device("meta"):
+        model = VLPModel(config)
+    tables = [p for name, p in model.cross_encoder.named_parameters() if "table" in name]
+    encoders = {
+        "text encoder": _count(model.text_encoder),
+        "image encoder": _count(model.image_encoder),
+        "cross-modal encoder": _count(model.cross_encoder),
+    }
+    whole = sum(encoders.values())
+    return encoders | {
+        "in all": whole,
+        "of these, tables of ACE-RPE": sum(table.numel() for table in tables),
+        "beside them, token projections": _count(model)
+        - whole
+        - _count(model.match_head)
+        - _count(model.temperature),
+    }
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _layer(width: int, intermediate: int, tokens: int) -> LayerFlops:
+    """Self-attention with output projection, and feed-forward."""
+    weights = 4 * width**2 + 2 * width * intermediate
+    return LayerFlops("", 2 * tokens * weights, _attention(tokens, tokens, width))
+
+
+def _attention(queries: int, keys: int, width: int) -> int:
+    """Queries with keys and weights with values, over all heads."""
+    return 2 * 2 * queries * keys * width
+
+
+def _sum(parts: Sequence[LayerFlops]) -> float:
+    return sum(part.total for part in parts)
+
+
+def _resized(config: ModelConfig, size: int) -> ModelConfig:
+    return config.model_copy(update={"image": config.image.model_copy(update={"image_size": size})})
+
+
+def _parameter_table(config: ModelConfig) -> str:
+    small, large = (parameters(_resized(config, size)) for size in (256, 384))
+    rows = [
+        [name, f"{small[name]:,}", f"{count:,}", PAPER_PARAMETERS.get(name, "-")]
+        for name, count in large.items()
+    ]
+    return harness.table(["parameters", "256 px", "384 px", "the paper"], rows)
+
+
+def _part_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
+    columns = []
+    for shape in shapes.values():
+        column = {}
+        for part in base_parts(config, shape):
+            column[f"{part.name}, layers"] = part.layers
+            column[f"{part.name}, attention"] = part.products
+        for part in (token_projections(config, shape), *our_anchor_parts(config, shape)):
+            column[part.name] = part.total
+        columns.append(column)
+    rows = [[name, *(f"{column[name] / 1e9:.3f}" for column in columns)] for name in columns[0]]
+    return harness.table(["GFLOPs of a pair, as ours runs", *shapes], rows)
+
+
+def _comparison_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
+    rows = [
+        [row.convention, name, f"{row.without:.2f}", f"{row.with_it:.2f}", f"{row.added:.2f}%"]
+        for name, shape in shapes.items()
+        for row in compare(config, shape)
+    ]
+    head = ["convention", "image, text", "none", "ACE-RPE", "added"]
+    return f"{harness.table(head, rows)}\n{PAPER_FLOPS}"
+
+
+def flops(
+    config: Annotated[
+        Path | None, Option(metavar="FILE", help="a pretraining (default: the paper's model)")
+    ] = None,
+    overrides: harness.Overrides = None,
+) -> None:
+    """Count parameters and FLOPs of a forward pass, part by part, and what ACE-RPE adds to it."""
+    if overrides and config is None:
+        raise ConfigError("overrides need --config")
+    model = harness.load_pretraining(config, overrides).model if config else ModelConfig()
+    shapes = {
+        f"{size} px, {tokens}": Shape(tokens, _resized(model, size).image.grid)
+        for size, tokens in SIZES
+    }
+    print(_parameter_table(model), end="\n\n")
+    print(_part_table(model, shapes), end="\n\n")
+    print(_comparison_table(model, shapes), end="\n\n")
+    figures = [Figure("flops/384px/parameters", parameters(_resized(model, 384))["in all"], "")]
+    for (size, tokens), shape in zip(SIZES, shapes.values()):
+        paper, every, ours = compare(model, shape)
+        name = f"flops/{size}px/{tokens}tokens"
+        figures.append(Figure(f"{name}/added", ours.added, "%"))
+        figures.append(Figure(f"{name}/added_paper_convention_layers", paper.added, "%"))
+        figures.append(Figure(f"{name}/added_paper_convention_all", every.added, "%"))
+    harness.print_figures(figures, torch.device("cpu"))
+
+
+COMMANDS = (flops,)

@@ -1,0 +1,639 @@
+"""Check of a GPU: correctness beside a CPU, and the speed of pretraining steps.
+
+Each part runs in a process of its own, within a time limit. What `make test-gpu` tests (kernels
+beside the explicit path) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import harness
+from benchmarks.step import (
+    WARM_UP,
+    WITH,
+    WITHOUT,
+    Trainee,
+    added_share,
+    random_batch,
+    variants,
+)
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.stream.batch import Slots
+from vlp.io import write_text
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import Compile, PretrainConfig, TrainingConfig
+from vlp.training.engines.compile import compile_task
+from vlp.training.engines.ddp import DdpEngine
+from vlp.training.engines.engine import Engine, write_snapshot
+from vlp.training.engines.environment import free_port, prepare_environment, start_deepspeed
+from vlp.training.loop import train
+from vlp.training.run_folder import RunFolder
+
+T = TypeVar("T")
+PACKAGES = ("torch", "deepspeed", "timm", "transformers")
+WORDS = 15
+WAYS: tuple[Compile, ...] = ("none", "blocks")
+# Calls of CUDA's runtime and driver that give the GPU something to do.
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync")
+ENGINES = ("ddp", "0", "1", "2", "3")
+"""DDP, and stages of ZeRO."""
+ROWS, STEPS = 4, 4
+"""Pairs of a rank, and steps, of parts that measure no speed."""
+LOG_EVERY = 4
+_WARNING = "called a synchronizing CUDA operation"
+
+
+class Setting(NamedTuple):
+    """What the parts of a check share.
+
+    config: of a pretraining; rows: pairs of its timed steps; dry: go through every part on the CPU
+    at tiny sizes; out: folder of the results.
+    """
+
+    config: PretrainConfig
+    rows: tuple[int, ...]
+    device: torch.device
+    dry: bool
+    out: Path
+
+    @property
+    def middle(self) -> int:
+        """Pairs of the steps that are timed in every form."""
+        return self.rows[len(self.rows) // 2]
+
+    @property
+    def backend(self) -> str:
+        """Backend of `torch.compile`; a dry run captures graphs and compiles none."""
+        return "eager" if self.dry else "inductor"
+
+
+class CheckedFigure(NamedTuple):
+    """One measured figure; above `at_most`, where there is one, it is wrong and fails the check."""
+
+    name: str
+    value: float
+    unit: str
+    at_most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the figure is right; NaN is not."""
+        return self.at_most is None or self.value <= self.at_most
+
+    def cells(self) -> list[str]:
+        """Lay out a row of the table: name, most, measured, whether it holds."""
+        most = "-" if self.at_most is None else f"{self.at_most:g}"
+        verdict = "" if self.at_most is None else "yes" if self.holds else "NO"
+        return [self.name, most, f"{self.value:.4g} {self.unit}".strip(), verdict]
+
+
+Part = Callable[[Setting], Iterator[CheckedFigure]]
+
+
+def product_rate(setting: Setting) -> float:
+    """Measure the FLOP/s of one large bf16 product, the best of some rounds."""
+    side = 256 if setting.dry else 8192
+    a, b = (torch.randn(side, side, device=setting.device).bfloat16() for _ in range(2))
+    return 2 * side**3 / _fastest(setting, partial(torch.matmul, a, b))
+
+
+def bandwidth(setting: Setting) -> float:
+    """Measure the bytes/s of memory that a copy reads and writes."""
+    source = torch.randn(1 << (16 if setting.dry else 28), device=setting.device)
+    return 2 * source.nbytes / _fastest(setting, partial(torch.empty_like(source).copy_, source))
+
+
+def _fastest(setting: Setting, work: partial[torch.Tensor]) -> float:
+    return min(harness.seconds(work, setting.device) for _ in range(10))
+
+
+def rates(setting: Setting) -> Iterator[CheckedFigure]:
+    """Print versions; yield rates."""
+    print(harness.device_name(setting.device), *versions(), sep="\n")
+    yield CheckedFigure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
+    yield CheckedFigure("memory", bandwidth(setting) / 1e9, "GB/s")
+
+
+def versions() -> list[str]:
+    """List versions of packages, CUDA and cuDNN."""
+    found: dict[str, object] = {package: version(package) for package in PACKAGES}
+    found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    return [f"{name} {number}" for name, number in found.items()]
+
+
+def losses(setting: Setting) -> Iterator[CheckedFigure]:
+    """Compare losses and gradients of a float32 step on the device with a CPU's."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    batch = random_batch(setting.config.inputs, ROWS, 3)
+
+    def step(place: torch.device, how: Compile) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        task = _task(setting)
+        compile_task(task.to(place), how, place, setting.backend)
+        loss = task(batch.to(place), 1).loss
+        loss.backward()
+        gradients = [p.grad.flatten().cpu() for p in task.parameters() if p.grad is not None]
+        return float(loss.detach()), torch.cat(gradients)
+
+    loss, gradient = step(torch.device("cpu"), "none")
+    for how in WAYS:
+        here, found = step(setting.device, how)
+        name = f"a step, {how}"
+        yield CheckedFigure(f"{name}: loss from a CPU's", abs(here - loss) / abs(loss), "", 1e-4)
+        error = float((found - gradient).norm() / gradient.norm())
+        yield CheckedFigure(f"{name}: gradient from a CPU's", error, "", 1e-3)
+
+
+def _task(setting: Setting) -> Pretraining:
+    config = setting.config
+    return Pretraining(config.model, config.objectives, "", "float32", log_every=10**6)
+
+
+def waits(setting: Setting) -> Iterator[CheckedFigure]:
+    """Count the waits in an ordinary step of the loop and in one that is logged.
+
+    A step is the forward and the backward pass, the optimiser and the teacher's update.
+    """
+    config, device = watched_config(setting.config, ROWS), setting.device
+    torch.manual_seed(0)
+    task = Pretraining(config.model, config.objectives, "", "bf16", LOG_EVERY)
+    batch = random_batch(config.inputs, ROWS, 3)
+    steps = watched_steps(config, task, batch, partial(counted_waits, device))
+    for name, step, promise in (("ordinary", steps[0], 0), ("logged", steps[-1], 1)):
+        yield waits_figure(f"waits for the device in one {name} step", step, promise, device)
+
+
+def waits_figure(name: str, found: list[str], promise: int, device: torch.device) -> CheckedFigure:
+    """Print waits, return how many; forms for a CPU read numbers, which costs nothing there."""
+    print(f"{name}:", *found, sep="\n  ")
+    on_gpu = device.type == "cuda"
+    return CheckedFigure(name, len(found), "", at_most=promise if on_gpu else None)
+
+
+@contextmanager
+def counted_waits(device: torch.device) -> Iterator[list[str]]:
+    """Give a list that gets a line for every wait of the host within the context.
+
+    On a GPU PyTorch warns of them, with file and line; elsewhere every number that is read is one.
+    """
+    found: list[str] = []
+    if device.type != "cuda":
+        with _Reads(found):
+            yield found
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{one.filename}:{one.lineno}" for one in caught if _WARNING in str(one.message)]
+
+
+class _Reads(TorchDispatchMode):
+    """Notes operations that hand a number of the device to the CPU."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class EnoughSteps(Exception):
+    """All steps that are watched are done."""
+
+
+class WatchedData(Generic[T]):
+    """Data of one batch again and again, which watch what happens from one to the next.
+
+    Args:
+        batch: of every step, on the CPU, as a loader gives it.
+        rows: samples of it.
+        watch: makes the context of each step after the warm-up; `steps` gets what they give.
+    """
+
+    def __init__(
+        self, batch: Slots, rows: int, watch: Callable[[], AbstractContextManager[T]]
+    ) -> None:
+        self.batch, self.rows, self.watch = batch, rows, watch
+        self.fingerprint = {"source": "none"}
+        self.steps: list[T] = []
+
+    def floor(self, samples_consumed: int) -> int:
+        """Return that a run can go on after any number of samples."""
+        return samples_consumed
+
+    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+        """Count more batches than are trained on."""
+        return 1000
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Count more samples than are trained on."""
+        return 10**9
+
+    def batches(
+        self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Slots, int]]:
+        """Yield the batch to the warm-up, and to the steps from there to a logged one.
+
+        Raises:
+            EnoughSteps: in place of the next.
+        """
+        for number in range(2 * LOG_EVERY):
+            yield self.batch, self.rows * (number + 1)
+        for number in range(2 * LOG_EVERY, 2 * LOG_EVERY + LOG_EVERY):
+            with self.watch() as found:
+                yield self.batch, self.rows * (number + 1)
+            self.steps.append(found)
+        raise EnoughSteps
+
+
+def watched_config(config: PretrainConfig, rows: int) -> PretrainConfig:
+    """Return a configuration for `watched_steps`, whose batches have `rows` pairs."""
+    changes = {
+        "batch": rows,
+        "steps": 1000,
+        "log_every": LOG_EVERY,
+        "trackers": (),
+        "max_non_finite": 10**6,
+    }
+    training = config.training.model_copy(update=changes)
+    return config.model_copy(update={"training": training})
+
+
+def watched_steps(
+    config: PretrainConfig,
+    task: Any,
+    batch: Slots,
+    watch: Callable[[], AbstractContextManager[T]],
+) -> list[T]:
+    """Train on one batch; return what contexts of steps give: ordinary ones, the last is logged.
+
+    Args:
+        config: of `watched_config`; its model need not be the task's.
+        task: a `Task` and module, whose log lines are due every `LOG_EVERY` steps.
+        batch: of `config.training.batch` rows, on the CPU.
+        watch: makes a context.
+    """
+    data = WatchedData(batch, config.training.batch, watch)
+    with tempfile.TemporaryDirectory() as folder, suppress(EnoughSteps):
+        config = config.model_copy(update={"output": folder})
+        engine = DdpEngine(task, config.training)
+        train(config, task, data, engine, RunFolder(Path(folder), True))
+    return data.steps
+
+
+def resuming(setting: Setting) -> Iterator[CheckedFigure]:
+    """Save and resume under every engine on all devices; a dry run has ZeRO-1 on two ranks."""
+    ranks, kinds = (2, ENGINES[2:3]) if setting.dry else (torch.cuda.device_count(), ENGINES)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, port = Path(scratch), free_port()
+        processes = [
+            multiprocessing.get_context("forkserver").Process(
+                target=_rank, args=(setting, rank, ranks, port, kinds, folder)
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if failed := [process.exitcode for process in processes if process.exitcode]:
+            raise RuntimeError(f"{len(failed)} of {ranks} ranks failed")
+        for line in (folder / "figures.jsonl").read_text(encoding="utf-8").splitlines():
+            yield CheckedFigure(**json.loads(line))
+
+
+def _rank(
+    setting: Setting, rank: int, ranks: int, port: int, kinds: tuple[str, ...], folder: Path
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if setting.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    prepare_environment()
+    distributed.start(join=start_deepspeed)
+    figures = [_resumed(setting, kind, folder) for kind in kinds]
+    if rank == 0:
+        lines = (json.dumps(figure._asdict()) for figure in figures)
+        (folder / "figures.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    distributed.barrier()
+    distributed.end()
+
+
+def _resumed(setting: Setting, kind: str, folder: Path) -> CheckedFigure:
+    engine = _engine(setting, kind, folder)
+    home = folder / kind
+    home.mkdir(exist_ok=True)
+    _train(setting, engine, 0, STEPS // 2)
+    write_snapshot(engine, home)
+    expected = _train(setting, engine, STEPS // 2, STEPS)
+    again = _engine(setting, kind, folder)
+    again.load(home if again.rank == 0 else None)
+    found = _train(setting, again, STEPS // 2, STEPS)
+    error = max(float((found[name] - value).abs().max()) for name, value in expected.items())
+    name = f"{'DDP' if kind == 'ddp' else f'ZeRO-{kind}'}, ranks: {engine.world_size}"
+    return CheckedFigure(f"{name}: weights after a resume", error, "", 1e-5)
+
+
+def _engine(setting: Setting, kind: str, folder: Path) -> Engine:
+    torch.manual_seed(0)
+    task = _task(setting)
+    values = {"batch": ROWS * distributed.world_size(), "precision": "float32"}
+    if kind == "ddp":
+        return DdpEngine(task, TrainingConfig.model_validate(values))
+    from vlp.training.engines.deepspeed import DeepSpeedEngine
+
+    path = folder / f"{kind}_{distributed.rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": int(kind)}}), encoding="utf-8")
+    return DeepSpeedEngine(task, TrainingConfig.model_validate(values | {"deepspeed": str(path)}))
+
+
+def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str, Tensor]:
+    """Train on batches of their own; returns the weights."""
+    for step in range(first, last):
+        batch = random_batch(setting.config.inputs, ROWS, 3, seed=100 * engine.rank + step)
+        engine.backward(engine.forward(batch.to(engine.device), step).loss)
+        engine.step(1e-3)
+    return {name: value.cpu().clone() for name, value in engine.parameters().items()}
+
+
+def blocks(setting: Setting) -> Iterator[CheckedFigure]:
+    """Time steps of the middle number of pairs, compiled by `blocks` and as they are written."""
+    return chain.from_iterable(_pretraining(setting, how, setting.middle) for how in WAYS)
+
+
+def whole_steps(setting: Setting) -> Iterator[CheckedFigure]:
+    """Time steps of the middle number of pairs, compiled by `step`."""
+    return _pretraining(setting, "step", setting.middle)
+
+
+def sizes(setting: Setting) -> Iterator[CheckedFigure]:
+    """Time steps of all other numbers of pairs, as they are written: each size is compiled anew."""
+    others = [rows for rows in setting.rows if rows != setting.middle]
+    return chain.from_iterable(_pretraining(setting, "none", rows) for rows in others)
+
+
+def _forget() -> None:
+    """Drop graphs, else forms of all sizes count towards one limit, and what they held."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedFigure]:
+    """Time steps of so many pairs; write the trace of one, and its kernels by time."""
+    device, on_gpu = setting.device, setting.device.type == "cuda"
+    rate = product_rate(setting)
+    trainee = Trainee(setting.config, device)
+    batch = random_batch(setting.config.inputs, rows, WORDS).to(device)
+    few = setting.rows[0]  # all that counts grows with the pairs
+    with FlopCounterMode(display=False) as counter:
+        trainee.step(random_batch(setting.config.inputs, few, WORDS).to(device))
+    compile_task(trainee.task, how, device, setting.backend)
+    trainee.run(batch, WARM_UP)
+    seconds = min(trainee.run(batch, 1 if setting.dry else 10) for _ in range(1 + on_gpu))
+    share = 100 * counter.get_total_flops() * rows / few / seconds / rate
+    name = f"pretraining, {rows} pairs, {how}"
+    yield CheckedFigure(name, rows / seconds, "pairs/s")
+    yield CheckedFigure(f"{name}: of the product rate", share, "%")
+    peak = harness.peak_memory(partial(trainee.run, batch, 1), device)
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(device)
+    yield CheckedFigure(f"{name}: peak memory", peak / 2**30, "GiB")
+    if on_gpu:  # what counts them on a CPU is no part of a whole graph
+        with counted_waits(device) as found:
+            trainee.run(batch, 1)
+        yield waits_figure(f"{name}: waits for the device", found, 0, device)
+    with profile(activities=harness.activities(device)) as profiler:
+        trainee.run(batch, 1)
+    stem = f"{how}_{rows}"
+    profiler.export_chrome_trace(str(setting.out / f"trace_{stem}.json.gz"))
+    events = profiler.profiler.kineto_results.events()
+    launches = sum(event.name().startswith(LAUNCHES) for event in events)
+    yield CheckedFigure(f"{name}: launches", launches, "")
+    if on_gpu:
+        busy = _write_kernels(setting.out / f"kernels_{stem}.txt", events)
+        yield CheckedFigure(f"{name}: kernels and copies, of a step", 100 * busy / seconds, "%")
+    del trainee, batch
+    _forget()
+
+
+def _write_kernels(path: Path, events: Iterable[Any]) -> float:
+    """Write a profile's kernels, copies and clears by their time; return the seconds of all."""
+    spent: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
+            spent[event.name()].append(event.duration_ns())
+    lines = [
+        f"{sum(times) / 1e6:9.3f} ms {len(times):5d} {name}\n"
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))
+    ]
+    write_text(path, "".join(lines))
+    return sum(map(sum, spent.values())) / 1e9
+
+
+def anchors(setting: Setting) -> Iterator[CheckedFigure]:
+    """Time steps with ACE-RPE and without by turns, as written and compiled."""
+    rows, rounds, burst = setting.middle, 12, 4
+    if setting.dry:
+        rounds = burst = 1
+    configs = variants(setting.config)
+    batch = random_batch(setting.config.inputs, rows, WORDS).to(setting.device)
+    for how in WAYS:
+        trainees = {
+            name: Trainee(config, setting.device, how, setting.backend)
+            for name, config in configs.items()
+        }
+        runs = {name: partial(each.run, batch, burst) for name, each in trainees.items()}
+        taken = {
+            name: np.array(seconds)
+            for name, seconds in harness.interleave(runs, rounds, warm_up=1).items()
+        }
+        name = f"ACE-RPE, {rows} pairs, {'as written' if how == 'none' else how}"
+        both = taken[WITH], taken[WITHOUT]
+        added, (low, high) = added_share(*both)
+        print(f"{name}: {added:+.2%} [{low:+.2%}, {high:+.2%}]")
+        yield CheckedFigure(f"{name}: added time of a step", 100 * added, "%")
+        yield CheckedFigure(f"{name}: the same, least of 95 %", 100 * low, "%")
+        yield CheckedFigure(f"{name}: the same, most of 95 %", 100 * high, "%")
+        del trainees, runs
+        _forget()
+
+
+PARTS: dict[str, tuple[Part, float]] = {
+    "A device": (rates, 60),
+    "B losses": (losses, 300),
+    "B waits": (waits, 300),
+    "B engines": (resuming, 300),
+    "C sizes": (sizes, 120),
+    "C blocks": (blocks, 600),
+    "C ACE-RPE": (anchors, 900),
+    "C step": (whole_steps, 900),
+}
+"""By name, with the seconds that a part may take."""
+_TINY = (
+    *(f"model.{part}.layers=1" for part in ("text", "image", "cross")),
+    *(f"model.{part}.heads=2" for part in ("text", "image", "cross")),
+    *(f"model.{part}.intermediate=16" for part in ("text", "image", "cross")),
+    "model.text={width: 16, vocab_size: 64, max_tokens: 8, max_positions: 8}",
+    "model.image={width: 16, image_size: 16, patch_size: 8}",
+    "model.cross.anchor.groups=2",
+    "model.embed_dim=16",
+    "objectives.teacher={queue: 16}",
+    "objectives.itm.group=4",
+)
+
+
+def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int:
+    """Run the parts whose names start with `only`; return the exit code.
+
+    Returns:
+        0; 1 where a part failed or a result is wrong; 2 without a GPU.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    if not dry and not torch.cuda.is_available():
+        print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
+        return 2
+    chosen = [name for name in PARTS if name.startswith(only)]
+    if not chosen:
+        raise ConfigError(f"--only {only}: the parts are {', '.join(PARTS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    place, rows = torch.device("cpu" if dry else "cuda"), (4,) if dry else (32, 64, 128)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    found: dict[str, list[CheckedFigure]] = {}
+    failures: dict[str, str] = {}
+    for name in chosen:
+        part, limit = PARTS[name]
+        changes = _TINY if dry or name[0] == "B" else ()
+        loaded = harness.load_pretraining(config, None, *changes, public=False)
+        setting, began = Setting(loaded, rows, place, dry, out), time.monotonic()
+        found[name], failure = _in_process(name, part, limit, setting)
+        if failure:
+            failures[name] = failure
+        print(f"{name}: {failure or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+    figures = [(name, figure) for name, each in found.items() for figure in each]
+    head, rows_ = (
+        ["part", "figure", "most", "measured", "holds"],
+        [[name, *figure.cells()] for name, figure in figures],
+    )
+    title = "dry run: figures of speed mean nothing" if dry else harness.device_name(place)
+    lines = [f"# {title}, {time.strftime('%Y-%m-%d')}", "", ", ".join(versions()), ""]
+    lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows_)]
+    lines += [f"\n{name}: {failure}" for name, failure in failures.items()]
+    write_text(out / "check.md", "\n".join(lines) + "\n")
+    write_text(
+        out / "figures.jsonl",
+        "".join(
+            json.dumps({"part": name} | figure._asdict() | {"holds": figure.holds}) + "\n"
+            for name, figure in figures
+        ),
+    )
+    print(f"\n{harness.table(head, rows_)}\n\nwritten to {out}")
+    wrong = [figure for _, figure in figures if not figure.holds]
+    for figure in wrong:
+        print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
+    return 1 if wrong or failures else 0
+
+
+def _in_process(
+    name: str, part: Part, limit: float, setting: Setting
+) -> tuple[list[CheckedFigure], str | None]:
+    """Run a part; return its figures, also those before a failure, and the failure."""
+    stem = setting.out / name.replace(" ", "_")
+    figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
+    figures.write_text("", encoding="utf-8")
+    fork = multiprocessing.get_context("forkserver")
+    process = fork.Process(target=_run, args=(part, setting, figures, log))
+    process.start()
+    process.join(limit if not setting.dry else None)
+    failure = None
+    if process.is_alive():
+        process.kill()
+        process.join()
+        failure = f"took more than {limit:.0f} s"
+    elif process.exitcode:
+        failure = f"failed, see {log}"
+    lines = figures.read_text(encoding="utf-8").splitlines()
+    return [CheckedFigure(**json.loads(line)) for line in lines], failure
+
+
+def _run(part: Part, setting: Setting, figures: Path, log: Path) -> None:
+    """Run a part in this process, its output to a log."""
+    with log.open("w", encoding="utf-8") as output, figures.open("a", encoding="utf-8") as found:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            for figure in part(setting):
+                found.write(json.dumps(figure._asdict()) + "\n")
+                found.flush()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.stdout.flush()
+
+
+def gpu(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")],
+    config: harness.Config = Path("configs/pretrain/base.yaml"),
+    dry: bool = False,
+    only: str = "",
+) -> None:
+    """Check correctness and speed of pretraining on this machine's GPUs.
+
+    --out gets check.md, figures.jsonl, profiler traces and a log of each part. --dry goes through
+    all parts on the CPU at tiny sizes. --only runs the parts whose name starts so: A (rates of the
+    device), B (losses, waits for the device, resuming under DDP and ZeRO on all GPUs), C (steps as
+    written and compiled, cost of ACE-RPE). Compiled graphs stay on disk: what ran out of time goes
+    on in a second check. The exit code is 1 where a part fails or a result is wrong, and 2 without
+    a GPU.
+    """
+    if code := run_check(config, out, dry, only):
+        raise typer.Exit(code)
+
+
+COMMANDS = (gpu,)

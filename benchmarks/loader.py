@@ -1,0 +1,550 @@
+"""Throughput of data loading (samples/s and core) beside open_clip's loader and others.
+
+All sides read the same samples: without `--shards` some are made, of images of 500 x 375 with the
+spectrum of photographs. Processes are pinned to as many cores as there are loader processes. All
+sides are started, warmed up by one pass over the shards and then take turns of one pass each; the
+processes of a side whose turn it is not are stopped. As other work on the machine takes its part of
+a second, each side's CPU time (loader processes and its share of the main one) is measured as well:
+the ratio is that of samples per CPU second, the median over rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import multiprocessing
+import os
+import signal
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import v2
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
+from vlp.data.image.jpeg import JpegImage
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.schema import captions_of
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.tar import append_member, close_tar
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+from vlp.training.engines.environment import keep_freed_memory
+
+OURS, OPEN_CLIP, RANDAUGMENT = "ours", "open_clip", "ours, RandAugment"
+MEAN = STD = (0.5, 0.5, 0.5)
+TOKENS = 32
+STREAMS = 8
+CROP = (0.9, 1.0)
+_CHUNK = 1 << 24
+
+PLAIN = AugmentConfig(randaugment=False, hflip=False, crop_scale=CROP)
+Side = Callable[[], Iterator[Any]]
+"""Starts a side's endless batches."""
+
+
+class Settings(NamedTuple):
+    """Settings that all sides of one comparison share. size: pixels; batch: samples."""
+
+    shards: Path
+    vocabulary: Path
+    size: int
+    batch: int
+    workers: int
+
+
+def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
+    """Batches of this project's loader, without masks.
+
+    Its images are 8-bit levels, which training normalises on its device; with `normalised` the
+    main process does it here, so that they end as open_clip's do.
+    """
+    config = DataConfig(
+        sources=(SourceConfig(path=str(settings.shards)),),
+        vocabulary=str(settings.vocabulary),
+        canonical_streams=STREAMS,
+        augment=augment,
+        workers=settings.workers,
+    )
+    side = settings.size // 16
+    inputs = Inputs(settings.size, (side, side), TOKENS, vocab_size=1 << 20)
+    data = PretrainData(config, inputs, settings.batch, seed=0)
+    return (batch.to("cpu") if normalised else batch for batch, _ in data.batches())
+
+
+def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Iterator[Any]:
+    """Batches of open_clip's loader."""
+    from open_clip_train import data
+
+    expander = data.tar_file_expander
+    if "eof_value" in inspect.signature(expander).parameters:
+        data.tar_file_expander = partial(expander, eof_value=None)
+    arguments = SimpleNamespace(
+        train_data="::".join(map(str, sorted(settings.shards.glob("*.tar")))),
+        train_num_samples=1 << 40,
+        train_data_upsampling_factors=None,
+        dataset_resampled=False,
+        batch_size=settings.batch,
+        workers=settings.workers,
+        world_size=1,
+        seed=0,
+    )
+    return iter(data.get_wds_dataset(arguments, transform, True, tokenizer=tokenizer).dataloader)
+
+
+def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
+    """Return open_clip's side of one comparison, and ours."""
+    from open_clip import get_tokenizer
+    from open_clip.transform import image_transform
+
+    text = TextProcessor.load(settings.vocabulary, TOKENS)
+    best = row == "best"
+
+    def ours(**changes: Any) -> Side:
+        augment = PLAIN.model_copy(update={"quick_decode": best} | changes)
+        return partial(our_batches, settings, augment, not best)
+
+    def theirs(train: bool, tokenizer: Any) -> Side:
+        mode = None if train else "squash"
+        transform = image_transform(settings.size, train, mean=MEAN, std=STD, resize_mode=mode)
+        return partial(open_clip_batches, settings, transform, tokenizer)
+
+    def same_tokenizer(caption: str) -> Tensor:
+        return text([caption]).text_ids
+
+    if row == "pillow":
+        return {OPEN_CLIP: theirs(False, same_tokenizer), OURS: ours(crop_scale=(1.0, 1.0))}
+    if row == "equal":
+        return {OPEN_CLIP: theirs(True, same_tokenizer), OURS: ours()}
+    return {
+        OPEN_CLIP: theirs(True, get_tokenizer("ViT-B-32")),
+        OURS: ours(),
+        RANDAUGMENT: ours(randaugment=True),
+    }
+
+
+ImageTransform = Callable[[bytes], Tensor]
+
+
+def _own_image(size: int) -> ImageTransform:
+    transform, rng = TrainTransform(PLAIN, Preprocessing(size)), np.random.default_rng(0)
+    return lambda data: transform.levels(JpegImage(data, "a sample"), rng, "")
+
+
+def _pillow_image(size: int) -> ImageTransform:
+    transform = v2.Compose([_resized_crop(size), v2.PILToTensor()])
+    return lambda data: transform(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def _torchvision_image(size: int) -> ImageTransform:
+    transform = _resized_crop(size)
+
+    def prepared(data: bytes) -> Tensor:
+        coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return transform(decode_jpeg(coded, ImageReadMode.RGB))
+
+    return prepared
+
+
+def _resized_crop(size: int) -> v2.RandomResizedCrop:
+    return v2.RandomResizedCrop(size, scale=CROP, interpolation=v2.InterpolationMode.BICUBIC)
+
+
+TRANSFORMS = {OURS: _own_image, "pillow": _pillow_image, "torchvision": _torchvision_image}
+
+
+class Prepare:
+    """A sample's transforms, for the sides that take a function.
+
+    Args:
+        settings: its vocabulary and size are taken.
+        transforms: a key of `TRANSFORMS`, by whose code `image` makes levels (3, size, size) uint8
+            of a JPEG's bytes.
+    """
+
+    def __init__(self, settings: Settings, transforms: str) -> None:
+        self._text = TextProcessor.load(settings.vocabulary, TOKENS)
+        self.image = TRANSFORMS[transforms](settings.size)
+
+    def text(self, caption: str) -> tuple[Tensor, Tensor]:
+        """Return ids and attention mask, (tokens,) each."""
+        tokens = self._text([caption])
+        return tokens.text_ids[0], tokens.attention_mask[0]
+
+    def __call__(self, sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Prepare `jpg` and `txt`."""
+        return (self.image(sample["jpg"]), *self.text(sample["txt"]))
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
+    """Batches of a DataLoader class, without end."""
+    return _endless(
+        loader(
+            data,
+            batch_size=settings.batch,
+            num_workers=settings.workers,
+            prefetch_factor=4,
+            drop_last=True,
+            persistent_workers=True,
+        )
+    )
+
+
+def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
+    """Batches of webdataset, which shuffles the shards and 1,000 samples."""
+    import webdataset
+
+    def prepared(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        return prepare({"jpg": sample["jpg"], "txt": sample["txt"].decode()})
+
+    shards = sorted(map(str, settings.shards.glob("*.tar")))
+    data = webdataset.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
+    data = data.map(prepared).batched(settings.batch, partial=False)
+    return _endless(
+        webdataset.WebLoader(
+            data,
+            batch_size=None,
+            num_workers=settings.workers,
+            prefetch_factor=4,
+            persistent_workers=True,
+        )
+    )
+
+
+def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
+    """Batches of litdata, shuffled."""
+    import litdata
+
+    class LitdataSamples(litdata.StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return prepare(super().__getitem__(index))
+
+    data = LitdataSamples(str(folder / "litdata"), shuffle=True, drop_last=True)
+    return _batches(litdata.StreamingDataLoader, data, settings)
+
+
+def streaming_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
+    """Batches of MosaicML Streaming, shuffled by py1e."""
+    import streaming
+
+    class StreamingSamples(streaming.StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return prepare(super().__getitem__(index))
+
+    data = StreamingSamples(local=str(folder / "mds"), shuffle=True, batch_size=settings.batch)
+    return _batches(DataLoader, data, settings)
+
+
+def samples_of(shards: Path) -> Iterator[dict[str, Any]]:
+    """Yield every sample's `jpg` bytes and `txt`."""
+    index = ShardIndex.open(shards)
+    for number, shard in enumerate(index.shards):
+        for sample in range(shard.samples):
+            raw = index.read(number, sample)
+            yield {"jpg": raw.image, "txt": captions_of(raw.annotation)[0]}
+
+
+def convert(shards: Path, folder: Path) -> None:
+    """Write the samples of tars in the forms of litdata and of MosaicML Streaming."""
+    import streaming
+    from litdata.streaming.writer import BinaryWriter
+
+    (folder / "litdata").mkdir()
+    writer = BinaryWriter(str(folder / "litdata"), chunk_bytes=_CHUNK)
+    for number, sample in enumerate(samples_of(shards)):
+        writer[number] = sample
+    writer.done()
+    writer.merge()
+    columns = {"jpg": "bytes", "txt": "str"}
+    with streaming.MDSWriter(
+        out=str(folder / "mds"), columns=columns, size_limit=_CHUNK, exist_ok=True
+    ) as mds:
+        for sample in samples_of(shards):
+            mds.write(sample)
+
+
+class Turn(NamedTuple):
+    """Some batches in a row: seconds of the clock, and CPU seconds of all processes."""
+
+    seconds: float
+    cpu: float
+
+
+class Stream:
+    """One side, whose loader processes run in its own turns alone.
+
+    Args:
+        start: makes the endless iterator of batches.
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        others = set(multiprocessing.active_children())
+        self._batches = start()
+        next(self._batches)
+        self._workers = set(multiprocessing.active_children()) - others
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, batches: int) -> Turn:
+        """Receive some batches."""
+        self._signal(signal.SIGCONT)
+        started, cpu = time.perf_counter(), self._cpu()
+        for _ in range(batches):
+            next(self._batches)
+        turn = Turn(time.perf_counter() - started, self._cpu() - cpu)
+        self._signal(signal.SIGSTOP)
+        return turn
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._signal(signal.SIGCONT)
+        self._batches.close()  # type: ignore[attr-defined]  # both are generators
+        del self._batches
+        gc.collect()  # open_clip's processes end with the last reference to their loader
+        for worker in self._workers:
+            worker.join(timeout=10)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            os.kill(worker.pid, number)  # type: ignore[arg-type]  # it was started
+
+    def _cpu(self) -> float:
+        used = time.process_time()
+        for worker in self._workers:
+            # After the name in brackets: state, ..., user and system time as numbers 14 and 15.
+            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return used
+
+
+class LoaderTurns(NamedTuple):
+    """One side: samples of a turn, and its turns."""
+
+    samples: int
+    turns: list[Turn]
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.samples / statistics.median(turn.seconds for turn in self.turns)
+
+
+def take_turns(
+    sides: Mapping[str, Side],
+    batches: int,
+    samples: int,
+    rounds: int,
+    cores: int,
+) -> dict[str, LoaderTurns]:
+    """Start every side and let them receive batches in turn, the first round uncounted.
+
+    Args:
+        sides: what starts each one's endless batches.
+        batches: of a turn.
+        samples: in so many batches.
+        rounds: timed turns of each side.
+        cores: that all of them share; each process computes in one thread.
+    """
+    all_cores = sorted(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    os.sched_setaffinity(0, all_cores[:cores])
+    torch.set_num_threads(1)
+    streams: dict[str, Stream] = {}
+    try:
+        for name, start in sides.items():
+            streams[name] = Stream(start)
+        turns = {name: partial(stream.turn, batches) for name, stream in streams.items()}
+        taken = harness.interleave(turns, rounds, warm_up=1)
+    finally:
+        for stream in streams.values():
+            stream.close()
+        os.sched_setaffinity(0, all_cores)
+        torch.set_num_threads(threads)
+    return {name: LoaderTurns(samples, taken[name]) for name in streams}
+
+
+def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 128) -> None:
+    """Shards as img2dataset writes them, of `images` different images again and again."""
+    rng = np.random.default_rng(0)
+    words = np.array([f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "en", "ito")])
+    encoded = [_photograph(rng, 500, 375) for _ in range(images)]
+    for first in range(0, samples, per_shard):
+        with open(folder / f"{first // per_shard:05d}.tar", "wb") as file:
+            for number in range(first, min(first + per_shard, samples)):
+                caption = " ".join(rng.choice(words, rng.integers(6, 16)))
+                append_member(file, f"{number:09d}.jpg", encoded[number % images])
+                append_member(file, f"{number:09d}.txt", caption.encode())
+            close_tar(file)
+    index_folder(folder)
+
+
+def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
+    """Noise whose amplitude falls as 1/frequency, as in photographs; its channels are alike."""
+    across, down = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
+    frequency = np.maximum(np.hypot(across, down), 1 / width)
+    noise = np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency
+    grey, *colours = np.fft.irfft2(noise, s=(height, width))
+    levels = np.stack([grey + 0.4 * colour for colour in colours], axis=-1)
+    levels = 128 + 50 * (levels - levels.mean()) / levels.std()
+    stream = BytesIO()
+    Image.fromarray(levels.clip(0, 255).astype(np.uint8)).save(stream, "jpeg", quality=90)
+    return stream.getvalue()
+
+
+def check_shards(shards: Path, batch: int, workers: int) -> None:
+    """Raises ConfigError where one of the loaders would never give a batch."""
+    index = ShardIndex.open(shards)
+    paths = sorted(shards.glob("*.tar"))
+    if len(paths) < workers:
+        raise ConfigError(f"{shards}: {workers} workers need as many shards")
+    if len(index) < 2 * batch * workers:
+        raise ConfigError(f"{shards}: {len(index)} samples are too few for batches of {batch}")
+    with tarfile.open(paths[0]) as archive:
+        if not any(name.endswith(".txt") for name in archive.getnames()):
+            raise ConfigError(f"{paths[0]}: open_clip reads captions from KEY.txt, there is none")
+
+
+def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
+    """Train a WordPiece vocabulary on the captions of the first shard."""
+    index = ShardIndex.open(shards)
+    captions = [
+        caption
+        for number in range(index.shards[0].samples)
+        for caption in captions_of(index.read_annotation(0, number))
+    ]
+    TextProcessor(train_wordpiece(captions, 30_000), max_tokens).save(folder)
+
+
+def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, Side]:
+    """Return our side, and those of libraries that take functions."""
+    prepare = Prepare(settings, transforms)
+    return {
+        OURS: partial(our_batches, settings, PLAIN, False),
+        "webdataset": partial(webdataset_batches, prepare, settings),
+        "litdata": partial(litdata_batches, folder, prepare, settings),
+        "streaming": partial(streaming_batches, folder, prepare, settings),
+    }
+
+
+def ratios(found: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
+    """Return by rounds a side's samples per CPU second over those of another."""
+    return [other.cpu / own.cpu for other, own in zip(found[to].turns, found[name].turns)]
+
+
+def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str, LoaderTurns]:
+    """Time all sides of one comparison by turns of one pass over the shards."""
+    batches = len(ShardIndex.open(settings.shards)) // settings.batch
+    return take_turns(sides, batches, batches * settings.batch, rounds, settings.workers)
+
+
+def report(title: str, found: dict[str, LoaderTurns], workers: int) -> None:
+    """Print a line for each side, then its figures; ratios are to the first side."""
+    rows, figures, first = [], [], next(iter(found))
+    for name, own in found.items():
+        each = ratios(found, name, first)
+        low, middle, high = np.quantile(each, (0.25, 0.5, 0.75))
+        milliseconds = 1000 * statistics.median(turn.cpu for turn in own.turns) / own.samples
+        numbers = [own.rate / workers, milliseconds, middle, low, high]
+        rows.append([name, str(workers), *(f"{number:.2f}" for number in numbers)])
+        place = f"loader/{title}/{workers}_workers/{name}"
+        figures.append(Figure(f"{place}/rate", own.rate / workers, "samples/s/core"))
+        figures.append(Figure(f"{place}/ratio", statistics.median(each), "x"))
+    head = [title, "workers", "samples/s/core", "CPU ms/sample", f"times {first}"]
+    print(harness.table([*head, "quartiles", ""], rows), end="\n\n", flush=True)
+    harness.print_figures(figures, torch.device("cpu"))
+
+
+@contextmanager
+def prepared(
+    shards: Path | None, samples: int, size: int, batch: int, workers: int
+) -> Iterator[tuple[Settings, Path]]:
+    """Give settings with shards and a vocabulary, and a folder that is deleted afterwards.
+
+    Raises:
+        ConfigError: this machine or these shards will not do, or a package is missing.
+    """
+    if not hasattr(os, "sched_setaffinity") or not Path("/proc/self/stat").exists():
+        raise ConfigError("this benchmark pins processes to cores and reads /proc: it needs Linux")
+    if workers > len(os.sched_getaffinity(0)):
+        raise ConfigError(f"--workers {workers}: there are fewer cores")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if shards is None:
+            shards = folder / "shards"
+            shards.mkdir()
+            make_shards(shards, samples)
+        check_shards(shards, batch, workers)
+        save_vocabulary(shards, folder / "vocabulary", TOKENS)
+        keep_freed_memory()  # as training does in its main process; what is forked inherits it
+        try:
+            yield Settings(shards, folder / "vocabulary", size, batch, workers), folder
+        except ImportError as error:
+            install = "pip install 'vlp[benchmark]' litdata mosaicml-streaming"
+            raise ConfigError(f"{error}; {install}") from error
+
+
+def loader(
+    shards: Path | None = None,
+    samples: int = 1024,
+    size: int = 256,
+    batch: int = 64,
+    workers: int = 1,
+    rounds: int = 7,
+    row: Literal["pillow", "equal", "best"] = "equal",
+) -> None:
+    """Time this loader beside open_clip's own training code, unchanged, on the same shards.
+
+    Rows: "pillow" makes the very same Pillow calls on both sides (decode, squash bicubic,
+    normalise); "equal" the same operations, each side by its own code (decode, random crop of
+    0.9..1 of the area, bicubic, normalise), with the same tokenizer; "best" is each side as it
+    ships: ours with quick decoding and 8-bit levels, and once more with RandAugment(2, 7). The
+    batch is a multiple of 8.
+    """
+    with prepared(shards, samples, size, batch, workers) as (settings, _):
+        report(row, measure(open_clip_sides(row, settings), settings, rounds), workers)
+
+
+def loader_peers(
+    shards: Path | None = None,
+    samples: int = 1024,
+    size: int = 256,
+    batch: int = 64,
+    rounds: int = 7,
+    transforms: Literal["ours", "pillow", "torchvision"] = "ours",
+) -> None:
+    """Time this loader beside webdataset, litdata and MosaicML Streaming.
+
+    All have the same transforms (decode, random crop of 0.9..1 of the area, bicubic, tokens) and
+    end with the same uint8 batches. --transforms says by whose code those of the peers work. Ratios
+    are of a peer to ours.
+    """
+    with prepared(shards, samples, size, batch, 1) as (settings, folder):
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder)  # of litdata
+        convert(settings.shards, folder)
+        sides = peer_sides(folder, transforms, settings)
+        report(f"peers_{transforms}", measure(sides, settings, rounds), 1)
+
+
+COMMANDS = (loader, loader_peers)

@@ -1,0 +1,459 @@
+"""Re-ranking beside a plain loop over queries that does what ALBEF's evaluation does.
+
+A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and
+a few images with all the pairs that the whole set has for them in ours; they take turns, round by
+round. The rest is extrapolated: queries times the mean of a query against pairs times the mean of
+a pair, with what ours does once for its texts. A pair that is near in both directions is one pair
+of ours and two of the loop's.
+Features are random: what re-ranking costs depends on sizes alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from benchmarks.step import SCALE, SHAPE, SHORTEST
+from evaluation.encoder import GIBIBYTE, Block, BlockCache, Collection
+from evaluation.ranks import Ranks, inference
+from evaluation.retrieval.rerank import (
+    CandidatePairs,
+    PairScorer,
+    Search,
+    match_batch_for,
+    match_pairs,
+    nearest_pairs,
+    reranked_ranks,
+    search,
+)
+from evaluation.retrieval.retrieval import DIRECTIONS, Direction
+from vlp.config import Precision
+from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.itm_scorer import ITMScorer
+from vlp.models.vlp import VLPModel
+
+_NOISE = 1.5
+"""Of a caption's feature against its image's; the nearest of both directions then overlap."""
+LAYOUTS = ("text", "albef", "ace")
+LOOP, OURS = "plain loop", "ours"
+_SHELF = "a shelf of texts"
+_Compared = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
+"""A query, its scores by a loop, and by ours."""
+
+
+def random_model(config: ModelConfig) -> VLPModel:
+    """A model without public weights whose scores depend on every part of it, ACE-RPE's too."""
+    data = config.model_dump()
+    data["text"]["weights"] = data["image"]["weights"] = None
+    torch.manual_seed(0)
+    model = VLPModel(ModelConfig.model_validate(data)).eval()
+    with torch.no_grad():
+        for name, parameter in model.cross_encoder.named_parameters():
+            if "table" in name:
+                parameter.normal_(std=0.02)
+        model.match_head.weight.normal_(std=config.text.width**-0.5)
+        model.anchor_threshold.fill_(0.1)
+    return model
+
+
+class StandIns:
+    """Blocks of random features in place of an encoder's, and the `collection` they belong to.
+
+    Args:
+        model: gives the sizes.
+        images: how many.
+        texts: how many; captions are dealt to images in turn.
+        batch: rows of a block.
+        memory: bytes of kept blocks, for images and for captions each.
+        device: where.
+        precision: of the cross-modal encoder.
+    """
+
+    def __init__(
+        self,
+        model: VLPModel,
+        images: int,
+        texts: int,
+        *,
+        batch: int = 64,
+        memory: int,
+        device: torch.device,
+        precision: Precision = "float32",
+    ) -> None:
+        config = model.config
+        self.itm_scorer = ITMScorer(model)
+        self.batch, self.device = batch, device
+        self.precision: Precision | None = precision
+        self.width, self.embed_dim = config.text.width, config.embed_dim
+        self.patches = config.image.grid[0] * config.image.grid[1]
+        self.images: BlockCache[int] = BlockCache(self._encode_images, memory)
+        self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
+        draw = np.random.default_rng(0)
+        longest = config.text.max_tokens
+        lengths = SHORTEST + np.floor(draw.gamma(SHAPE, SCALE, texts)).astype(np.int64)
+        self.lengths = np.sort(lengths.clip(max=longest))
+        last = np.arange(0, texts, batch) + batch - 1
+        self.text_widths = self.lengths[last.clip(max=texts - 1)]
+        if self.itm_scorer.reads_padding:
+            self.text_widths = np.full_like(self.text_widths, longest)
+        self.collection = self._collection(draw, images, texts)
+
+    def text(self, index: int, tokens: int) -> TextFeatures:
+        """One caption's features, a single row, padded to `tokens`."""
+        block, row = self.collection.text_place[index]
+        found = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
+        states, feature, *rest = found
+        states, *rest = (_padded(field, self.length(index), tokens) for field in (states, *rest))
+        return TextFeatures(states, feature, *rest)
+
+    def length(self, index: int) -> int:
+        """Tokens of a caption."""
+        block, row = self.collection.text_place[index]
+        return int(self.lengths[block * self.batch + row])
+
+    def image(self, index: int) -> ImageFeatures:
+        """One image's features, a single row."""
+        block, row = self.collection.image_place[index]
+        return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
+
+    def _collection(self, draw: np.random.Generator, images: int, texts: int) -> Collection:
+        image = torch.from_numpy(draw.standard_normal((images, self.embed_dim), np.float32))
+        owner = np.sort(np.arange(texts) % images)
+        noise = torch.from_numpy(draw.standard_normal((texts, self.embed_dim), np.float32))
+        rank = draw.permutation(texts)
+        number = np.arange(images)
+        return Collection(
+            image=functional.normalize(image, dim=-1).to(self.device),
+            text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),
+            captions=[""] * texts,
+            image_of_text=owner,
+            image_place=np.stack([number // self.batch, number % self.batch], axis=1),
+            text_place=np.stack([rank // self.batch, rank % self.batch], axis=1),
+            skipped={},
+            samples=[],
+        )
+
+    def _encode_images(self, block: int) -> Block:
+        generator = torch.Generator(self.device).manual_seed(2 * block)
+        rows = self._rows(block, len(self.collection.image))
+        states = self._random(generator, rows, 1 + self.patches, self.width)
+        tokens = self._random(generator, rows, self.patches, self.embed_dim)
+        feature = states[:, 0, :1]  # never read: the collection has them
+        return Block(ImageFeatures(states, feature, functional.normalize(tokens, dim=-1)))
+
+    def _encode_texts(self, block: int) -> Block:
+        generator = torch.Generator(self.device).manual_seed(2 * block + 1)
+        rows, tokens = self._rows(block, len(self.lengths)), int(self.text_widths[block])
+        first = block * self.batch
+        length = torch.from_numpy(self.lengths[first : first + rows]).to(self.device)[:, None]
+        place = torch.arange(tokens, device=self.device)
+        return Block(
+            TextFeatures(
+                states=(states := self._random(generator, rows, tokens, self.width)),
+                feature=states[:, 0, :1],
+                tokens=functional.normalize(
+                    self._random(generator, rows, tokens, self.embed_dim), dim=-1
+                ),
+                attention_mask=place < length,
+                word_mask=(place > 0) & (place < length - 1),
+            )
+        )
+
+    def _rows(self, block: int, items: int) -> int:
+        return min(self.batch, items - block * self.batch)
+
+    def _random(self, generator: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=self.device)
+
+
+def _padded(field: Tensor, length: int, tokens: int) -> Tensor:
+    short = (0, tokens - length)
+    return functional.pad(field[:, :length], (0, 0, *short) if field.ndim == 3 else short)
+
+
+class Sizes(NamedTuple):
+    """The set, and how much of it is measured: in a round one query of either direction."""
+
+    images: int = 1000
+    texts: int = 5000
+    nearest: int = 128
+    rounds: int = 2
+    match_batch: int | None = None
+
+
+class RerankTimes(NamedTuple):
+    """Seconds of the whole set by way, extrapolated.
+
+    pair: milliseconds of a pair by way; pairs: how many a way scores. difference:
+    the largest between scores of both ways; inversion: the largest step by which one way's order
+    contradicts the other's; both in deviations of a query's scores. same_ranks: share of the
+    compared queries whose right candidate has the same rank both ways.
+    """
+
+    seconds: dict[str, float]
+    pair: dict[str, float]
+    pairs: dict[str, int]
+    difference: float
+    inversion: float
+    same_ranks: float
+
+    def speedup(self) -> float:
+        """Return the ratio of the loop's wall time to ours."""
+        return self.seconds[LOOP] / self.seconds[OURS]
+
+
+class _Timer:
+    """Mean seconds by what was done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spent: dict[str, tuple[float, int]] = {}
+
+    def __call__(self, what: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = work(*arguments)
+        harness.synchronize(self.device)
+        seconds, before = self._spent.get(what, (0.0, 0))
+        self._spent[what] = seconds + time.perf_counter() - began, before + times
+        return result
+
+    def mean(self, what: str) -> float:
+        """Return the seconds of one time."""
+        seconds, times = self._spent[what]
+        return seconds / times
+
+
+class _Set:
+    """A set whose pairs are to be scored, and both ways to do it."""
+
+    def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
+        self.stand_ins, self.sizes = stand_ins, sizes
+        self.loop_precision = loop_precision or stand_ins.precision
+        self.model = stand_ins.itm_scorer.model
+        collection = stand_ins.collection
+        self.right: dict[Direction, NDArray[np.int64]] = {
+            "text_to_image": collection.image_of_text[:, None],
+            "image_to_text": collection.texts_of_image(),
+        }
+        sides: dict[Direction, tuple[Tensor, Tensor]] = {
+            "text_to_image": (collection.text, collection.image),
+            "image_to_text": (collection.image, collection.text),
+        }
+        self.near = {to: search(*sides[to], self.right[to], sizes.nearest) for to in DIRECTIONS}
+        self.pairs = nearest_pairs(self.near["text_to_image"], self.near["image_to_text"])
+        self.scorer = PairScorer(stand_ins, collection)
+
+    def query(self, to: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
+        """Features of a query and of its candidates, before it is repeated."""
+        near = self.near[to].nearest[query].tolist()
+        images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
+        longest = self.model.config.text.max_tokens
+        return (
+            ImageFeatures(*_stacked([self.stand_ins.image(each) for each in images])),
+            TextFeatures(*_stacked([self.stand_ins.text(each, longest) for each in texts])),
+        )
+
+    @torch.no_grad()
+    def loop(self, images: ImageFeatures, texts: TextFeatures) -> NDArray[np.float32]:
+        """One turn of the plain loop: the query is repeated, then all pairs in one call."""
+        device = self.stand_ins.device
+        row = torch.arange(self.sizes.nearest, device=device)
+        images = images.select(row % len(images.states))
+        texts = texts.select(row % len(texts.states))
+        with inference(device, self.loop_precision):
+            return self.model.match(images, texts).float().cpu().numpy()
+
+    def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
+        """Scores of some pairs as `evaluation retrieval` finds them."""
+        groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
+        batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
+        return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
+
+    def shelves_of(self, image: int) -> list[CandidatePairs]:
+        """All pairs of an image, by shelf of texts."""
+        rows = np.flatnonzero(self.pairs.image == image)
+        mine = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
+        groups = self.scorer.groups(mine)
+        return [
+            CandidatePairs(*(side[groups == one] for side in mine)) for one in np.unique(groups)
+        ]
+
+    def rank(self, to: Direction, query: int, scores: NDArray[np.float32]) -> int:
+        """Rank of a query's right candidate by new scores of its nearest."""
+        one = slice(query, query + 1)
+        near = self.near[to]
+        found = Search(near.ranks[one], near.nearest[one], near.scores[one])
+        return int(reranked_ranks(found, scores[None], self.right[to][one])[0])
+
+
+def measure(
+    config: ModelConfig,
+    sizes: Sizes,
+    device: torch.device,
+    precision: Precision,
+    loop_precision: Precision | None = None,
+) -> RerankTimes:
+    """Time both ways on some queries and images, and compare what they say.
+
+    Args:
+        config: of the model.
+        sizes: of the set.
+        device: where.
+        precision: of ours.
+        loop_precision: of the loop; None: the same.
+    """
+    model = random_model(config).to(device)
+    options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
+    whole = _Set(StandIns(model, sizes.images, sizes.texts, **options), sizes, loop_precision)
+    timer, draw = _Timer(device), np.random.default_rng(1)
+    *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
+    texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
+    for pairs in whole.shelves_of(idle):  # the first calls of a process are slow
+        whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
+    if device.type == "cuda":  # and there the first of each shape
+        _take_turns(whole, _Timer(device), images, texts, idle)
+    return _extrapolated(whole, timer, _take_turns(whole, timer, images, texts, idle))
+
+
+def _take_turns(
+    whole: _Set, timer: _Timer, images: list[int], texts: list[int], idle: int
+) -> list[_Compared]:
+    """Time every way, a round for each image and text; return what both ways say of a query."""
+    compared: list[_Compared] = []
+    for number, (image, text) in enumerate(zip(images, texts)):
+        queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}
+        turns: list[Callable[[], dict[Any, Any]]] = [
+            partial(_run_loop, whole, timer, queries),
+            partial(_run_ours, whole, timer, image, idle),
+        ]
+        scores: dict[Any, Any] = {}
+        for turn in turns[:: 1 if number % 2 else -1]:
+            scores |= turn()
+        for to, query in queries.items():
+            near = whole.near[to].nearest[query]
+            if to == "text_to_image":
+                ours = whole.ours(CandidatePairs(near, np.full_like(near, text)))
+            else:
+                ours = np.array([scores[candidate] for candidate in near.tolist()])
+            compared.append((to, query, scores[to], ours))
+    return compared
+
+
+def _run_loop(
+    whole: _Set, timer: _Timer, queries: dict[Direction, int]
+) -> dict[Direction, NDArray[np.float32]]:
+    scores = {}
+    for to, query in queries.items():
+        scores[to] = timer(to, 1, whole.loop, *whole.query(to, query))
+    return scores
+
+
+def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
+    """Scores of an image by text; shelves serve many images and are timed apart."""
+    scores: dict[int, float] = {}
+    for pairs in whole.shelves_of(image):
+        timer(_SHELF, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
+        found = timer(OURS, len(pairs.text), whole.ours, pairs)
+        scores |= dict(zip(pairs.text.tolist(), found.tolist()))
+    return scores
+
+
+def _extrapolated(whole: _Set, timer: _Timer, compared: list[_Compared]) -> RerankTimes:
+    sizes = whole.sizes
+    queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
+    seconds = {LOOP: sum(queries[to] * timer.mean(to) for to in DIRECTIONS)}
+    shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.images))
+    mine = len(whole.pairs.text)
+    seconds[OURS] = mine * timer.mean(OURS) + shelves * timer.mean(_SHELF)
+    both = min(sizes.nearest, sizes.images) * sizes.texts
+    both += min(sizes.nearest, sizes.texts) * sizes.images
+    pairs = {LOOP: both, OURS: mine}
+    return RerankTimes(
+        seconds=seconds,
+        pair={way: 1e3 * seconds[way] / pairs[way] for way in pairs},
+        pairs=pairs,
+        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in compared),
+        inversion=max(inversion(a, b) for *_, a, b in compared),
+        same_ranks=float(
+            np.mean(
+                [
+                    whole.rank(to, query, a) == whole.rank(to, query, b)
+                    for to, query, a, b in compared
+                ]
+            )
+        ),
+    )
+
+
+def inversion(scores: NDArray[np.float32], others: NDArray[np.float32]) -> float:
+    """The largest rise of `scores` in the falling order of `others`, in deviations; 0: none."""
+    ordered = scores[np.argsort(-others, kind="stable")]
+    return float((ordered - np.minimum.accumulate(ordered)).max() / scores.std())
+
+
+def _stacked(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(column) for column in zip(*features)]
+
+
+def table(layout: str, found: RerankTimes) -> str:
+    """Lay out a line for each way, and how far both agree."""
+    rows = []
+    for way, pairs in found.pairs.items():
+        minutes = f"{found.seconds[way] / 60:.1f}"
+        faster = "" if way == OURS else f"{found.speedup():.1f} x"
+        rows.append([way, str(pairs), f"{found.pair[way]:.2f}", minutes, faster])
+    head = [f"layout {layout}", "pairs", "ms a pair", "minutes", "ours is"]
+    return (
+        f"{harness.table(head, rows)}\nscores differ by {found.difference:.1e} deviations at most, "
+        f"orders by {found.inversion:.1e}; {found.same_ranks:.0%} of ranks are the same"
+    )
+
+
+def rerank(
+    config: harness.Config,
+    layouts: str = ",".join(LAYOUTS),
+    images: int = 1000,
+    texts: int = 5000,
+    nearest: int = 128,
+    rounds: int = 2,
+    match_batch: int | None = None,
+    precision: Precision = "float32",
+    loop_precision: Precision | None = None,
+    device: harness.Device = None,
+    overrides: harness.Overrides = None,
+) -> None:
+    """Time re-ranking beside a plain loop over queries that does what ALBEF's evaluation does.
+
+    The loop takes each query with its --nearest candidates, repeats the query, and runs the
+    cross-modal encoder over the pairs in one call, with features of both encoders at hand and texts
+    padded to `max_tokens`. Ours is what `vlp evaluate retrieval` runs. ALBEF's evaluation knows
+    float32 alone: --loop-precision float32 beside --precision bf16.
+    """
+    sizes, place = Sizes(images, texts, nearest, rounds, match_batch), harness.chosen_device(device)
+    for layout in layouts.split(","):
+        changed = f"model.cross.layout={layout}"
+        model = harness.load_pretraining(config, overrides, changed).model
+        found = measure(model, sizes, place, precision, loop_precision)
+        print(table(layout, found), end="\n\n", flush=True)
+        name = f"rerank/{layout}"
+        figures = [
+            Figure(f"{name}/speedup", found.speedup(), "x"),
+            Figure(f"{name}/pair", found.pair[OURS], "ms"),
+            Figure(f"{name}/difference", found.difference, "deviations"),
+            Figure(f"{name}/same_ranks", 100 * found.same_ranks, "%"),
+        ]
+        harness.print_figures(figures, place)
+
+
+COMMANDS = (rerank,)

@@ -1,0 +1,353 @@
+"""A billion samples on a thousand ranks, simulated: order, resume, and collective calls of a step.
+
+A folder of 100,000 shards of 10,000 samples each is made: its index and its file of samples are
+what such a corpus has, all shards are links to one real tar of small images, and of the file of
+samples only the rows that are read are written. A fresh process takes the place of one rank of
+1,024: it opens the index, starts a worker and waits for the first batch, from the start of the run
+and from a random point, as a resumed run does. How well the order mixes, and what a node has to
+read, follows from the order itself.
+
+Collective calls are traced in a step on fake tensors, which have shapes and no contents, in a
+process group whose other ranks are pretended.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from benchmarks.step import random_batch
+from data_tools.executor.local import LocalExecutor
+from evaluation.commands.plans import meta_task
+from vlp.compilation import gpu_form
+from vlp.data.config import DataConfig, SourceConfig
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.schema import Annotation
+from vlp.data.shards.index import ROW, ShardEntry, write_table
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.stream.batch_sampler import read_at_once
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+from vlp.training.config import PretrainConfig
+from vlp.training.engines.blocks import checkpoint_activations
+
+SEED = 0
+ONE = "one"  # the folder of the real shard
+CORPUS = "corpus"
+TABLE = "samples-0.npy"
+
+
+class Scale(NamedTuple):
+    """Size of the corpus and of the run.
+
+    batch: slots of a global batch; window: samples of a stream that are shuffled at a time.
+    """
+
+    shards: int = 100_000
+    shard_samples: int = 10_000
+    ranks: int = 1024
+    ranks_per_node: int = 8
+    streams: int = 8192
+    batch: int = 32_768
+    window: int = 4096
+
+    @property
+    def samples(self) -> int:
+        """Of the whole corpus."""
+        return self.shards * self.shard_samples
+
+    def sampler(self) -> TrainingSampler:
+        """The training order of the corpus."""
+        sizes = np.full(self.shards, self.shard_samples)
+        return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
+
+    def random_place(self) -> int:
+        """Samples after which a run may have stopped, somewhere in the first epoch."""
+        batches = self.sampler().batches_in_epoch(0, self.batch)
+        return int(np.random.default_rng(SEED).integers(1, batches)) * self.batch
+
+
+class Start(NamedTuple):
+    """Seconds and bytes of one rank with one worker.
+
+    opened: the index; first, resumed: to the first batch, from the start and from a random place;
+    added: bytes of index and order in the main process.
+    """
+
+    opened: float
+    first: float
+    resumed: float
+    added: int
+
+
+class Mixing(NamedTuple):
+    """Statistics of the order, each beside its expectation under a uniform shuffle.
+
+    displacement: mean distance between a sample's place in the corpus and its place in the epoch,
+    as a share of the epoch. pairs: share of the pairs of a global batch that come from one shard.
+    distinct: shards in a global batch.
+    """
+
+    displacement: tuple[float, float]
+    pairs: tuple[float, float]
+    distinct: tuple[float, float]
+
+
+def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
+    """Write one shard, all links to it, the index, and the rows that `rank` is going to read."""
+    stream = io.BytesIO()
+    noise = np.random.default_rng(SEED).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(stream, "jpeg")
+    with ShardWriter(folder / ONE, scale.shard_samples) as writer:
+        for number in range(scale.shard_samples):
+            annotation = Annotation(caption=f"noise number {number}", image_id=str(number))
+            writer.write(f"{number:06d}", stream.getvalue(), "jpg", annotation)
+    real = ShardIndex.open(folder / ONE)
+    rows, entry = real.require_captions(), real.shards[0]
+    corpus = folder / CORPUS
+    corpus.mkdir()
+    names = [f"{number:06d}.tar" for number in range(scale.shards)]
+    for name in names:
+        (corpus / name).symlink_to(folder / ONE / entry.name)
+    write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
+    # A file with holes: what is not written takes no room.
+    table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
+    sampler = scale.sampler()
+    for consumed in (0, scale.random_place()):
+        for _, shard in read_at_once(sampler, scale.batch, consumed, rank, scale.ranks):
+            first = shard * scale.shard_samples
+            table[first : first + scale.shard_samples] = rows
+    table.flush()
+
+
+def start_one(folder: Path, scale: Scale, rank: int) -> Start:
+    """Be one rank with one worker until its first batch; wants a process of its own."""
+    # A spawned process spawns in its turn; a rank forks its workers.
+    multiprocessing.set_start_method("fork", force=True)
+    text = TextProcessor(train_wordpiece(["noise number 0123456789"], 60), 8)
+    inputs = Inputs(32, (4, 4), 8, text.vocab_size, word_masking=0.15)
+    source = str(folder / CORPUS)
+    before, started = _resident(), time.perf_counter()
+    ShardIndex.open(source)
+    opened = time.perf_counter() - started
+    config = DataConfig(
+        sources=(SourceConfig(path=source),),
+        canonical_streams=scale.streams,
+        shuffle_window=scale.window,
+        workers=1,
+    )
+    data = PretrainData(config, inputs, scale.batch, SEED, text)
+    data.sampler.share(0, rank, scale.ranks)
+    seconds, added = [], 0
+    for consumed in (0, scale.random_place()):
+        started = time.perf_counter()
+        batches = data.batches(consumed, rank, scale.ranks)
+        batch, _ = next(batches)
+        seconds.append(time.perf_counter() - started)
+        if not batch.valid.all():
+            raise AssertionError(f"a good corpus gives bad samples: {batch.skipped[0]}")
+        added = max(added, _resident() - before)
+        batches.close()
+    first, resumed = seconds
+    return Start(opened, first, resumed, added)
+
+
+def _resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss"))
+
+
+def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
+    """Statistics of the order of the first epoch.
+
+    Args:
+        scale: of corpus and run.
+        lookups: random (batch, rank) pairs whose samples are looked at.
+    """
+    sampler, rng = scale.sampler(), np.random.default_rng(SEED)
+    batches = sampler.batches_in_epoch(0, scale.batch)
+    each = scale.batch // scale.ranks
+    per_stream = scale.batch // scale.streams
+    distances = []
+    for _ in range(lookups):
+        batch, rank = int(rng.integers(batches - 1)), int(rng.integers(scale.ranks))
+        slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
+        for number, element in enumerate(slots):
+            assert element is not None  # no batch but the last has empty slots
+            comes = batch * scale.batch + rank * each + number
+            lies = element.shard * scale.shard_samples + element.position
+            distances.append(abs(comes - lies) / scale.samples)
+    whole = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
+    counts = Counter(element.shard for element in whole if element is not None)
+    pairs = sum(count * (count - 1) for count in counts.values())
+    size, samples, shards = scale.batch, scale.samples, scale.shards
+    return Mixing(
+        (float(np.mean(distances)), 1 / 3),
+        (pairs / (size * (size - 1)), (scale.shard_samples - 1) / (samples - 1)),
+        (float(len(counts)), shards * (1 - (1 - 1 / shards) ** size)),
+    )
+
+
+def shards_of_node(scale: Scale) -> int:
+    """Return how many shards a node reads in an epoch: the mean of a few nodes."""
+    sampler, nodes = scale.sampler(), scale.ranks // scale.ranks_per_node
+
+    def opened(node: int) -> int:
+        windows = range(sampler.windows_in_epoch(0))
+        each = (sampler.shards_of_window(0, window, node, nodes) for window in windows)
+        return len({shard for shards in each for shard in shards})
+
+    some = np.random.default_rng(SEED).permutation(nodes)[:8]
+    return round(np.mean([opened(int(node)) for node in some]))
+
+
+class CollectiveTrace(TorchDispatchMode):
+    """Count the collective calls of tensors inside it, by name.
+
+    Attributes:
+        calls: number of calls.
+        bytes: of whole tensors: of an all-gather what every rank holds after it, of a
+            reduce-scatter what it holds before it.
+    """
+
+    KINDS: ClassVar = {
+        "allreduce_": "all_reduce",
+        "all_reduce": "all_reduce",
+        "_allgather_base_": "all_gather",
+        "all_gather_into_tensor": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+        "reduce_scatter_tensor": "reduce_scatter",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation and count it if it is a collective call."""
+        out = func(*args, **(kwargs or {}))
+        kind = self.KINDS.get(func.overloadpacket.__name__)
+        if kind and func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
+            self.calls[kind] += 1
+            self.bytes[kind] += max(x.nbytes for x in tensors)
+        return out
+
+
+@contextmanager
+def pretended_ranks(ranks: int) -> Iterator[None]:
+    """Be rank 0 of a group of ranks that are not there."""
+    import torch.distributed._tools.fake_collectives  # noqa: F401 (of fake tensors)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> CollectiveTrace:
+    """Trace the calls that a task makes by itself in forward and backward pass of one step.
+
+    Those of its engine, such as the reduction of gradients, are not among them. The histogram of a
+    running anchor threshold, one all-reduce, is left out: a fake step has no numbers for it.
+    """
+    cross = config.model.cross
+    anchor = cross.anchor.model_copy(update={"threshold": 0.05})
+    cross = cross.model_copy(update={"anchor": anchor})
+    model = config.model.model_copy(update={"cross": cross})
+    task = meta_task(config.model_copy(update={"model": model}))
+    checkpoint_activations(task, config.training.activation_checkpointing)
+    batch = random_batch(config.inputs, config.training.batch // ranks, words)
+    fake, trace = FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace()
+    with pretended_ranks(ranks), fake, gpu_form():
+        for network in task.networks():
+            network.to_empty(device="cpu")
+        if task.teacher:
+            task.teacher.average.to("cpu")  # which is no part of a step
+        fields: dict[str, Any] = {
+            name: fake.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in batch._asdict().items()
+        }
+        with trace:
+            task(batch._replace(**fields), 1).loss.backward()
+    return trace
+
+
+def scale(
+    shards: int = 100_000,
+    shard_samples: int = 10_000,
+    ranks: int = 1024,
+    ranks_per_node: int = 8,
+    streams: int = 8192,
+    batch: int = 32_768,
+    window: int = 4096,
+    folder: Path | None = None,
+) -> None:
+    """Play one rank of 1,024 over 10⁹ samples: index, first batch, resume, mixing, reading.
+
+    The corpus is made in --folder, or in temporary files.
+    """
+    size = Scale(shards, shard_samples, ranks, ranks_per_node, streams, batch, window)
+    mixed = mixing(size)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        make_corpus(Path(place), size, ranks // 2)
+        # A process of its own, whose memory is that of a rank alone.
+        alone = LocalExecutor(1, fresh=True)
+        [start] = alone.map(partial(start_one, Path(place), size), [ranks // 2])
+    figures = [
+        Figure("scale/index_open", start.opened, "s"),
+        Figure("scale/first_batch", start.first, "s"),
+        Figure("scale/resume", start.resumed, "s"),
+        Figure("scale/order_memory", start.added / 1e6, "MB"),
+        *(
+            Figure(f"scale/{name}{of}", value, "")
+            for name, both in mixed._asdict().items()
+            for of, value in zip(("", "_of_uniform_shuffle"), both)
+        ),
+        Figure("scale/node_shards", shards_of_node(size), "shards an epoch"),
+    ]
+    rows = [[figure.name, f"{figure.value:,.6g} {figure.unit}".strip()] for figure in figures]
+    print(harness.table([f"{size.samples:,} samples, {ranks:,} ranks", ""], rows), end="\n\n")
+    harness.print_figures(figures, torch.device("cpu"))
+
+
+def collectives(
+    config: harness.Config, ranks: int = 1024, overrides: harness.Overrides = None
+) -> None:
+    """Trace the collective calls of a task's step among so many pretended ranks."""
+    settings = harness.load_pretraining(config, overrides)
+    settings.require_world_size(ranks)
+    trace = task_collectives(settings, ranks)
+    rows = [[kind, str(n), f"{trace.bytes[kind] / 1e6:,.3f}"] for kind, n in trace.calls.items()]
+    print(harness.table([f"a step on {ranks:,} ranks", "calls", "MB"], rows), end="\n\n")
+    figures = [Figure(f"collectives/{kind}", n / 1e6, "MB") for kind, n in trace.bytes.items()]
+    harness.print_figures(figures, torch.device("cpu"))
+
+
+COMMANDS = (scale, collectives)

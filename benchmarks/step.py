@@ -1,0 +1,321 @@
+"""Time of one pretraining step on random pairs: its parts, and what ACE-RPE adds.
+
+A step is forward and backward pass, gradient clipping, AdamW and the teacher's update, with every
+loss of the configuration; statistics of log lines are left out. On a CPU freed memory is kept, as
+training keeps it: mapping it anew costs more than ACE-RPE does.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.profiler import profile
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from vlp.config import ConfigError
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs
+from vlp.metrics.bootstrap import percentile_interval
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import Compile, PretrainConfig
+from vlp.training.engines.compile import Backend, compile_task
+from vlp.training.engines.environment import keep_freed_memory
+from vlp.training.optimiser import build_adamw
+
+RANGES = ("pass/", "anchor/")
+WARM_UP = 3
+WITH, WITHOUT = "with ACE-RPE", "without"
+QUEUE = 1024
+"""Keys of the teacher's queue in `overhead`; a longer one makes the shares smaller."""
+SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
+"""Gamma distribution of the tokens of COCO's captions (bert-base-uncased, [CLS] and [SEP] counted):
+mean 14.0, deviation 3.0, none below 9, 5 % above 19 (795 captions)."""
+_CLS = 2
+
+
+def caption_lengths(rows: int, seed: int = 0) -> list[int]:
+    """Draw words of captions, [CLS] and [SEP] not counted, as long as COCO's."""
+    drawn = SHORTEST + np.random.default_rng(seed).gamma(SHAPE, SCALE, rows)
+    return (drawn.astype(int) - 2).tolist()
+
+
+def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
+    """Make pairs of noise with `words` words each, or row by row, masked as the inputs say."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    of_row = torch.tensor(words).clamp(max=inputs.max_tokens - 2).expand(rows)[:, None]
+    columns = torch.arange(inputs.max_tokens).expand(rows, -1)
+    attention, real = columns < of_row + 2, (columns > 0) & (columns <= of_row)
+    ids = (5 + random(rows, inputs.max_tokens) * (inputs.vocab_size - 5)).long()
+    ids = torch.where(attention, ids, 0)
+    ids[:, 0] = _CLS
+    chosen = real & (random(rows, inputs.max_tokens) < (inputs.word_masking or 0.0))
+    ratio = inputs.patch_masking.ratio if inputs.patch_masking else 0.0
+    return Batch(
+        pixels=random(rows, 3, inputs.image_size, inputs.image_size) * 2 - 1,
+        text_ids=ids,
+        attention_mask=attention,
+        word_mask=real,
+        mlm_ids=ids,
+        mlm_labels=torch.where(chosen, ids, -100),
+        mim_mask=random(rows, *inputs.grid) < ratio,
+        image_ids=torch.arange(rows),
+        uniform=random(rows, 2).double(),
+        valid=torch.ones(rows, dtype=torch.bool),
+        sample_ids=torch.arange(rows),
+    )
+
+
+class Trainee:
+    """One pretraining task with its optimiser, as it is written or compiled."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        device: torch.device,
+        how: Compile = "none",
+        backend: Backend = "inductor",
+    ) -> None:
+        training = config.training
+        torch.manual_seed(training.seed)
+        # Log lines, and the statistics for them, are due at step 0 and every `log_every` steps.
+        self.task = Pretraining(
+            config.model, config.objectives, "", training.precision, log_every=1_000_000
+        ).to(device)
+        compile_task(self.task, how, device, backend)
+        self.optimiser = build_adamw(self.task, training.optimiser)
+        self.clip = training.optimiser.clip
+        self.device, self.steps = device, 0
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Train on `batch` once; return the seconds of forward, backward, optimiser and step."""
+        self.steps += 1
+        seconds: dict[str, float] = {}
+
+        def timed(name: str, part: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = part()
+            harness.synchronize(self.device)
+            seconds[name] = time.perf_counter() - started
+            return result
+
+        output = timed("forward", lambda: self.task(batch, self.steps))
+        timed("backward", output.loss.backward)
+        timed("optimiser", self._update)
+        seconds["step"] = sum(seconds.values())
+        return seconds
+
+    def run(self, batch: Batch, steps: int) -> float:
+        """Train on `batch` so often, and wait for the device at the end; return seconds a step."""
+
+        def work() -> None:
+            for _ in range(steps):
+                self.steps += 1
+                self.task(batch, self.steps).loss.backward()
+                self._update()
+
+        return harness.seconds(work, self.device) / steps
+
+    def _update(self) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.task.parameters(), self.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.task.after_step(lambda: dict(self.task.named_parameters()))
+
+
+def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each part over timed steps."""
+    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
+    """Measure each named range of the forward pass: median seconds over profiled steps."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(steps):
+        with profile(activities=harness.activities(trainee.device)) as profiler:
+            trainee.step(batch)
+        ranges: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for event in profiler.profiler.kineto_results.events():
+            if event.name().startswith(RANGES):
+                ranges[event.name()][str(event.device_type())] += event.duration_ns()
+        for name, spans in ranges.items():  # on a GPU, the CPU's span and the GPU's
+            seconds[name].append(max(spans.values()) / 1e9)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+class Overhead(NamedTuple):
+    """Medians in seconds by variant and part, and what ACE-RPE adds as shares.
+
+    parts: forward, backward, optimiser and step of timed steps; passes: the ranges of profiled
+    ones, in which the profiler itself costs time. time, and memory: added share of the step and of
+    the peak; interval: 95 % interval of the former. peak: bytes by variant.
+    """
+
+    parts: dict[str, dict[str, float]]
+    passes: dict[str, dict[str, float]]
+    time: float
+    interval: tuple[float, float]
+    peak: dict[str, int]
+    memory: float
+
+
+def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
+    """The configuration without public weights and with a short queue: with ACE-RPE and without.
+
+    Raises:
+        ConfigError: the configuration has no ACE-RPE.
+    """
+    if "anchor" not in config.model.cross.position:
+        raise ConfigError(
+            "model.cross.position does not name `anchor`: there is nothing to measure"
+        )
+    data = config.model_dump()
+    data["model"]["text"]["weights"] = data["model"]["image"]["weights"] = None
+    teacher = data["objectives"]["teacher"]
+    if teacher:
+        teacher["queue"] = min(teacher["queue"], QUEUE)
+    rest = tuple(name for name in config.model.cross.position if name != "anchor")
+    found = {}
+    for name, position in ((WITH, config.model.cross.position), (WITHOUT, rest)):
+        data["model"]["cross"]["position"] = position
+        found[name] = PretrainConfig.model_validate(data)
+    return found
+
+
+def measure_overhead(
+    config: PretrainConfig,
+    rows: int,
+    steps: int,
+    words: int,
+    device: torch.device,
+    profiled_steps: int = 3,
+) -> Overhead:
+    """Run the benchmark.
+
+    Args:
+        config: with ACE-RPE.
+        rows: pairs of a batch.
+        steps: timed steps of each variant.
+        words: real words of every text, fewer where they do not fit.
+        device: where.
+        profiled_steps: steps of each variant for the rows of passes.
+    """
+    configs = variants(config)
+    batch = random_batch(config.inputs, rows, words).to(device)
+    makers = {name: partial(Trainee, c, device) for name, c in configs.items()}
+    peak = {}
+    for name, make in makers.items():
+        gc.collect()  # what an earlier task left would be freed, and counted, during this one
+        peak[name] = harness.peak_memory(partial(two_steps, make, batch), device)
+    trainees = {name: make() for name, make in makers.items()}
+    turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
+    timed = harness.interleave(turns, steps, WARM_UP)
+    medians = {name: median_parts(taken) for name, taken in timed.items()}
+    passes: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, trainee in trainees.items():
+        for part, seconds in pass_times(trainee, batch, profiled_steps).items():
+            passes[part][name] = seconds
+    whole = {name: np.array([run["step"] for run in runs]) for name, runs in timed.items()}
+    added, interval = added_share(whole[WITH], whole[WITHOUT])
+    return Overhead(
+        parts={part: {name: medians[name][part] for name in medians} for part in medians[WITH]},
+        passes=dict(passes),
+        time=added,
+        interval=interval,
+        peak=peak,
+        memory=peak[WITH] / peak[WITHOUT] - 1,
+    )
+
+
+def added_share(
+    with_it: NDArray[np.floating],
+    without: NDArray[np.floating],
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, tuple[float, float]]:
+    """Compute the added share from steps that took turns, and its 95 % bootstrap interval.
+
+    The median of the ratios of neighbouring steps, less 1: a slow moment hits both of a pair.
+    """
+    ratios = with_it / without
+    drawn = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
+    low, high = percentile_interval(np.median(ratios[drawn], axis=1))
+    return float(np.median(ratios)) - 1, (float(low) - 1, float(high) - 1)
+
+
+def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
+    """Build a task and train it: only the second step has the optimiser's state beside it."""
+    trainee = make()
+    for _ in range(2):
+        trainee.step(batch)
+
+
+def overhead_table(found: Overhead) -> str:
+    """Lay out parts and passes in milliseconds, and peak memory in MiB."""
+    step = found.parts["step"][WITHOUT]
+
+    def row(name: str, values: dict[str, float]) -> list[str]:
+        times = values.get(WITH, 0.0), values.get(WITHOUT, 0.0)
+        added = times[0] - times[1]
+        return [name, *(f"{1e3 * t:.1f}" for t in (*times, added)), f"{added / step:.1%}"]
+
+    rows = [row(name, values) for name, values in found.parts.items()]
+    rows.append(["of the forward pass, profiled:", *[""] * 4])
+    rows += [row(f"  {name}", values) for name, values in sorted(found.passes.items())]
+    lines = [harness.table(["part, ms", WITH, WITHOUT, "added", "of step"], rows)]
+    low, high = found.interval
+    lines.append(
+        f"step: {found.time:+.2%} (paired ratios, 95 % interval {low:+.2%} to {high:+.2%})"
+    )
+    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.peak.items())
+    lines.append(f"peak memory: {found.memory:+.2%} ({sizes})")
+    return "\n".join(lines)
+
+
+def overhead(
+    config: harness.Config,
+    rows: int | None = None,
+    steps: int = 15,
+    words: int = 15,
+    device: harness.Device = None,
+    overrides: harness.Overrides = None,
+) -> None:
+    """Time the parts of a pretraining step, by turns with and without ACE-RPE, and peak memory.
+
+    --rows is 16 on a CPU and 64 on a GPU by default. Public weights are not loaded and the
+    teacher's queue is short, which makes the shares larger. Whole steps are timed without a
+    profiler; rows of single passes come from separate profiled steps. Peak memory is the largest
+    sum of live tensors, weights and optimiser state included.
+    """
+    place = harness.chosen_device(device)
+    if place.type == "cpu":
+        keep_freed_memory()
+    rows = rows or (64 if place.type == "cuda" else 16)
+    settings = harness.load_pretraining(config, overrides)
+    found = measure_overhead(settings, rows, steps, words, place)
+    print(overhead_table(found), end="\n\n")
+    figures = [
+        Figure("overhead/step", 100 * found.time, "%"),
+        Figure("overhead/step_low", 100 * found.interval[0], "%"),
+        Figure("overhead/step_high", 100 * found.interval[1], "%"),
+        Figure("overhead/peak_memory", 100 * found.memory, "%"),
+    ]
+    harness.print_figures(figures, place)
+
+
+COMMANDS = (overhead,)

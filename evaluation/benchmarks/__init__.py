@@ -1,1 +1,0 @@
-"""Measured speeds, one command each: `python -m evaluation.benchmarks.NAME`."""

@@ -1,1 +1,0 @@
-"""Checks of a machine with GPUs, `vlp check gpu`, and predictions for machines without one."""

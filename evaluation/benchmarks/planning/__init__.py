@@ -1,1 +1,0 @@
-"""Predictions of a pretraining before it starts: ranks, memory, time and communication."""

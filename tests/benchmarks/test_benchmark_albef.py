@@ -1,0 +1,149 @@
+"""The benchmark beside ALBEF: equal sizes and losses of ours; its checkout is the user's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main
+from benchmarks.albef import (
+    ALBEF,
+    ALL,
+    ALL_ACE,
+    ANCHORED,
+    EQUAL,
+    FormerPreTrainedModel,
+    OwnStep,
+    Speeds,
+    StepSizes,
+    table,
+    variants,
+)
+from benchmarks.step import caption_lengths, random_batch
+from vlp.objectives.config import ObjectivesConfig
+
+SIZES = StepSizes(64, 1, 1, 2, image_size=32, rows=4, max_tokens=12, queue=8)
+CPU = torch.device("cpu")
+ALBEFS_LOSSES = {"contrastive", "itm", "mlm"}
+
+
+def batch(words=(3, 7, 10, 20)):
+    return random_batch(variants(SIZES)[ALL].inputs, SIZES.rows, words)
+
+
+def test_variants_differ_by_what_their_names_say():
+    equal, anchored, everything, ace = (
+        variants(SIZES)[name].model_dump() for name in (EQUAL, ANCHORED, ALL, ALL_ACE)
+    )
+    assert equal["model"]["cross"].pop("position") == ()
+    assert anchored["model"]["cross"].pop("position") == ("anchor",)
+    assert equal == anchored
+    assert equal["training"]["optimiser"]["clip"] is None
+    assert everything["training"]["optimiser"]["clip"] == 1
+    assert everything["model"]["cross"].pop("layout") == "albef"
+    assert ace["model"]["cross"].pop("layout") == "ace"
+    assert everything == ace
+    assert everything["model"]["text"] == equal["model"]["text"]
+
+
+def test_all_losses_are_those_of_the_default():
+    default = ObjectivesConfig().model_dump()
+    objectives = variants(SIZES)[ALL_ACE].objectives.model_dump()
+    groups = [each["contrastive"]["token"].pop("group") for each in (default, objectives)]
+    assert groups == [16, SIZES.rows]
+    for each in (default, objectives):
+        del each["itm"]["group"], each["teacher"]
+    assert objectives == default
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        (EQUAL, ALBEFS_LOSSES),
+        (ANCHORED, ALBEFS_LOSSES),
+        (ALL, ALBEFS_LOSSES | {"mim", "token", "word", "phrase"}),
+        (ALL_ACE, ALBEFS_LOSSES | {"mim", "token", "word", "phrase"}),
+    ],
+)
+def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
+    own = OwnStep(variants(SIZES)[name], batch(), CPU)
+    teacher = own.trainee.task.teacher
+    assert int(teacher.queue.filled) == SIZES.queue
+    before = {n: p.detach().clone() for n, p in own.trainee.task.named_parameters()}
+    keys = teacher.queue.image.clone()
+    assert own.losses().keys() == losses
+    assert all(torch.equal(before[n], p) for n, p in own.trainee.task.named_parameters())
+    assert own.step() > 0
+    assert any(not torch.equal(before[n], p) for n, p in own.trainee.task.named_parameters())
+    assert (keys != teacher.queue.image).any(1).sum() == SIZES.rows  # of one step, not of two
+
+
+def test_losses_distil_as_those_of_a_late_step():
+    own = OwnStep(variants(SIZES)[EQUAL], batch(), CPU)
+    task = own.trainee.task
+    task.teacher.average.module["mlm_head"].bias.normal_(std=5)
+    soft = own.losses()["mlm"]
+    task.teacher.settings = task.teacher.settings.model_copy(update={"alpha": 0.0})
+    assert own.losses()["mlm"] != pytest.approx(soft, abs=1e-3)
+
+
+def test_texts_are_as_long_as_they_are_to_be():
+    assert batch().word_mask.sum(1).tolist() == [3, 7, 10, 10]
+    assert batch().attention_mask.sum(1).tolist() == [5, 9, 12, 12]
+    lengths = caption_lengths(4000)
+    assert min(lengths) == 7
+    assert sum(lengths) / len(lengths) == pytest.approx(12, abs=0.7)  # 14 tokens
+    assert caption_lengths(8) == caption_lengths(8)
+
+
+def test_the_decoder_has_the_share_of_a_step_that_it_has_in_bert():
+    assert StepSizes(width=768).vocabulary == 30522
+    assert StepSizes(width=384).vocabulary == 15261
+    assert variants(SIZES)[EQUAL].model.text.vocab_size == SIZES.vocabulary
+
+
+class _Bert(FormerPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        words = nn.Embedding(5, 3)
+        self.bert, self.decoder = nn.Module(), nn.Linear(3, 5)
+        self.bert.words, self.bert.get_input_embeddings = words, lambda: words
+        self.init_weights()
+
+    def get_output_embeddings(self):
+        return self.decoder
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+
+def test_the_stand_in_ties_words_and_hides_masked_keys():
+    model = _Bert.from_pretrained("", config=SimpleNamespace())
+    assert model.decoder.weight is model.bert.words.weight
+    bias = model.invert_attention_mask(torch.tensor([[1, 0]]))
+    assert bias.shape == (1, 1, 1, 2)
+    assert bias.softmax(-1).flatten().tolist() == [1, 0]
+    assert model.get_head_mask(None, 3) == [None] * 3
+
+
+def test_ratios_are_those_of_each_turn():
+    found = Speeds({ALBEF: {"itm": 0.7}, EQUAL: {"itm": 0.6}}, {ALBEF: [2.0, 8.0], EQUAL: [1, 2]})
+    assert found.ratios(EQUAL) == [2, 4]
+    assert "3.00 (2.50-3.50)" in table(found)
+    assert "ours, equal work: itm 0.600" in table(found)
+
+
+def test_a_folder_without_albef_is_refused(tmp_path, capsys):
+    assert main(["albef", "--albef", str(tmp_path), "--width", "64", "--rows", "2"]) == 2
+    assert "clone ALBEF" in capsys.readouterr().err
+
+
+def test_ours_alone(capsys):
+    arguments = ["--width", "64", "--image-layers", "1", "--text-layers", "1", "--rows", "4"]
+    arguments += ["--cross-layers", "1", "--image-size", "32", "--queue", "8", "--turns", "1"]
+    assert main(["albef", *arguments]) == 0
+    assert f"times as fast as {EQUAL}" in capsys.readouterr().out

@@ -1,0 +1,173 @@
+"""Counted FLOPs against PyTorch's own counter and against the figures of papers.md#flops."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from tests_support import TINY_MODEL
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.__main__ import main
+from benchmarks.flops import (
+    SIZES,
+    Shape,
+    base_parts,
+    compare,
+    our_anchor_parts,
+    parameters,
+    path_steps,
+    token_projections,
+)
+from vlp.models.config import AnchorConfig, ModelConfig
+from vlp.models.vlp import VLPModel
+from vlp.positions.anchor import anchor_distance, anchor_path
+
+GRID, TOKENS = (4, 4), 12
+
+
+def run(model, pairs):
+    """FLOPs per pair that PyTorch counts: text, image, paths, cross-modal encoder."""
+    pixels, ids = torch.rand(pairs, 3, 16, 16), torch.randint(5, 40, (pairs, TOKENS))
+    mask = torch.ones(pairs, TOKENS, dtype=torch.bool)
+    counts = []
+
+    def counted(part):
+        with FlopCounterMode(display=False) as counter:
+            result = part()
+        counts.append(counter.get_total_flops() / pairs)
+        return result
+
+    text = counted(lambda: model.encode_text(ids, mask, mask))
+    image = counted(lambda: model.encode_image(pixels))
+    anchors = counted(lambda: model.anchors(image, text))
+    counted(lambda: model.cross_encoder(text.states, image.states, mask, anchors))
+    return counts
+
+
+CROSS = [
+    {"position": ()},
+    {},
+    {"layout": "text"},
+    {"layout": "albef"},
+    {"anchor": {"groups": 4, "roles": ("query",)}},
+    {"anchor": {"groups": 2, "roles": ("key", "value"), "shared_heads": True}},
+    {"anchor": {"groups": 2, "roles": ("query", "value"), "value_pooled": False}},
+    {"anchor": {"groups": 2, "features": "encoder"}},
+    {"anchor": {"groups": 2, "mode": "bias"}},
+    {"anchor": {"groups": 2, "mode": "bias", "shared_heads": True}, "layout": "text"},
+]
+
+
+@pytest.mark.parametrize("pairs", [1, 8])
+@pytest.mark.parametrize("cross", CROSS)
+def test_products_are_those_that_run(cross, pairs):
+    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    shape = Shape(TOKENS, GRID, pairs)
+    text, image, encoder = base_parts(config, shape)
+    similarity, *rest = our_anchor_parts(config, shape) if config.cross.position else [None]
+    with torch.no_grad():
+        counts = run(VLPModel(config), pairs)
+    side = 2 * config.text.width * config.embed_dim
+    assert counts[0] == text.layers + text.products + TOKENS * side
+    assert counts[1] == image.layers + image.products + 16 * side
+    assert token_projections(config, shape).total == (TOKENS + 16) * side
+    assert counts[2] == (similarity.layers + similarity.products if similarity else 0)
+    assert counts[3] == encoder.layers + encoder.products + sum(
+        part.layers + part.products for part in rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "layers", "every"),
+    [
+        (384, 25, (115.7, 122.4, 5.8), (128.6, 135.2, 5.2)),
+        (384, 30, (116.7, 124.7, 6.9), (129.6, 137.6, 6.2)),
+        (256, 30, None, (57.9, 61.5, 6.2)),
+    ],
+)
+def test_the_papers_convention_gives_the_figures_of_the_readings(size, tokens, layers, every):
+    rows = compare(ModelConfig(), Shape(tokens, (size // 16, size // 16)))
+    for row, expected in zip(rows, (layers, every)):
+        if expected:
+            assert row[1:3] == pytest.approx(expected[:2], abs=0.06)
+            assert row.added == pytest.approx(expected[2], abs=0.07)
+
+
+def test_ace_rpe_adds_at_most_three_per_thousand():
+    config = ModelConfig()
+    for pairs in [*range(1, 12), 64, 512]:
+        for size, tokens in SIZES:
+            shape = Shape(tokens, (size // 16, size // 16), pairs)
+            assert 0.1 < compare(config, shape)[-1].added <= 0.3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"text_window": 1, "patch_window": 25},
+        {"text_window": 9, "patch_window": 1},
+        {"patch_window": None},
+    ],
+)
+def test_steps_of_the_path_are_the_passes_that_pytorch_makes(settings):
+    """Every step is one elementwise pass; borders, where one side is missing, spare some."""
+    grid, tokens = (9, 10), 40
+    anchor = AnchorConfig(**settings)
+    similarity = torch.rand(2, 90, tokens, 3)
+    words = torch.ones(2, tokens, dtype=torch.bool)
+    passes = Passes()
+    with passes:
+        anchor_path(
+            anchor_distance(similarity, 0.5),
+            grid,
+            words,
+            anchor.text_window,
+            anchor.patch_window,
+            anchor.metric,
+        )
+    steps = path_steps(grid, anchor)
+    assert 0.75 * steps <= passes.elements / similarity.numel() <= steps
+
+
+class Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements that additions, minima, comparisons and divisions write."""
+
+    STEPS = ("add", "minimum", "ge", "lt", "clamp", "reciprocal", "masked_fill", "nan_to_num")
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        if operation.overloadpacket.__name__.rstrip("_") in self.STEPS:
+            self.elements += result.numel()
+        return result
+
+
+def test_parameters_are_the_papers():
+    counts = parameters(ModelConfig())
+    assert list(counts.values())[:4] == [66_561_280, 43_760_128, 53_277_696, 163_599_104]
+    assert counts["of these, tables of ACE-RPE"] == 6 * 3 * 8 * 768
+    assert counts["beside them, token projections"] == 2 * 196_608
+
+
+def test_prints_tables_and_figures(capsys):
+    assert main(["flops"]) == 0
+    out = capsys.readouterr().out
+    assert "text encoder" in out
+    figures = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    by_name = {figure["name"]: figure for figure in figures}
+    ours = by_name["flops/384px/30tokens/added"]
+    assert ours["value"] <= 0.3
+    assert by_name["flops/384px/parameters"]["value"] == 163_599_104
+    assert all(math.isfinite(figure["value"]) for figure in figures)
+
+
+def test_a_configuration_that_is_not_there_is_named(capsys):
+    assert main(["flops", "--config", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""The check of a GPU on a machine without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import CheckedFigure, Part, Setting, run_check
+
+CONFIG = Path(__file__).parents[2] / "configs/pretrain/base.yaml"
+
+
+@pytest.mark.integration
+def test_every_part_runs_dry(tmp_path: Path) -> None:
+    assert run_check(CONFIG, tmp_path, dry=True) == 0
+    lines = (tmp_path / "figures.jsonl").read_text().splitlines()
+    figures = [json.loads(line) for line in lines]
+    # A dry run has one number of pairs, and no others to time.
+    assert {figure["part"] for figure in figures} == gpu.PARTS.keys() - {"C sizes"}
+    measured = {figure["name"]: figure for figure in figures}
+    ways = ("none", "blocks", "step")
+    assert {f"pretraining, 4 pairs, {how}: launches" for how in ways} < measured.keys()
+    assert measured["ZeRO-1, ranks: 2: weights after a resume"]["holds"]
+    for how in ways:
+        assert (tmp_path / f"trace_{how}_4.json.gz").stat().st_size > 1000
+    assert (tmp_path / "check.md").read_text().count("\n| ") == 2 + len(figures)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(CONFIG, tmp_path / "out") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def wrong(_: Setting) -> Iterator[CheckedFigure]:
+    """A result that is wrong."""
+    yield CheckedFigure("one and one", 3, "", at_most=2)
+
+
+def failing(_: Setting) -> Iterator[CheckedFigure]:
+    """A part that fails after its first figure."""
+    yield CheckedFigure("first", 1, "")
+    raise KeyError("second")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("part", [wrong, failing])
+def test_what_is_wrong_or_fails_ends_in_1(
+    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {"Z part": (part, 60)})
+    assert run_check(CONFIG, tmp_path, dry=True, only="Z") == 1
+    assert ("wrong: one and one: 3" in capsys.readouterr().err) == (part is wrong)
+    (line,) = (tmp_path / "figures.jsonl").read_text().splitlines()
+    assert json.loads(line)["holds"] == (part is failing)
+    assert ("Z part: failed" in (tmp_path / "check.md").read_text()) == (part is failing)
+    assert ("KeyError" in (tmp_path / "Z_part.log").read_text()) == (part is failing)
+
+
+def test_waits_are_counted() -> None:
+    numbers = torch.arange(3.0)
+    with gpu.counted_waits(torch.device("cpu")) as found:
+        numbers.sum().item()
+        numbers.square().sum()
+        bool(numbers[0] > 1)
+    assert len(found) == 2
+
+
+def test_a_figure_that_is_no_number_is_wrong() -> None:
+    assert CheckedFigure("", float("nan"), "").holds
+    assert not CheckedFigure("", float("nan"), "", at_most=1).holds

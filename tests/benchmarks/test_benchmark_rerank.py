@@ -1,0 +1,37 @@
+"""The benchmark of re-ranking: both ways agree, and each computes in its precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests_support import TINY_MODEL
+
+from benchmarks.rerank import LAYOUTS, LOOP, OURS, Sizes, measure, table
+from vlp.models.config import ModelConfig
+
+SIZES = Sizes(images=6, texts=12, nearest=4, rounds=1, match_batch=4)
+
+
+def times(layout, *precisions):
+    model = TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layout": layout}}
+    return measure(ModelConfig.model_validate(model), SIZES, torch.device("cpu"), *precisions)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_ways_agree(layout):
+    found = times(layout, "float32")
+    assert found.difference < 1e-3
+    assert found.same_ranks == 1
+    # A pair that is near in both directions is one of ours.
+    assert found.pairs[LOOP] == 12 * 4 + 6 * 4
+    assert 12 * 4 <= found.pairs[OURS] < found.pairs[LOOP]
+    assert layout in table(layout, found)
+
+
+def test_the_loop_has_the_precision_of_ours():
+    assert times("text", "bf16").difference == times("text", "bf16", "bf16").difference
+
+
+def test_the_loop_in_its_own_precision():
+    exact, rounded = times("text", "float32"), times("text", "bf16", "float32")
+    assert 10 * exact.difference < rounded.difference < 1

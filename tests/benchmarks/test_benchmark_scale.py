@@ -1,0 +1,133 @@
+"""The simulation of scale, made small: order, one rank, and collective calls of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+from tests_support import TINY_MODEL
+
+from benchmarks.__main__ import main
+from benchmarks.scale import Scale, mixing, shards_of_node, task_collectives
+from vlp.training.config import PretrainConfig
+
+SCRIPT = Path(__file__).with_name("collective_ranks.py")
+SMALL = Scale(
+    shards=40, shard_samples=50, ranks=4, ranks_per_node=2, streams=8, batch=32, window=20
+)
+GROUP = 4
+# Calls that an engine adds to those of the tiny task, on any number of ranks.
+CALLS = {
+    "ddp": {"all_reduce": 2, "all_gather": 0, "reduce_scatter": 0},
+    "zero1": {"all_reduce": 3, "all_gather": 2, "reduce_scatter": 0},
+    "zero3": {"all_reduce": 2, "all_gather": 140, "reduce_scatter": 1},
+}
+
+
+def epoch(scale: Scale) -> list[tuple[int, int]]:
+    """(shard, position) of every slot of the first epoch, in order."""
+    sampler = scale.sampler()
+    found = []
+    for step in sampler.steps(0, scale.batch):
+        if step.epoch:
+            break
+        found += [slot for slot in sampler.slots(0, step.start, scale.batch) if slot]
+    return [(slot.shard, slot.position) for slot in found]
+
+
+def test_mixing_is_what_the_whole_order_shows() -> None:
+    mixed = mixing(SMALL, lookups=400)
+    places = epoch(SMALL)
+    assert len(places) == SMALL.samples == 2000
+    distances = [
+        abs(comes - shard * 50 - position) / 2000 for comes, (shard, position) in enumerate(places)
+    ]
+    assert mixed.displacement[0] == pytest.approx(sum(distances) / 2000, abs=0.03)
+    batches = [places[start : start + 32] for start in range(0, 1984, 32)]
+    shares = [
+        sum(a[0] == b[0] for a in batch for b in batch if a is not b) / (32 * 31)
+        for batch in batches
+    ]
+    assert min(shares) <= mixed.pairs[0] <= max(shares)
+    assert min(len({s for s, _ in batch}) for batch in batches) <= mixed.distinct[0]
+    assert mixed.distinct[0] <= max(len({s for s, _ in batch}) for batch in batches)
+    assert mixed.displacement[1] == pytest.approx(1 / 3)
+    assert mixed.pairs[1] == pytest.approx(49 / 1999)
+
+
+def test_a_node_reads_its_own_part() -> None:
+    assert 40 / 2 <= shards_of_node(SMALL) <= 40 / 2 + 2
+
+
+@pytest.mark.integration
+def test_a_rank_starts_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL._asdict().items()]
+    assert main(["scale", *arguments]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("2,000 samples, 4 ranks")
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
+    figures = {line["name"]: line["value"] for line in lines}
+    assert all(figures[f"scale/{name}"] > 0 for name in ("index_open", "first_batch", "resume"))
+
+
+def test_ranks_that_cannot_share_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--shards=4", "--shard-samples=5", "--streams=3", "--ranks=2", "--batch=6"]
+    assert main(["scale", *sizes]) == 2
+    assert "2 ranks cannot share data.canonical_streams 3" in capsys.readouterr().err
+
+
+def tiny(batch: int, **objectives: object) -> PretrainConfig:
+    asked = {
+        "contrastive": {"token": {"group": GROUP}},
+        "itm": {"group": GROUP},
+        "teacher": {"queue": 8},
+    }
+    return PretrainConfig.model_validate(
+        {
+            "model": TINY_MODEL,
+            "data": {"sources": ["none"], "canonical_streams": 1},
+            "objectives": asked | objectives,
+            "training": {"batch": batch, "precision": "float32"},
+        }
+    )
+
+
+@pytest.mark.parametrize("world", [64, 1024])
+def test_the_task_itself_makes_few_calls_whose_bytes_grow_with_the_batch(world: int) -> None:
+    """Of each pair two keys of 8 float32, an id and a mark; counts of 7 losses, int64."""
+    trace = task_collectives(tiny(GROUP * world), world)
+    assert trace.calls == {"all_gather": 2, "all_reduce": 1}
+    assert trace.bytes == {"all_gather": GROUP * world * (2 * 8 * 4 + 8 + 8), "all_reduce": 8 * 7}
+
+
+def test_keys_that_have_gradients_send_them_back() -> None:
+    trace = task_collectives(tiny(GROUP * 8, teacher=None), 8)
+    assert trace.calls["reduce_scatter"] == 2
+    assert trace.bytes["reduce_scatter"] == GROUP * 8 * 2 * 8 * 4
+
+
+def added(said: str) -> dict[str, dict[str, int]]:
+    """Return the calls of each engine, without the task's own: counts, histogram and keys."""
+    found = [json.loads(line) for line in said.splitlines() if line.startswith('{"engine"')]
+    own = {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 0}
+    return {
+        one["engine"]: {kind: one["calls"].get(kind, 0) - n for kind, n in own.items()}
+        for one in found
+    }
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_calls_of_engines_on_two_ranks() -> None:
+    assert added(ranks.run([SCRIPT, ",".join(CALLS)], 2)) == CALLS
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_calls_of_engines_on_a_thousand_pretended_ranks() -> None:
+    """DDP needs results of its calls that the pretended group does not give."""
+    engines = [name for name in CALLS if name != "ddp"]
+    said = ranks.run([SCRIPT, ",".join(engines), "1024"])
+    assert added(said) == {name: CALLS[name] for name in engines}

@@ -1,0 +1,111 @@
+"""The benchmark of ACE-RPE's overhead: what it compares, and its figures."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tests_support import TINY_MODEL
+
+from benchmarks.__main__ import main
+from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, measure_overhead, variants
+from vlp.config import ConfigError, load_config
+from vlp.training.config import PretrainConfig
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    content = {
+        "model": TINY_MODEL,
+        "data": {"sources": [{"path": "shards"}], "vocabulary": "none", "canonical_streams": 2},
+        "objectives": {"itm": {"group": 4}, "contrastive": {"token": {"group": 4}}},
+        "training": {"batch": 4, "precision": "float32"},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def config(path, *overrides):
+    return load_config(str(path), PretrainConfig, overrides)
+
+
+def test_only_the_position_differs(config_file):
+    given = config(config_file, "model.text.weights=hub/bert", "model.image.weights=vit")
+    both = variants(given)
+    with_it, without = (both[name].model_dump() for name in (WITH, WITHOUT))
+    assert with_it["model"]["cross"].pop("position") == ("anchor",)
+    assert without["model"]["cross"].pop("position") == ()
+    assert with_it == without
+    assert with_it["model"]["text"]["weights"] is with_it["model"]["image"]["weights"] is None
+    assert with_it["objectives"]["teacher"]["queue"] == QUEUE
+    assert with_it["objectives"]["mlm"] == given.objectives.mlm.model_dump()
+
+
+def test_other_encodings_stay_on_both_sides(config_file):
+    both = variants(config(config_file, "model.cross.position=[ape, anchor]"))
+    assert both[WITHOUT].model.cross.position == ("ape",)
+
+
+def test_without_ace_rpe_there_is_nothing_to_measure(config_file, capsys):
+    with pytest.raises(ConfigError, match="does not name `anchor`"):
+        variants(config(config_file, "model.cross.position=[uniform]"))
+    assert main(["overhead", "--config", str(config_file), "model.cross.position=[]"]) == 2
+    assert "does not name `anchor`" in capsys.readouterr().err
+
+
+def test_slow_moments_that_hit_both_do_not_move_the_share():
+    generator = np.random.default_rng(0)
+    moment = generator.uniform(1, 5, 40)
+    without = moment * generator.normal(1, 0.01, 40)
+    share, (low, high) = added_share(1.1 * moment, without)
+    assert share == pytest.approx(0.1, abs=0.01)
+    assert low < share < high
+    assert high - low < 0.02
+    assert added_share(without, without) == (0, (0, 0))
+
+
+@pytest.mark.integration
+def test_every_pass_and_part_is_measured(config_file):
+    found = measure_overhead(config(config_file), 4, 3, 5, torch.device("cpu"), profiled_steps=1)
+    for name in (WITH, WITHOUT):
+        parts = {part: values[name] for part, values in found.parts.items()}
+        assert set(parts) == {"forward", "backward", "optimiser", "step"}
+        assert all(value > 0 for value in parts.values())
+    everywhere = {f"pass/{name}" for name in ("clean", "teacher", "itm", "mlm", "mim")}
+    assert everywhere <= {name for name, values in found.passes.items() if WITHOUT in values}
+    assert {"anchor/field", "pass/anchor_threshold"} <= {
+        name for name, values in found.passes.items() if WITHOUT not in values
+    }
+    assert found.peak[WITH] > found.peak[WITHOUT] > 0
+    assert found.memory == found.peak[WITH] / found.peak[WITHOUT] - 1
+    weights = 8 * 4 * sum(p.numel() for p in torch.nn.Linear(16, 64, bias=False).parameters())
+    assert found.peak[WITHOUT] > weights
+
+
+@pytest.mark.integration
+def test_prints_a_table_and_figures(config_file, capsys):
+    assert (
+        main(
+            [
+                "overhead",
+                "--config",
+                str(config_file),
+                "--rows",
+                "4",
+                "--steps",
+                "2",
+                "--words",
+                "5",
+            ]
+        )
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("backward") for line in lines)
+    figures = {line["name"]: line for line in map(json.loads, (x for x in lines if x[:1] == "{"))}
+    low, high = (figures[f"overhead/step_{end}"]["value"] for end in ("low", "high"))
+    assert low <= figures["overhead/step"]["value"] <= high

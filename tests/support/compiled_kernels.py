@@ -1,0 +1,96 @@
+"""Kernels compiled by Triton for GPUs that are not there, and the registers that they take."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlp.positions.anchor_attention import block_sizes
+
+TOKENS = {"text": (30, 257), "image": (257, 30)}
+"""Queries and keys of the base model, by the side that asks."""
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Compiled(NamedTuple):
+    """Registers and spilled bytes of a thread."""
+
+    registers: int
+    spilled: int
+
+
+def compile_kernel(
+    function: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str],
+    arch: int,
+    even: Collection[str] = (),
+) -> Compiled:
+    """Compile a Triton kernel for a GPU.
+
+    Args:
+        function: the kernel.
+        constants: by name, also ones that it has not, and options of the compiler.
+        types: of arguments, such as `*bf16`; others are `i32`.
+        arch: compute capability times 10.
+        even: integers that are multiples of 16, as pointers are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in function.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (name in even and kind == "i32")
+    }
+    used = {name: value for name, value in constants.items() if name in signature}
+    source = ASTSource(function, signature, used, aligned)
+    options = {name: constants[name] for name in OPTIONS if name in constants}
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(found.asm["cubin"])
+        told = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", binary], capture_output=True, text=True, check=True
+        ).stdout
+    return Compiled(*(int(re.findall(rf"{what}:(\d+)", told)[0]) for what in ("REG", "STACK")))
+
+
+def anchor_kernel(
+    kernel: str, asking: str, mode: str = "contextual", width: int = 64, arch: int = 90
+) -> Compiled:
+    """Compile a kernel of ACE-RPE's attention in bf16, with eight groups, for `TOKENS`.
+
+    Args:
+        kernel: `forward`, `backward` or `path`.
+        asking: the side that asks, `text` or `image`.
+        mode: `contextual` or `bias`.
+        width: channels of a head.
+        arch: compute capability times 10.
+    """
+    from vlp.positions import anchor_kernels as anchor_attention_triton
+
+    queries, keys = TOKENS[asking]
+    options: dict[str, Any] = dict(block_sizes(queries, keys, 8, width, kernel == "forward"))
+    one = options["KEYS"] >= keys
+    options |= {"ONE_BLOCK": one, "HAS_REST": not one, "MASKED": asking == "image"}
+    options |= {"GROUPS": 8, "EACH": 8, "MANY": 16, "CHANNELS": width, "WIDE": width}
+    options |= {"CONTEXTUAL": mode == "contextual", "PRECISION": "ieee", "path_key": 1}
+    half = ["query", "key", "value", "path", "query_mean", "key_mean", "out", "rest", "above"]
+    half += ["query_gradient", "key_gradient", "value_gradient", "path_gradient"]
+    full = ["rows", "shares", "query_sum", "terms"]
+    types = dict.fromkeys(half, "*bf16") | dict.fromkeys(full, "*fp32")
+    types |= {"mask": "*u8", "scale": "fp32"}
+    even = ("query_pair", "key_pair", "value_pair", "path_pair", "path_query", "path_group", "room")
+    function = getattr(anchor_attention_triton, f"{kernel}_kernel")
+    return compile_kernel(function, options, types, arch, even)
