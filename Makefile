@@ -4,39 +4,31 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Processes that tests run in, of one thread each: `make test JOBS=8` on a larger machine.
 JOBS ?= 2
+NIGHTLY := nightly or slow or multinode or ray or browser or integration
 SHELL := /bin/bash
 
-.PHONY: demo test test-integration test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check proof lock clean
+.PHONY: demo test test-commands test-nightly test-gpu test-lowest lint types contracts docs resume-check proof lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
 	$(BIN)/python launch/demo.py $(if $(FRESH),--fresh)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=60
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=30
 
-# Whole commands, trainings and what else takes long; a file's tests share what it prepares.
-test-integration: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m integration --durations=60
+# One whole command of each family: data, pretraining, fine-tuning, vision training, evaluation.
+test-commands: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m commands --durations=30
+
+# Hours: what takes long, kills ranks and nodes, needs a Ray cluster or Chromium, 10,000 mutated files, and fifteen minutes
+# of random faults. `TESTS=FOLDER` runs a part of it; VLP_CHAOS (seconds), VLP_CHAOS_SEED and VLP_FUZZ_SEED vary it.
+test-nightly: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(NIGHTLY)' --durations=60 $(TESTS)
 
 # Tests of kernels, which need a GPU; all others run on the CPU wherever they run.
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
-
-test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
-
-test-multinode: $(READY)
-	$(BIN)/python -m pytest -m multinode
-
-# Data tools on a real Ray cluster of two nodes on this machine, one of which is killed.
-test-ray: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
-	$(BIN)/python -m pytest -m ray
-
-# The local page in Chromium, which must be installed; skipped without.
-test-browser: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/evaluation/demo
 
 # The tests with the oldest version of each package that pyproject.toml allows, in an environment of its own.
 test-lowest:
@@ -44,24 +36,6 @@ test-lowest:
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[train,evaluation,test]'
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(JOBS)
-
-# 10,000 mutated files of every kind that is read, in about ten minutes; `make fuzz SEED=7` mutates otherwise.
-fuzz: $(READY)
-	VLP_FUZZ=10000 VLP_FUZZ_SEED=$(or $(SEED),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/data/hostile
-
-# Kills, signals, full disks, failing stores and more for fifteen minutes over training and data tools on two ranks; results stay equal
-# bit for bit. `make chaos SEED=7 SECONDS=60` has other faults, and fewer; `SECONDS=9000 FAULTS=300` ends
-# when 300 have come, 20 of each kind; `make test-integration` runs half a minute.
-chaos: $(READY)
-	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) VLP_CHAOS_FAULTS=$(or $(FAULTS),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/launch/cluster/chaos
-
-# From an encoding in twenty lines to a table of its comparison with seeds, by the commands of its page.
-page-check: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/evaluation/ablations/test_comparison.py
-
-# 300 own images in each of ten forms: shards, training, recall table, page, by the commands of their page.
-forms-check: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/package/test_own_images.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

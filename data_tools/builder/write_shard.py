@@ -14,7 +14,7 @@ from data_tools.builder.reencode import prepare_image
 from data_tools.builder.sample_spec import has_text
 from data_tools.executor.executor import go_on
 from data_tools.sources.image_sources import ImageLocation
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member, append_member, close_tar
@@ -185,7 +185,7 @@ def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, 
     for kind, names in faults.items():
         failures[kind].extend(f"{item.key}/{name}" for name in names)
     content = annotation.to_json()
-    if len(content) > limits().annotation_bytes:
+    if len(content) > MAX_ANNOTATION_BYTES:
         raise BadSample("bad annotation", f"{item.key} ({len(content)} bytes)")
     if not has_text(annotation):
         raise BadSample("no text", item.key)

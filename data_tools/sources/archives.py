@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlp.config import ConfigError
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_UNPACKED_RATIO
 from vlp.lock import FolderLock
 
-TOO_MUCH = (
-    "unpacks to more than limits allow for its size; where it is sound, raise unpacked_ratio of "
-    "VLP_LIMITS"
-)
+TOO_MUCH = f"unpacks to more than {MAX_UNPACKED_RATIO} times its size; unpack it yourself"
 SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
 _PREFIX, _LOCK = ".unpacked-", ".unpacking-"
 _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
@@ -89,7 +86,7 @@ def plain_file(path: Path, folder: Path, name: str) -> Path:
 
 def most_unpacked(archive: Path) -> int:
     """Return how many bytes may come out of a compressed file, at least 64 MiB."""
-    return max(2**26, int(limits().unpacked_ratio * archive.stat().st_size))
+    return max(2**26, MAX_UNPACKED_RATIO * archive.stat().st_size)
 
 
 def _opener(path: Path) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.limits import beyond, limits
+from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
 
@@ -50,7 +50,7 @@ class ImageLocation(NamedTuple):
             with open(self.path, "rb") as file:
                 self._require_small(self.size or 0)
                 file.seek(self.offset)
-                data = file.read(limits().image_bytes + 1 if self.size is None else self.size)
+                data = file.read(MAX_IMAGE_BYTES + 1 if self.size is None else self.size)
                 self._require_small(len(data))
         except BadSample:
             raise
@@ -61,8 +61,8 @@ class ImageLocation(NamedTuple):
         return data
 
     def _require_small(self, size: int) -> None:
-        if size > limits().image_bytes:
-            raise BadSample("image too large", f"{self.path} ({beyond('image_bytes')})")
+        if size > MAX_IMAGE_BYTES:
+            raise BadSample("image too large", f"{self.path} (more than {MAX_IMAGE_BYTES} bytes)")
 
 
 class FoundFile(NamedTuple):
@@ -171,7 +171,7 @@ class Originals:
                     folder, _, name = info.filename.rpartition("/")
                     self._add(name, FoundFile(number, sys.intern(folder), _IN_ZIP, 0))
             return
-        members, problem = read_members(path, "archive_members")
+        members, problem = read_members(path, MAX_ARCHIVE_MEMBERS)
         if problem and not members:
             raise ConfigError(f"{path}: neither a tar nor a zip that can be read ({problem})")
         if problem:
@@ -185,10 +185,8 @@ class Originals:
             infos = _zip(path).infolist()
         except Exception as error:  # of any field of its directory
             raise ConfigError(f"{path}: a damaged zip ({error}); download it again") from error
-        if len(infos) > limits().archive_members:
-            raise ConfigError(
-                f"{path}: {len(infos)} files, more than archive_members of VLP_LIMITS"
-            )
+        if len(infos) > MAX_ARCHIVE_MEMBERS:
+            raise ConfigError(f"{path}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
         return infos
 
     def _add(self, name: str, found: FoundFile) -> None:

@@ -17,7 +17,7 @@ from evaluation.demo.session import TryIt
 from evaluation.downstream.registry import page_actions
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_IMAGE_BYTES
 
 Answer = TypeVar("Answer")
 
@@ -266,7 +266,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
             share=False,
             theme=theme,
             css=STYLE,
-            max_file_size=limits().image_bytes,
+            max_file_size=MAX_IMAGE_BYTES,
             prevent_thread_lock=not block,
             footer_links=[],
         )

@@ -26,7 +26,7 @@ from evaluation.results import NEVER_MATCHED
 from evaluation.retrieval.gallery import Gallery
 from evaluation.samples import CaptionedSample, EvaluationError, said_in_one_line
 from vlp.data.image.decode import decode_image, upright_rgb
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_IMAGE_BYTES, limits
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
@@ -279,6 +279,6 @@ def _at_most(image: Image.Image, least: int) -> Image.Image:
 def _uploaded(file: Path, least: int) -> Image.Image:
     try:
         with file.open("rb") as content:
-            return decode_image(content.read(limits().image_bytes + 1), file.name, least)
+            return decode_image(content.read(MAX_IMAGE_BYTES + 1), file.name, least)
     except (BadSample, OSError) as error:
         raise EvaluationError(f"this image cannot be used: {error}") from error

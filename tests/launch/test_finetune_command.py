@@ -40,7 +40,7 @@ def test_every_shipped_configuration_loads(file):
     assert f"configs/finetune/{file.name}" in header
 
 
-@pytest.mark.integration
+@pytest.mark.commands
 @pytest.mark.distributed
 def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     start = tiny_folder(tmp_path / "start")

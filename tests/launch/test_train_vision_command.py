@@ -69,6 +69,7 @@ def test_every_kind_has_a_small_configuration():
     assert sorted(TINY) == sorted(KINDS)
 
 
+@pytest.mark.commands
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_path):

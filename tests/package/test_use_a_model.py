@@ -45,7 +45,7 @@ def folders(tmp_path, monkeypatch):
     Image.fromarray(levels).save("photo.jpg")
 
 
-@pytest.mark.integration
+@pytest.mark.commands
 def test_the_pages_lines_run(folders, capsys):
     page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -57,7 +57,7 @@ def run(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.integration
+@pytest.mark.commands
 def test_data_training_evaluation_and_report_in_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ def test_the_same_configuration_has_no_differences() -> None:
         ("data.canonical_streams", 4),
         ("data.captions", "all"),
         ("data.sources.0.weight", 2.0),
-        ("data.augment.magnitude", 3),
+        ("data.augment.hflip", False),
         ("training.seed", 1),
     ],
 )

@@ -63,13 +63,11 @@ CropScale = Annotated[tuple[Share, Share], AfterValidator(_are_shares)]
 
 
 class AugmentConfig(Config):
-    """RandAugment(2, 7) over the design's operations, a random crop and a horizontal flip."""
+    """RandAugment(2, 7), a random crop and a horizontal flip."""
 
-    randaugment: bool = Field(True, description="apply RandAugment")
-    operations: int = Field(
-        2, ge=0, description="RandAugment's operations for each image, drawn with replacement"
+    randaugment: bool = Field(
+        True, description="apply RandAugment, without operations that change hue"
     )
-    magnitude: int = Field(7, ge=0, le=10, description="RandAugment's magnitude, of 10")
     crop_scale: CropScale = Field(
         (0.5, 1.0),
         description="least and largest share of the area that a random crop keeps; [1, 1] crops "

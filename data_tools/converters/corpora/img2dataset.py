@@ -20,7 +20,7 @@ from data_tools.executor.executor import Executor
 from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.shards.sample_files import IMAGES, contents
 
 _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
@@ -84,7 +84,7 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
             said = sample.files.get("json")
             if extension is None:
                 continue
-            if said is None or said.size > limits().annotation_bytes:
+            if said is None or said.size > MAX_ANNOTATION_BYTES:
                 without += 1
                 continue
             file.seek(said.offset)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from data_tools.sources.archives import SUFFIXES, plain_file
+from data_tools.sources.archives import SUFFIXES, TOO_MUCH, plain_file
 from data_tools.sources.image_sources import (
     IMAGE_SUFFIXES,
     IN_FOLDER,
@@ -20,7 +20,12 @@ from data_tools.sources.image_sources import (
     Originals,
 )
 from vlp.config import ConfigError
-from vlp.data.limits import beyond, limits
+from vlp.data.limits import (
+    MAX_ANNOTATION_BYTES,
+    MAX_ARCHIVE_MEMBERS,
+    MAX_IMAGE_BYTES,
+    MAX_UNPACKED_RATIO,
+)
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import append_member
 
@@ -113,14 +118,16 @@ class FileTree(Originals):
         """Return a small text.
 
         Raises:
-            BadSample: it cannot be read, is larger than `limits.annotation_bytes`, or not UTF-8.
+            BadSample: it cannot be read, is larger than MAX_ANNOTATION_BYTES, or not UTF-8.
         """
         place = self.find(path)
         assert place is not None
         try:
             data = place.read()
-            if len(data) > limits().annotation_bytes:
-                raise BadSample("bad annotation", f"{path} ({beyond('annotation_bytes')})")
+            if len(data) > MAX_ANNOTATION_BYTES:
+                raise BadSample(
+                    "bad annotation", f"{path} (more than {MAX_ANNOTATION_BYTES} bytes)"
+                )
             return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadSample("bad annotation", f"{path}: not UTF-8") from error
@@ -156,10 +163,10 @@ class FileTree(Originals):
         """Store an image that a table holds itself; returns its name, one for equal bytes.
 
         Raises:
-            BadSample: it is larger than `limits.image_bytes`.
+            BadSample: it is larger than MAX_IMAGE_BYTES.
         """
-        if len(data) > limits().image_bytes:
-            raise BadSample("image too large", f"{name} ({beyond('image_bytes')})")
+        if len(data) > MAX_IMAGE_BYTES:
+            raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]
         if digest in self._digests:
             return self._digests[digest]
@@ -196,8 +203,8 @@ class FileTree(Originals):
         parts = path.split("/")
         if any(part.startswith(".") for part in parts if part != "..") or "__MACOSX" in parts:
             return
-        if len(self._files) >= limits().archive_members:
-            raise ConfigError(f"{path}: too many files, {beyond('archive_members')}")
+        if len(self._files) >= MAX_ARCHIVE_MEMBERS:
+            raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
         self._files.setdefault(path, found)
 
     def _add_folder(self, folder: Path) -> None:
@@ -293,14 +300,14 @@ def _blocks(place: ImageLocation, path: str) -> Iterator[bytes]:
     try:
         with zipfile.ZipFile(place.path) as archive:
             info = archive.getinfo(place.member)
-            most = max(2**26, int(limits().unpacked_ratio * info.compress_size))
+            most = max(2**26, MAX_UNPACKED_RATIO * info.compress_size)
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ConfigError(f"{path}: compressed by method {info.compress_type}")
             with archive.open(info) as file:
                 while block := file.read(_AT_ONCE):
                     most -= len(block)
                     if most < 0:
-                        raise ConfigError(f"{path}: {beyond('unpacked_ratio')} of its size")
+                        raise ConfigError(f"{path}: {TOO_MUCH}")
                     yield block
     except ConfigError:
         raise

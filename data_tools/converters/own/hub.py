@@ -18,7 +18,7 @@ from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, value_image
 from data_tools.sources.annotation_rows import Faults
 from vlp.config import ConfigError
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_IMAGE_BYTES
 from vlp.data.shards.sample_files import BadSample
 
 PREFIX = "hub:"
@@ -128,4 +128,4 @@ def _with_bytes(value: Any) -> Any:
     import fsspec
 
     with fsspec.open(value["path"], "rb") as file:
-        return {**value, "bytes": file.read(limits().image_bytes + 1)}
+        return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}

@@ -1,7 +1,7 @@
 """Mutated files of every kind that the product reads: an error of one sentence, or a skip.
 
-1,000 of them by default; `make fuzz` reads 10,000, and VLP_FUZZ and VLP_FUZZ_SEED say how many and
-which. What fails is told by its number: `VLP_FUZZ_ONLY=4711` reads that one alone.
+VLP_FUZZ and VLP_FUZZ_SEED say how many and which. What fails is told by its
+number: `VLP_FUZZ_ONLY=4711` reads that one alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from guard import Hang, guarded
 from mutations import mutated
 from readers import READERS, Files
 
-COUNT = int(os.environ.get("VLP_FUZZ", "1000"))
+COUNT = int(os.environ.get("VLP_FUZZ", "10000"))
 SEED = int(os.environ.get("VLP_FUZZ_SEED", "30"))
 ONLY = os.environ.get("VLP_FUZZ_ONLY")
 PARTS = 20
@@ -91,6 +91,7 @@ def attempt(number: int, folder: Path) -> str | None:
     return f"{about}: {seconds:.0f} s" if seconds > 20 else None
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part: int, tmp_path: Path) -> None:

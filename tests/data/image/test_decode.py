@@ -191,26 +191,6 @@ def test_formats_that_no_corpus_holds_are_refused(kind: str) -> None:
     assert kind_of(saved(Image.new("RGB", (32, 32)), kind)) == "unreadable image"
 
 
-def test_the_limit_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = photo(size=(20, 16))
-    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
-    assert decode_image(data, "x").size == (20, 16)
-    monkeypatch.setenv("VLP_LIMITS", "{pixels: 319}")
-    with pytest.raises(BadSample, match=r"here \(20 x 16 pixels, .* limits\.pixels 319\)"):
-        decode_image(data, "here")
-
-
-def test_a_webp_has_three_quarters_of_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    cmyk, webp = photo("jpeg", (20, 16), mode="CMYK"), photo("webp", (20, 16))
-    monkeypatch.setenv("VLP_LIMITS", "{pixels: 427}")
-    assert decode_image(webp, "x").size == (20, 16)
-    monkeypatch.setenv("VLP_LIMITS", "{pixels: 426}")
-    with pytest.raises(BadSample, match=r"here \(20 x 16 pixels, .* limits\.pixels 426 x 0\.75\)"):
-        decode_image(webp, "here")
-    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
-    assert decode_image(cmyk, "x").size == (20, 16)
-
-
 @pytest.mark.parametrize("name", bombs())
 @pytest.mark.parametrize("decode", [fully, for_training])
 @pytest.mark.parametrize("warning", ["ignore", "error"])

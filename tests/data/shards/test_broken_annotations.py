@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vlp.data.limits import Limits
+from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import MAX_CAPTION, Annotation, captions_of
 from vlp.data.shards.sample_files import (
     BadSample,
@@ -130,10 +130,10 @@ def test_text_beside_json() -> None:
 
 
 def test_files_of_megabytes_are_not_parsed() -> None:
-    large = b'{"caption": "' + b"a" * Limits().annotation_bytes + b'"}'
+    large = b'{"caption": "' + b"a" * MAX_ANNOTATION_BYTES + b'"}'
     assert f"{len(large)} bytes" in reason(json=large)
     assert "bytes" in reason(txt=large)
-    assert captions_of(read(txt=large[: Limits().annotation_bytes]))
+    assert captions_of(read(txt=large[:MAX_ANNOTATION_BYTES]))
 
 
 def test_of_an_endless_caption_the_start_is_read() -> None:

@@ -13,7 +13,7 @@ import pytest
 from broken_shards import END, FINE, GOOD, JSON, PNG, checked, found, header, member, pax, tar
 
 from vlp.config import ConfigError
-from vlp.data.limits import Limits
+from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.shards.tar import read_members, stored_files
 
@@ -98,7 +98,7 @@ def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
         (
             [
                 (member("a.png", PNG), 0),
-                (header("a.1.png", Limits().image_bytes + 1), Limits().image_bytes + 1),
+                (header("a.1.png", MAX_IMAGE_BYTES + 1), MAX_IMAGE_BYTES + 1),
             ],
             "image too large",
         ),
@@ -106,7 +106,7 @@ def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
         (
             [
                 (member("a.png", PNG), 0),
-                (header("a.txt", Limits().annotation_bytes + 1), Limits().annotation_bytes + 1),
+                (header("a.txt", MAX_ANNOTATION_BYTES + 1), MAX_ANNOTATION_BYTES + 1),
             ],
             "bad annotation",
         ),
@@ -140,17 +140,13 @@ def test_files_of_gigabytes_are_not_read(
     assert peak < 16_000_000
 
 
-def test_members_beyond_the_limit_are_named_by_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(GOOD + FINE + END)
-    monkeypatch.setenv("VLP_LIMITS", "{members: 3, archive_members: 1}")
-    assert read_members(path)[1] == "more than limits.members 3"
-    assert read_members(path, "archive_members")[1] == "more than limits.archive_members 1"
-    monkeypatch.setenv("VLP_LIMITS", "{members: 4}")
-    assert len(read_members(path)[0]) == 4
-    assert read_members(path)[1] is None
+    members, problem = read_members(path, 3)
+    assert (len(members), problem) == (3, "more than 3 files")
+    members, problem = read_members(path, 4)
+    assert (len(members), problem) == (4, None)
 
 
 @pytest.mark.parametrize("name", ["negative", "back to its own header", "beyond the end"])

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlp.data.image.decode import decode_image
-from vlp.data.limits import limits
+from vlp.data.limits import MAX_IMAGE_BYTES
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import redacted
 
@@ -70,7 +70,7 @@ def as_image(given: Any) -> Image.Image:
 def _opened(file: Path) -> Image.Image:
     try:
         with file.open("rb") as content:
-            return decode_image(content.read(limits().image_bytes + 1), str(file))
+            return decode_image(content.read(MAX_IMAGE_BYTES + 1), str(file))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no image file {file}") from None
     except BadSample as error:

@@ -9,15 +9,19 @@ from io import BytesIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from vlp.data.image.header import MOST_EXIF, check_parts, check_size
+from vlp.data.limits import MAX_ASPECT, MAX_IMAGE_BYTES, MAX_SCAN_PIXELS, MAX_SIDE, limits
 from vlp.data.shards.sample_files import BadSample
 
 # Whatever the file is called. Pillow knows many more; some run other programs (EPS), none is met in
 # the corpora.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# Of a larger one Pillow would copy nearly all of it for each of its fields.
+# Of more EXIF, Pillow would copy nearly all of it for each of its fields.
 _EXIF = frozenset(("exif", "Raw profile type exif"))
+_MOST_EXIF = 2**16
+
+# Pillow walks through the parts around the pixels in Python, one by one.
+_MOST_READS_OF_HEADER, _MOST_READS = 2**11, 2**16
 
 _ROWS = 256
 
@@ -92,11 +96,42 @@ def open_image(data: bytes, where: str) -> Image.Image:
         BadSample: the image is beyond `vlp.data.limits`. Bytes that are no image raise whatever the
             decoder does: see `reading`.
     """
-    check_parts(data, where)
-    image = Image.open(BytesIO(data), formats=FORMATS)
-    # Of 60 megapixels a worker has 1.3 GB with a progressive CMYK JPEG, 1.5 GB with a WebP.
-    check_size(*image.size, where, share=0.75 if image.format == "WEBP" else 1.0)
+    if len(data) > MAX_IMAGE_BYTES:
+        raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
+    file = _Metered(data)
+    image = Image.open(file, formats=FORMATS)
+    file.reads_left = _MOST_READS
+    width, height = image.size
+    shown = f"{width} x {height} pixels"
+    if width * height > limits().pixels:
+        raise _too_large(where, f"{shown}, more than limits.pixels {limits().pixels}")
+    if max(width, height) > min(MAX_SIDE, MAX_ASPECT * min(width, height)):
+        raise _too_large(where, f"{shown}, too long a side")
+    # Among coded pixels a byte 255 is followed by zero, so this counts every start of a scan.
+    if image.format == "JPEG" and data.count(b"\xff\xda") * width * height > MAX_SCAN_PIXELS:
+        raise _too_large(where, f"{shown} in too many scans")
     return image
+
+
+class _Metered(BytesIO):
+    """Bytes of an image that end Pillow's reading where it would take minutes or gigabytes."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.reads_left, self._exif_left = _MOST_READS_OF_HEADER, _MOST_EXIF
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.reads_left -= 1
+        if content.startswith(b"Exif\0\0"):
+            self._exif_left -= len(content)
+        if min(self.reads_left, self._exif_left) < 0:
+            raise Image.DecompressionBombError("more parts, or more EXIF, than can be followed")
+        return content
+
+
+def _too_large(where: str, what: str) -> BadSample:
+    return BadSample("image too large", f"{where} ({what})")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -123,7 +158,7 @@ def orientation(image: Image.Image) -> int:
         if image.format == "PNG" and "exif" not in image.info:
             image.load()  # it may stand behind the pixels
         for name in _EXIF.intersection(image.info):
-            image.info[name] = image.info[name][:MOST_EXIF]
+            image.info[name] = image.info[name][:_MOST_EXIF]
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # garbage beside the pixels does not make the image a bad one
         return 1

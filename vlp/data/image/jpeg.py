@@ -5,38 +5,34 @@ from __future__ import annotations
 import numpy as np
 import torch
 from PIL import Image
-from simplejpeg import decode_jpeg, decode_jpeg_header
+from simplejpeg import decode_jpeg
 from torch import Tensor
 
 from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
-from vlp.data.image.header import JPEG, MANY_SCAN_PIXELS, check_size, jpeg_parts
 
 # Those that swap width and height.
 _SIDEWAYS = (5, 6, 7, 8)
 
 
 class JpegImage:
-    """An encoded image, of which the header alone has been read.
+    """An encoded image of any format, of which the header alone has been read.
 
     Args:
         data: the bytes.
         where: names the place in errors.
 
     Raises:
-        BadSample: as `vlp.data.image.decode.decode_image`; the methods too.
+        BadSample: as `decode_image`; the methods too.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
-        size = _plain_size(data, where)
-        if size is not None:
-            self._plain, self.size = True, size
-            return
         with reading(where), open_image(data, where) as image:
             turn = orientation(image)
             # Nothing is left for Pillow to do.
-            plain = image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
-            self._plain = plain and jpeg_parts(data, where).scan_pixels <= MANY_SCAN_PIXELS
+            self._plain = (
+                image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
+            )
             width, height = image.size
         self.size = (height, width) if turn in _SIDEWAYS else (width, height)
         """(width, height) in pixels, upright."""
@@ -72,24 +68,6 @@ class JpegImage:
             except ValueError:
                 pass  # damaged somewhere: what is bad and what can pass is for Pillow to say
         return levels_of(self.image())
-
-
-def _plain_size(data: bytes, where: str) -> tuple[int, int] | None:
-    """Return a plain JPEG's (width, height); None leaves any other image to Pillow."""
-    # A tenth of the time that Pillow takes for it, which also builds tables for its own decoder.
-    if not data.startswith(JPEG):
-        return None
-    parts = jpeg_parts(data, where)
-    # Many are Pillow's from the start, which would have to begin again where the quicker decoder
-    # finds damage at the end.
-    if parts.may_be_turned or parts.scan_pixels > MANY_SCAN_PIXELS:
-        return None
-    try:
-        height, width, colours, _ = decode_jpeg_header(data)
-    except ValueError:
-        return None
-    check_size(width, height, where)
-    return (width, height) if colours in ("YCbCr", "RGB", "Gray") and width and height else None
 
 
 def levels_of(image: Image.Image) -> Tensor:

@@ -1,5 +1,7 @@
 """RandAugment without operations that change hue, because captions name colours.
 
+Those of torchvision and timm stretch channels one by one and clip them, which changes hue.
+
 Images are float32 levels, (3, height, width) in 0..255: what is added up or turned is rounded
 nowhere, and no operation needs another copy in Pillow's layout.
 """
@@ -21,21 +23,16 @@ _SHIFT = 10 / 256
 _FILL = 128.0
 
 
-def randaugment(
-    levels: Tensor, operations: int, magnitude: int, rng: np.random.Generator
-) -> Tensor:
-    """Apply ALBEF's RandAugment: operations picked with replacement, one magnitude, random signs.
+# ALBEF's RandAugment(2, 7): operations for each image, and their magnitude of 10.
+_COUNT, _MAGNITUDE = 2, 7
 
-    Args:
-        levels: (3, height, width) float32, 0..255; it is left as it is.
-        operations: how many are picked out of `OPERATIONS`.
-        magnitude: of 10.
-        rng: where the choices come from.
-    """
-    for _ in range(operations):
+
+def randaugment(levels: Tensor, rng: np.random.Generator) -> Tensor:
+    """Apply operations picked with replacement, of random signs, to (3, height, width) float32."""
+    for _ in range(_COUNT):
         operation = OPERATIONS[int(rng.integers(len(OPERATIONS)))]
         sign = 1 if rng.random() < 0.5 else -1
-        levels = operation(levels, magnitude / 10, sign)
+        levels = operation(levels, _MAGNITUDE / 10, sign)
     return levels
 
 

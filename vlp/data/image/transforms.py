@@ -210,7 +210,7 @@ class TrainTransform:
             levels = levels.flip(2)
         if self.config.randaugment:
             levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
-            levels = randaugment(levels, self.config.operations, self.config.magnitude, rng)
+            levels = randaugment(levels, rng)
             levels = levels.round_().clamp_(0, 255).to(torch.uint8)
         return levels
 

@@ -17,7 +17,6 @@ from vlp.data.image.jpeg import JpegImage
 from vlp.data.image.transforms import TrainTransform, names_a_side
 from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import BadSample, RawSample
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.batch import Batch
@@ -29,7 +28,6 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_patches
 
 NO_ID = -1
-_PATHS_KEPT = 1024
 _BEGUN_AT_ONCE = 16  # whose encoded images are held
 _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
 
@@ -91,7 +89,6 @@ class CaptionedSamples(Dataset[Slot]):
         self.inputs = inputs
         self.seed = seed
         self.every_caption = every_caption
-        self._paths: LRUCache[str] = LRUCache(_PATHS_KEPT)
 
     def __getitem__(self, request: Request) -> Slot:
         """Return the slot of a request; a bad sample gives an empty one that says why."""
@@ -146,7 +143,7 @@ class CaptionedSamples(Dataset[Slot]):
         sample, caption_number = self._sample(element)
         if raw is None:
             raw = self.sources[source].read(shard, sample)
-        where = f"{self._path(source, shard)}, {raw.key}"
+        where = f"{self.sources[source].path(shard)}, {raw.key}"
         name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
 
         def rng(purpose: str) -> np.random.Generator:
@@ -195,12 +192,6 @@ class CaptionedSamples(Dataset[Slot]):
         stored = self.features[source]
         views = stored.views(shard, sample, not names_a_side(caption), where)
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
-
-    def _path(self, source: int, shard: int) -> str:
-        index = self.sources[source]
-        return self._paths.get(
-            (source, shard), lambda: str(index.folder / index.shards[shard].name)
-        )
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
         """Return the sample's number in its shard; the caption's where each pair is an element."""

@@ -121,11 +121,7 @@ class PretrainData(OrderedData):
             [source.weight for source in config.sources],
             self.captioned,
             config.shuffle_window,
-            self.seed,
-            consumed,
-            rank,
-            world_size,
-            None if config.cache is None else config.cache.folder,
+            (self.seed, consumed, rank, world_size),
         )
         return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
 

@@ -1,27 +1,21 @@
-"""An endless stream of what has no index: shards drawn with replacement, each read front to back.
+"""Shards without an index: drawn with replacement, read front to back, in webdataset's pipeline.
 
-What a run sees depends on (seed, rank, ranks, workers) and on where it started; a sample may come
-twice in an epoch, or not at all. It is not exactly resumable: a resumed run starts at fresh shards,
-drawn by (seed, samples consumed). With an index, the training order has none of these limits.
-
-The stages are written here rather than with webdataset's pipeline: a damaged shard or sample is
-counted with its place instead of being passed over, each source has a weight, and remote shards
-come through fsspec with retries.
+A sample may come twice in an epoch, or not at all. A resumed run starts at fresh shards, drawn by
+(seed, samples consumed, rank and worker): it is not exactly resumable.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from types import SimpleNamespace
 
-import numpy as np
+import webdataset
 from braceexpand import braceexpand
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -29,37 +23,31 @@ from vlp.config import ConfigError
 from vlp.data.pretrain.dataset import CaptionedSamples, Slot
 from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.file_section import section
-from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig, Unreachable, given_up, patiently
+from vlp.data.shards.outages import OutageConfig, Unreachable, given_up, patiently
 from vlp.data.shards.remote import RemoteFolder, file_of, is_url
 from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
-from vlp.data.shards.tar import Member, members_in
-from vlp.data.stream.rng import make_rng
+from vlp.data.shards.tar import members_in
 from vlp.data.stream.sampler import Element
 from vlp.io import redacted
 
-# So many different shards in a row without one good sample are not the shards' fault.
+# So many shards in a row without one good sample are not the shards' fault.
 _MOST_BAD_SHARDS = 16
 
-Value = TypeVar("Value")
+Drawn = tuple[Element, RawSample | BadSample]
 
 
 class ListedShards:
-    """Shards by name alone, in the place of a `ShardIndex` whose samples are read elsewhere.
+    """Shards by name: of a folder, a pattern like `cc/{00000..00331}.tar`, or a `.txt` list."""
 
-    Args:
-        path: a folder of *.tar files; one tar, or several as in `cc/{00000..00331}.tar`; or a
-            `.txt` file with one of these in each line. Tars may be URLs.
-        outages: what to do when the store of a URL fails.
-
-    Raises:
-        ConfigError: it names nothing.
-    """
-
-    def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
-        self.folder, self.outages = _Anywhere(), outages
-        self.shards = [_Named(name) for name in _names(path)]
+    def __init__(self, path: str, outages: OutageConfig) -> None:
+        self.outages = outages
+        self.shards = [SimpleNamespace(name=name) for name in _names(path)]
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
+
+    def path(self, shard: int) -> str:
+        """Return what messages call a shard."""
+        return redacted(self.shards[shard].name)
 
     def sha256(self) -> str:
         """Return a hash of the shards' names, wherever they lie."""
@@ -68,19 +56,7 @@ class ListedShards:
 
 
 class ResampledSamples(IterableDataset[Slot]):
-    """One rank's endless slots, shared out among its workers.
-
-    Args:
-        sources: the shards.
-        weights: how often samples of each source come, beside one of weight 1.
-        samples: makes slots of what `sources` hold.
-        buffer: samples of each worker among which the next one is drawn.
-        seed: of the run.
-        consumed: samples before this start of the run.
-        rank: whose slots.
-        world_size: number of ranks.
-        folder: where a shard of a URL lies while it is read; None is the system's temporary one.
-    """
+    """One rank's endless slots, shared out among its workers; `buffer` samples are shuffled."""
 
     def __init__(
         self,
@@ -88,69 +64,35 @@ class ResampledSamples(IterableDataset[Slot]):
         weights: Sequence[float],
         samples: CaptionedSamples,
         buffer: int,
-        seed: int,
-        consumed: int,
-        rank: int,
-        world_size: int,
-        folder: str | None = None,
+        start: tuple[int, int, int, int],  # seed, samples consumed, rank, ranks
     ) -> None:
-        self.sources, self.samples, self.buffer, self.seed = sources, samples, buffer, seed
-        self.consumed, self.rank, self.world_size = consumed, rank, world_size
-        self.folder = folder
-        counts = [weight * len(source.shards) for source, weight in zip(sources, weights)]
-        self._chances = [count / sum(counts) for count in counts]
+        self.sources, self.samples, self.buffer, self.start = sources, samples, buffer, start
+        self._shards = [(n, k) for n, one in enumerate(sources) for k in range(len(one.shards))]
+        self._weights = [weights[source] for source, _ in self._shards]
 
     def __iter__(self) -> Iterator[Slot]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        readers = self.world_size * workers
-        reader = self.rank * workers + number
-        rng = make_rng(self.seed, self.consumed, f"{reader} of {readers}", "resampled")
-        kept: list[tuple[Element, RawSample | BadSample]] = []
-        for new in self._read(rng, reader, readers):
-            if len(kept) < self.buffer:
-                kept.append(new)
-                continue
-            place = int(rng.integers(len(kept)))
-            (element, sample), kept[place] = kept[place], new
-            yield self.samples.slot(self.consumed, element, sample)
+        seed, consumed, rank, ranks = self.start
+        rng = random.Random(f"{seed} {consumed} {rank * workers + number} of {ranks * workers}")
+        visits = range(rank * workers + number, 2**62, ranks * workers)
+        shuffled = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
+        for element, sample in webdataset.DataPipeline(partial(self._read, rng, visits), shuffled):
+            yield self.samples.slot(consumed, element, sample)
 
-    def _read(
-        self, rng: np.random.Generator, reader: int, readers: int
-    ) -> Iterator[tuple[Element, RawSample | BadSample]]:
-        """Yield samples in the order of their shards; `visit` numbers the draws of shards."""
-        coming, visit, bad_shards = self._ask(rng), reader, 0
-        while bad_shards < _MOST_BAD_SHARDS:
-            (source, shard, opened), coming = coming, self._ask(rng)
-            name = self.sources[source].shards[shard].name
-            bad_shards += 1
-            last: object = name
-            for position, sample in enumerate(_samples(name, opened())):
+    def _read(self, rng: random.Random, visits: range) -> Iterator[Drawn]:
+        bad_shards, last = 0, ""
+        for visit in visits:
+            if bad_shards == _MOST_BAD_SHARDS:
+                raise DataError(f"{bad_shards} shards in a row gave nothing, the last one: {last}")
+            source, shard = rng.choices(self._shards, self._weights)[0]
+            bad_shards, last = bad_shards + 1, self.sources[source].path(shard)
+            for position, sample in enumerate(_samples(self.sources[source], shard)):
                 if isinstance(sample, RawSample):
                     bad_shards = 0
-                last = sample
+                else:
+                    last = str(sample)
                 yield Element(source, shard, position, visit), sample
-            visit += readers
-        raise DataError(f"{_MOST_BAD_SHARDS} shards in a row gave nothing, the last one: {last}")
-
-    def _ask(self, rng: np.random.Generator) -> tuple[int, int, Callable[[], int | BadSample]]:
-        """Return a shard, on its way here while another one is read."""
-        source = int(rng.choice(len(self.sources), p=self._chances))
-        shard = int(rng.integers(len(self.sources[source].shards)))
-        name = self.sources[source].shards[shard].name
-        outages = self.sources[source].outages
-        return source, shard, _in_background(lambda: _open(name, self.folder, outages))
-
-
-class _Named(NamedTuple):
-    name: str
-
-
-class _Anywhere:
-    """The folder of shards whose names say all."""
-
-    def __truediv__(self, name: str) -> str:
-        return redacted(name)
 
 
 def _names(path: str) -> list[str]:
@@ -170,78 +112,38 @@ def _names(path: str) -> list[str]:
         RemoteFolder(place)  # complains now when nothing can read it
     for name in names:
         if not (file_of(name)[1] if is_url(name) else name).endswith(".tar"):
-            raise ConfigError(
-                f"{name}: with data.sampler resampled, name tars, as in cc/{{00000..00331}}.tar, a "
-                "folder of them, or a .txt file that lists them"
-            )
+            raise ConfigError(f"{name}: name tars, as in cc/{{00000..00331}}.tar, or their folder")
         if not is_url(name) and not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such shard")
     return names
 
 
-def _open(name: str, folder: str | None, outages: OutageConfig) -> int | BadSample:
-    """Open a shard; of a URL, a fetched copy that lies there as long as it is open.
-
-    Raises:
-        DataError: the store does not give it, and its samples are not to be dropped.
-    """
-    if not is_url(name):
-        try:
-            return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            return BadSample("missing shard", f"{name} ({error.strerror})")
-    place, file = file_of(name)
+def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample]:
+    """Yield the samples of a shard, and a bad one where it is damaged, empty or cannot be had."""
+    name, told = source.shards[shard].name, source.path(shard)
     try:
-        # Without a name from the start: whatever ends this process, nothing of it stays behind.
-        with tempfile.TemporaryFile(dir=folder) as copy:
-            target = f"/proc/self/fd/{copy.fileno()}"
-            fetch = partial(RemoteFolder(place, outages).fetch, file, target)
-            patiently(fetch, outages.seconds, redacted(name))
-            return os.dup(copy.fileno())
+        # A copy without a name: whatever ends this process, nothing of it stays behind.
+        with tempfile.TemporaryFile() if is_url(name) else open(name, "rb") as file:
+            if is_url(name):
+                place, remote = file_of(name)
+                target = f"/proc/self/fd/{file.fileno()}"
+                fetch = partial(RemoteFolder(place, source.outages).fetch, remote, target)
+                patiently(fetch, source.outages.seconds, told)
+            size = os.fstat(file.fileno()).st_size
+            members, problem = members_in(section(file.fileno(), 0, size), size)
+            for sample in grouped(members):
+                try:
+                    yield parse(
+                        sample,
+                        lambda m: os.pread(file.fileno(), m.size, m.offset),
+                        f"{told}, {sample.key}",
+                    )
+                except BadSample as bad:
+                    yield bad
+            if problem or not members:
+                yield BadSample("corrupt shard", f"{told} ({problem or 'it holds nothing'})")
     except (OSError, Unreachable) as error:
-        bad = BadSample("missing shard", f"{name} ({error})")
-        if outages.policy == "skip":
-            return bad
-        raise given_up(bad, outages.policy, isinstance(error, Unreachable)) from error
-
-
-def _in_background(work: Callable[[], Value]) -> Callable[[], Value]:
-    """Start some work; the value that is returned waits for its result.
-
-    The thread ends with the process, which an executor's would hold up until a download is done.
-    """
-    done: Future[Value] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result
-
-
-def _samples(name: str, opened: int | BadSample) -> Iterator[RawSample | BadSample]:
-    """Yield the samples of a shard, and one more that says so where it is damaged or holds none."""
-    if isinstance(opened, BadSample):
-        yield opened
-        return
-    try:
-        size = os.fstat(opened).st_size
-        members, problem = members_in(section(opened, 0, size), size)
-
-        def read(member: Member) -> bytes:
-            return os.pread(opened, member.size, member.offset)
-
-        for sample in grouped(members):
-            try:
-                yield parse(sample, read, f"{name}, {sample.key}")
-            except BadSample as bad:
-                yield bad
-        if problem or not members:
-            yield BadSample("corrupt shard", f"{name} ({problem or 'it holds nothing'})")
-    except OSError as error:
-        yield BadSample("missing shard", f"{name} ({error.strerror})")
-    finally:
-        os.close(opened)
+        bad = BadSample("missing shard", f"{told} ({error})")
+        if is_url(name) and source.outages.policy != "skip":
+            raise given_up(bad, source.outages.policy, isinstance(error, Unreachable)) from error
+        yield bad

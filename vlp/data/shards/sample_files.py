@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from vlp.data.limits import beyond, limits
+from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.tar import Member, read_members
 from vlp.io import redacted
@@ -121,10 +121,9 @@ def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> R
         raise BadSample("missing image", where)
     images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
     for name in images:
-        if (size := sample.files[name].size) > limits().image_bytes:
-            raise BadSample(
-                "image too large", f"{where}.{name}: {size} bytes, {beyond('image_bytes')}"
-            )
+        if (size := sample.files[name].size) > MAX_IMAGE_BYTES:
+            told = f"{where}.{name}: {size} bytes, more than {MAX_IMAGE_BYTES}"
+            raise BadSample("image too large", told)
     _require_small_texts(sample, where)
     wanted = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
     read = _at_once(wanted, read)
@@ -170,10 +169,9 @@ def _repeated(where: str) -> BadSample:
 
 def _require_small_texts(sample: SampleFiles, where: str) -> None:
     for name in _TEXTS:
-        if name in sample.files and (size := sample.files[name].size) > limits().annotation_bytes:
-            raise BadSample(
-                "bad annotation", f"{where}.{name}: {size} bytes, {beyond('annotation_bytes')}"
-            )
+        if name in sample.files and (size := sample.files[name].size) > MAX_ANNOTATION_BYTES:
+            told = f"{where}.{name}: {size} bytes, more than {MAX_ANNOTATION_BYTES}"
+            raise BadSample("bad annotation", told)
 
 
 def _at_once(

@@ -208,6 +208,12 @@ class ShardIndex:
             )
         return rows
 
+    def path(self, shard_number: int) -> str:
+        """Return what messages call a shard."""
+        return self._paths.get(
+            shard_number, lambda: str(self.folder / self.shards[shard_number].name)
+        )
+
     @property
     def is_remote(self) -> bool:
         """Return whether the shards lie behind a URL."""
@@ -221,7 +227,7 @@ class ShardIndex:
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
             raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
-        path = self._paths.get(shard_number, lambda: str(self.folder / entry.name))
+        path = self.path(shard_number)
         try:
             file = self._file(shard_number, entry)
             rows, problem = self._sample_rows(shard_number, entry, file)

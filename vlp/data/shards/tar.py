@@ -10,7 +10,7 @@ from stat import S_ISREG
 from typing import IO, NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.limits import beyond, limits
+from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
 
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -63,15 +63,17 @@ def stored_files(
         ConfigError: it is no tar file, or damaged, or a wanted file is larger than 256 MiB.
     """
     try:
-        most = max(_LEAST_UNPACKED, limits().unpacked_ratio * file.stat().st_size)
+        most = max(_LEAST_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
         with tarfile.open(file) as archive:
             for number, info in enumerate(_headers(archive)):
                 name = PurePosixPath(readable(info.name))
                 read = info.isreg() and wanted(name)
                 if read and info.size > _MAX_HELD:
                     raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
-                if number == limits().members or archive.offset > most:
-                    raise tarfile.ReadError(f"{beyond('members')}, or {beyond('unpacked_ratio')}")
+                if number == MAX_MEMBERS or archive.offset > most:
+                    raise tarfile.ReadError(
+                        f"more than {MAX_MEMBERS} files, or {MAX_UNPACKED_RATIO} times its size"
+                    )
                 if read:
                     content = archive.extractfile(info)
                     assert content is not None  # it is a file
@@ -87,7 +89,7 @@ def close_tar(file: IO[bytes]) -> None:
     file.write(bytes(-file.tell() % tarfile.RECORDSIZE))
 
 
-def read_members(path: Path, limit: str = "members") -> tuple[list[Member], str | None]:
+def read_members(path: Path, most: int = MAX_MEMBERS) -> tuple[list[Member], str | None]:
     """List the regular files of a tar up to its end, or up to where it is damaged.
 
     Links, devices, folders and sparse files (whose bytes do not lie there as they are) are left
@@ -95,7 +97,7 @@ def read_members(path: Path, limit: str = "members") -> tuple[list[Member], str 
 
     Args:
         path: the tar.
-        limit: the key of the limit, beyond which a tar is not read further.
+        most: files, after which a tar is not read further.
 
     Returns:
         The members whose content is wholly there, and what is wrong behind them (None: nothing).
@@ -109,11 +111,11 @@ def read_members(path: Path, limit: str = "members") -> tuple[list[Member], str 
     if status.st_size == 0:
         return [], None
     with open(path, "rb") as file:
-        return members_in(file, status.st_size, limit)
+        return members_in(file, status.st_size, most)
 
 
 def members_in(
-    file: IO[bytes], size: int, limit: str = "members"
+    file: IO[bytes], size: int, most: int = MAX_MEMBERS
 ) -> tuple[list[Member], str | None]:
     """List the members of an open file, or of `size` bytes of it, as `read_members` does.
 
@@ -124,7 +126,6 @@ def members_in(
         OSError: the file cannot be read.
     """
     members: list[Member] = []
-    most = getattr(limits(), limit)
     headers = _HeaderReader(file, size)
     try:
         with tarfile.open(
@@ -135,7 +136,7 @@ def members_in(
         ) as archive:
             for number, info in enumerate(_headers(archive, headers)):
                 if number == most:
-                    return members, beyond(limit)
+                    return members, f"more than {most} files"
                 if not info.isreg() or info.issparse():
                     continue
                 name = readable(info.name)

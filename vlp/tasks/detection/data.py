@@ -19,6 +19,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing
+from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.scenes.graph import SHAPES
 from vlp.data.scenes.render import render
 from vlp.data.scenes.sample import sample_scene
@@ -249,7 +250,7 @@ class _ImageFiles:
         self._place = place
         self._members: dict[str, Member] | None = None
         if place.is_file():
-            members, problem = read_members(place, "archive_members")
+            members, problem = read_members(place, MAX_ARCHIVE_MEMBERS)
             if problem is not None:
                 raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
             self._members = {PurePosixPath(member.name).name: member for member in members}
