@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.step import random_batch
-from data_tools.executor.local import LocalExecutor
+from data_tools.executor import Executor
 from evaluation.commands.plans import meta_task
 from vlp.compilation import gpu_form
 from vlp.data.config import DataConfig, SourceConfig
@@ -318,7 +318,7 @@ def scale(
     with tempfile.TemporaryDirectory(dir=folder) as place:
         make_corpus(Path(place), size, ranks // 2)
         # A process of its own, whose memory is that of a rank alone.
-        alone = LocalExecutor(1, fresh=True)
+        alone = Executor(1, fresh=True)
         [start] = alone.map(partial(start_one, Path(place), size), [ranks // 2])
     figures = [
         Figure("scale/index_open", start.opened, "s"),

@@ -1,46 +1,58 @@
-"""`python -m data_tools COMMAND ...`, also `vlp data COMMAND ...`: each command is a module."""
+"""`python -m data_tools COMMAND ...`, also `vlp data COMMAND ...`: each command is a function."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from vlp.process.command_line import Group, ModuleCommand, run_app
+import typer
 
-# Name -> subpackage and one line of help.
+from vlp.process.command_line import Command, Group, run_app
+
+# Name -> module, function where it has another name, and one line of help.
 COMMANDS = {
-    "albef": ("converters.benchmarks", "ALBEF's JSON lists and images to shards"),
-    "cc12m": ("converters.corpora", "Conceptual 12M to shards"),
-    "cc3m": ("converters.corpora", "Conceptual Captions to shards"),
-    "coco": ("converters.corpora", "COCO captions to shards"),
-    "dedup": ("dedup", "list the images that come more than once"),
-    "easy_vqa": ("converters.benchmarks", "easy-VQA to shards"),
+    "albef": ("converters.albef", "ALBEF's JSON lists and images to shards"),
+    "cc12m": ("converters.web", "Conceptual 12M to shards"),
+    "cc3m": ("converters.web", "Conceptual Captions to shards"),
+    "coco": ("converters.captions", "COCO captions to shards"),
+    "dedup": ("dedup.dedup", "list the images that come more than once"),
+    "easy_vqa": ("converters.questions", "easy-VQA to shards"),
     "features": ("features", "store a frozen image tower's features of shards"),
-    "flickr30k": ("converters.corpora", "Flickr30k to shards"),
-    "flickr8k": ("converters.corpora", "Karpathy-style JSON and images to shards"),
-    "import": ("converters.own", "own images and captions, in any usual form, to shards"),
-    "index": ("inspect", "write index.npz for shards somebody else made"),
-    "nlvr2": ("converters.benchmarks", "NLVR2 to shards"),
-    "nlvr_v1": ("converters.benchmarks", "NLVR v1, with its permutations, to shards"),
-    "overlap": ("dedup", "list the pretraining images that are in evaluation sets"),
-    "peek": ("inspect", "draw samples as a contact sheet"),
-    "refcoco": ("converters.benchmarks", "RefCOCO, RefCOCO+ and RefCOCOg to shards"),
-    "reshard": ("inspect", "deal samples into shards of another size or order"),
-    "sbu": ("converters.corpora", "SBU captions to shards"),
-    "scenes": ("generate", "generate the built-in corpus"),
-    "snli_ve": ("converters.benchmarks", "SNLI-VE to shards"),
-    "stats": ("inspect", "count captions, words, images and sizes"),
-    "verify": ("inspect", "check every tar, image and annotation, index and manifest"),
-    "visual_genome": ("converters.corpora", "Visual Genome's regions to shards"),
-    "vocabulary": ("generate", "train a WordPiece vocabulary on the texts of shards"),
-    "vqa": ("converters.benchmarks", "VQA v2 and Visual Genome's questions to shards"),
+    "flickr30k": ("converters.captions", "Flickr30k to shards"),
+    "flickr8k": ("converters.captions", "Karpathy-style JSON and images to shards"),
+    "import": ("own.import_data", "own images and captions, in any usual form, to shards"),
+    "index": ("verify", "write index.npz for shards somebody else made"),
+    "nlvr2": ("converters.statements", "NLVR2 to shards"),
+    "nlvr_v1": ("converters.statements", "NLVR v1, with its permutations, to shards"),
+    "overlap": ("dedup.overlap", "list the pretraining images that are in evaluation sets"),
+    "peek": ("peek", "draw samples as a contact sheet"),
+    "refcoco": ("converters.refcoco", "RefCOCO, RefCOCO+ and RefCOCOg to shards"),
+    "reshard": ("reshard", "deal samples into shards of another size or order"),
+    "sbu": ("converters.web", "SBU captions to shards"),
+    "scenes": ("scenes", "generate the built-in corpus"),
+    "snli_ve": ("converters.statements", "SNLI-VE to shards"),
+    "stats": ("stats", "count captions, words, images and sizes"),
+    "verify": ("verify", "check every tar, image and annotation, index and manifest"),
+    "visual_genome": ("converters.captions", "Visual Genome's regions to shards"),
+    "vocabulary": ("vocabulary", "train a WordPiece vocabulary on the texts of shards"),
+    "vqa": ("converters.questions", "VQA v2 and Visual Genome's questions to shards"),
 }
-# Commands whose module cannot have their name.
-MODULES = {"import": "import_data"}
+_FUNCTIONS = {"import": "import_data"}
 
 
-class DataCommand(ModuleCommand):
+class LazyCommand(Command):
+    """A command whose function, and so its options, is imported when it is called."""
+
+    def make_context(self, info_name: str | None, args: list[str], **extra: Any) -> Any:
+        """Import the command and let it parse its arguments."""
+        assert self.name is not None
+        return load(self.name).make_context(info_name, args, **extra)
+
+
+class DataCommand(Command):
     """A data tool: wrong input and interruption end with one line."""
 
     def invoke(self, ctx: Any) -> int:
@@ -49,7 +61,7 @@ class DataCommand(ModuleCommand):
         from vlp.data.shards.bad_samples import DataError
 
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx) or 0
         except ConfigError as error:
             print(f"data_tools {self.name}: {error}", file=sys.stderr)
             return 2
@@ -65,15 +77,25 @@ class DataCommand(ModuleCommand):
             return 130
 
 
+def load(name: str) -> DataCommand:
+    """Import a command."""
+    from data_tools.options import command_of
+
+    function = getattr(import_module(f"data_tools.{COMMANDS[name][0]}"), _FUNCTIONS.get(name, name))
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    # Paragraphs of the help stay as they are written: many show commands.
+    help = "\b\n" + (inspect.getdoc(function) or "").replace("\n\n", "\n\n\b\n")
+    app.command(name, cls=DataCommand, help=help)(command_of(function))
+    command = typer.main.get_command(app)
+    assert isinstance(command, DataCommand)
+    return command
+
+
 def data_commands() -> Group:
     """Return all data tools as one group of commands."""
-    commands = [
-        DataCommand(name, f"data_tools.{package}.{MODULES.get(name, name)}", summary)
-        for name, (package, summary) in COMMANDS.items()
-    ]
     return Group(
         name="data",
-        commands=commands,
+        commands=[LazyCommand(name, short_help=about) for name, (_, about) in COMMANDS.items()],
         help="Build, inspect and clean shards.",
         rich_markup_mode=None,
     )

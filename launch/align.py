@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_tools.features.frozen_tower import feature_writer
+from data_tools.feature_writer import feature_writer
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config

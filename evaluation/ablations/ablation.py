@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.generate.scenes import CORPUS_VERSION
+from data_tools.scenes import CORPUS_VERSION
 from evaluation.ablations.config import AblationConfig, CorpusConfig, StageConfig, VariantConfig
 from evaluation.ablations.measures import (
     evaluate_cross_modal,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.generate.scenes import PARTS, SETTINGS_NAME
+from data_tools.scenes import PARTS, SETTINGS_NAME
 
 SOURCE = "the ACE-RPE paper"
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
-from data_tools.executor.executor import go_on
-from data_tools.executor.local import LocalExecutor
+from data_tools.executor import Executor, go_on
 from vlp.config import ConfigError, load_config
 from vlp.io import parse_json, write_json
 from vlp.signals import end_with_parent
@@ -164,7 +163,7 @@ def do_runs(
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
     # They share the cores.
     work = partial(_named, evaluate=evaluate, threads=max(1, (os.cpu_count() or 1) // jobs))
-    results = LocalExecutor(jobs, fresh=True).map(work, todo, ordered=False)
+    results = Executor(jobs, fresh=True).map(work, todo, ordered=False)
     for number, (name, seconds) in enumerate(results, 1):
         say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import io
 from pathlib import Path
 
@@ -8,19 +7,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_tools.generate import scenes
+from data_tools import scenes
+from data_tools.__main__ import load
 from vlp.config import ConfigError
 from vlp.data.scenes.negatives import sample_swap, swap_kinds
 from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 from vlp.data.text.word_boxes import named_words
+from vlp.process.command_line import Command
 
 
 def _run(out: Path, *options: str) -> int:
-    parser = argparse.ArgumentParser()
-    scenes.add_arguments(parser)
-    return scenes.run(parser.parse_args(["--out", str(out), "--samples-per-shard", "8", *options]))
+    command = load("scenes")
+    words = ["--out", str(out), "--samples-per-shard", "8", *options]
+    return Command.invoke(command, command.make_context("scenes", words)) or 0
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

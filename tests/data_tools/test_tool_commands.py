@@ -129,7 +129,7 @@ def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture) -> None:
 
 def test_the_tools_do_not_wait_for_pytorch() -> None:
     probe = (
-        "import sys, data_tools.inspect.verify, data_tools.converters.corpora.coco;"
+        "import sys, data_tools.verify, data_tools.converters.captions;"
         " print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)

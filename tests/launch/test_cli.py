@@ -88,11 +88,11 @@ for name in sys.argv[1:]:
     with contextlib.redirect_stdout(open(os.devnull, "w")), contextlib.suppress(SystemExit):
         main(["data", name, "--help"])
 assert "vlp.config" in sys.modules
-print(*{"PIL", "fsspec", "numpy", "torch"}.intersection(sys.modules))
+print("torch" in sys.modules)
 """
 
 
-def test_help_of_converters_loads_nothing_that_handles_images():
+def test_help_of_converters_does_not_wait_for_pytorch():
     loaded = subprocess.run(
         [sys.executable, "-c", HELP, *CONVERTERS],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -100,7 +100,7 @@ def test_help_of_converters_loads_nothing_that_handles_images():
         text=True,
         check=True,
     )
-    assert loaded.stdout.split() == []
+    assert loaded.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

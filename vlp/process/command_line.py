@@ -5,9 +5,7 @@ Every command imports what it needs when it runs, so help and errors are answere
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import importlib
 import sys
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -148,37 +146,6 @@ def _each(value: Any) -> Sequence[Any]:
 
 def _repeats(param: Any) -> bool:
     return bool(getattr(param, "multiple", False))
-
-
-class ModuleCommand(TyperCommand):
-    """A command whose module has `add_arguments(parser)` and `run(options)`.
-
-    The module is imported when the command runs; its docstring is the help.
-    """
-
-    def __init__(self, name: str, module: str, summary: str) -> None:
-        """Declare a command without importing its module."""
-        super().__init__(name, short_help=summary, add_help_option=False)
-        self.module = module
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave the arguments to the module's own parser."""
-        ctx.args = args
-        return args
-
-    def invoke(self, ctx: Any) -> int:
-        """Import the module, parse and run; returns the exit code."""
-        module = importlib.import_module(self.module)
-        parser = argparse.ArgumentParser(
-            prog=ctx.command_path,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(parser)
-        values = vars(parser.parse_args(ctx.args))
-        named = {action.dest for action in parser._actions if _names_place(action.metavar)}
-        _require_paths(values, named)
-        return module.run(argparse.Namespace(**values)) or 0
 
 
 class Group(TyperGroup):

@@ -15,8 +15,8 @@ import torch
 from test_work_sharding import launch
 
 from data_tools.__main__ import main
-from data_tools.features.frozen_tower import _name as named
-from data_tools.features.write_features import FeatureWriter
+from data_tools.feature_writer import FeatureWriter
+from data_tools.feature_writer import _name as named
 from vlp.data.config import AugmentConfig
 from vlp.data.features.header import HEADER_NAME, FeatureHeader
 from vlp.data.features.store import BAD, FLIPPED, PLAIN
@@ -253,7 +253,7 @@ def test_a_header_names_a_store_without_its_secret():
 def test_wrong_options_are_one_line(make_shards, configuration, tmp_path, capsys):
     options = ["features", "--config", str(configuration(make_shards())), "--out", str(tmp_path)]
     for change, said in (
-        (["--views", "0"], "--views 0: at least 1 is needed"),
+        (["--views", "0"], "--views is 0, at least 1"),
         (["data.sampler=resampled", "data.epoch_samples=8"], "must be indexed"),
         (["data.sources=[{path: nowhere}]"], "nowhere: there is no such folder of shards"),
         (["model.image.weights=nowhere"], "nowhere"),

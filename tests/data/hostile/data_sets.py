@@ -14,8 +14,7 @@ from broken_images import photo
 from broken_shards import END, member
 
 from data_tools.__main__ import main as data_tools
-from data_tools.sources.archives import unpacked
-from data_tools.sources.image_sources import Originals
+from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
 from vlp.data.labelled_images import open_labelled
 from vlp.data.shards.sample_files import BadSample
@@ -163,9 +162,8 @@ def make_annotations(folder: Path) -> None:
 
 
 def read_annotations(folder: Path, before: Files, target: str) -> None:
-    from data_tools.converters.benchmarks.refs_pickle import read_refs
-    from data_tools.sources.annotation_rows import json_lines, json_list
-    from data_tools.sources.json_stream import streamed_list
+    from data_tools.converters.refcoco import read_refs
+    from data_tools.rows import json_lines, json_list, streamed_list
 
     if target == "answers.json":
         read_answers(folder / target)

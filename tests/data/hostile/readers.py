@@ -17,8 +17,8 @@ from tests_support import CAPTIONS, TINY_MODEL, tiny_text
 from training_toy import PlainEngine, ToyTask, toy_config
 
 import vlp
-from data_tools.builder.journal import Journal
-from data_tools.inspect.index_check import against_index, against_manifest, read_manifest
+from data_tools.builder.plan import Journal
+from data_tools.verify import against_index, against_manifest, read_manifest
 from evaluation.html_report.sources import read_sources
 from evaluation.results import read_lines
 from evaluation.samples import EvaluationError
@@ -171,11 +171,11 @@ def make_manifest(folder: Path) -> None:
         assert journal.records == {}
     record = {"number": 0, "wanted": 1, "inputs": "x", "samples": 0}
     with (folder / "built" / "build.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n" + json.dumps({"withdrawn": 0}) + "\n")
+        file.write(json.dumps(record) + "\n")
 
 
 def read_manifests(folder: Path, before: Files, target: str) -> None:
-    from data_tools.builder.take_down import TakeDown
+    from data_tools.builder.samples import TakeDown
 
     names = np.array([f"{number}.tar".encode() for number in range(3)])
     digests = RemoteFolder(f"file://{folder}").digests(names)

@@ -13,9 +13,8 @@ from broken_images import photo
 from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
 
-from data_tools.builder.journal import Journal
-from data_tools.sources.archives import unpacked
-from data_tools.sources.image_sources import Originals
+from data_tools.builder.plan import Journal
+from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
 from vlp.data.shards.cache import CachedFile, ShardCache
 from vlp.data.shards.remote import RemoteFolder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from data_tools.executor.local import LocalExecutor
+from data_tools.executor import Executor
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.index import ShardTable
@@ -258,7 +258,7 @@ def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
     assert index_folder(folder) == ["zero.tar: empty"]
     written = files(folder)
     (folder / "index.npz").unlink()
-    assert index_folder(folder, LocalExecutor(2).map) == ["zero.tar: empty"]
+    assert index_folder(folder, Executor(2).map) == ["zero.tar: empty"]
     assert files(folder) == written
 
 

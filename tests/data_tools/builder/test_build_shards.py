@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,21 @@ import pytest
 from raw_images import files_of, raw_image
 
 from data_tools.builder import write_shard as shard_job
-from data_tools.builder.build_shards import (
+from data_tools.builder.build import (
     BuildOptions,
     Refused,
     SampleSpec,
     build_shards,
     print_manifest,
 )
-from data_tools.builder.journal import Journal
-from data_tools.builder.take_down import Line, TakeDown, write_list
-from data_tools.executor.local import LocalExecutor
-from data_tools.sources.image_sources import Originals
+from data_tools.builder.plan import Journal
+from data_tools.builder.samples import Line, TakeDown, write_list
+from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
 from vlp.data.shards.shard_index import ShardIndex
 
-FOUR = BuildOptions(samples_per_shard=4, executor=LocalExecutor(1))
+FOUR = BuildOptions(samples_per_shard=4, processes=1)
 
 
 def wanted(number: int, **more: Any) -> SampleSpec:
@@ -83,7 +83,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
         wanted(13)._replace(key="caf\udce9"),
         wanted(14, caption=" "),
     ]
-    manifest = build(places, out, FOUR._replace(licence="of toys"), samples)
+    manifest = build(places, out, replace(FOUR, licence="of toys"), samples)
     # Four of a shard are there; the fifth of the first one is missing.
     assert keys_of(out) == [
         ["k000", "k001", "k002", "k004"],
@@ -116,7 +116,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
 
 def test_the_number_of_processes_does_not_change_a_byte(places: Path, tmp_path: Path) -> None:
     for processes in (1, 2, 3):
-        build(places, tmp_path / str(processes), FOUR._replace(executor=LocalExecutor(processes)))
+        build(places, tmp_path / str(processes), replace(FOUR, processes=processes))
     assert files_of(tmp_path / "2") == files_of(tmp_path / "1")
     assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
 
@@ -166,10 +166,10 @@ def test_a_killed_worker_ends_the_build(
             os.kill(os.getpid(), signal.SIGKILL)
         return prepare(data, where, *rest)
 
-    options = FOUR._replace(executor=LocalExecutor(2))
+    options = replace(FOUR, processes=2)
     with monkeypatch.context() as patch:
         patch.setattr(shard_job, "prepare_image", killed)
-        with pytest.raises(ConfigError, match="a worker process was killed"):
+        with pytest.raises(ConfigError, match="a process died at"):
             build(places, tmp_path / "out", options)
     assert not list((tmp_path / "out").glob("*.tmp"))
     build(places, tmp_path / "out", options)
@@ -214,7 +214,7 @@ def test_take_down_changes_only_the_shards_that_held_a_sample(
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     for path in places.iterdir():  # the originals are gone; what is stored is enough
         path.rename(tmp_path / path.name)
-    manifest = build(places, out, FOUR._replace(take_down=said), samples)
+    manifest = build(places, out, replace(FOUR, take_down=said), samples)
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert {name for name in before if before[name] != after[name]} == {
         "shard-000001.tar",
@@ -226,7 +226,7 @@ def test_take_down_changes_only_the_shards_that_held_a_sample(
     assert "name no sample here: 1 (first: nobody)" in capsys.readouterr().out
     for path in tmp_path.glob("*.jpg"):
         path.rename(places / path.name)
-    build(places, fresh, FOUR._replace(take_down=said), samples)
+    build(places, fresh, replace(FOUR, take_down=said), samples)
     assert files_of(out) == files_of(fresh)
     # Taken off the list, they come back from the originals.
     build(places, tmp_path / "all", samples=samples)
@@ -248,11 +248,11 @@ def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: P
     said = tmp_path / "take_down.txt"
     said.write_text("k000\nk001\nk002\nk004\n")
     build(places, tmp_path / "out")
-    build(places, tmp_path / "out", FOUR._replace(take_down=said))
+    build(places, tmp_path / "out", replace(FOUR, take_down=said))
     names = [entry.name for entry in ShardIndex.open(tmp_path / "out").shards]
     assert names[0] == "shard-000001.tar"
     said.write_text("".join(f"k{number:03d}\n" for number in range(20)))
-    manifest = build(places, tmp_path / "out", FOUR._replace(take_down=said))
+    manifest = build(places, tmp_path / "out", replace(FOUR, take_down=said))
     assert (manifest["samples"], manifest["shards"]) == (0, [])
     assert not (tmp_path / "out" / "index.npz").exists()
     assert not list((tmp_path / "out").glob("*.tar"))
@@ -264,7 +264,7 @@ def test_failed_images_are_tried_again_only_when_asked(places: Path, tmp_path: P
     for number in (3, 6):
         (places / f"{number}.jpg").write_bytes(raw_image(number))
     assert build(places, out) == first
-    again = build(places, out, FOUR._replace(retry=True))
+    again = build(places, out, replace(FOUR, retry=True))
     assert failures_of(again) == {"missing image": ["k009"]}
     assert keys_of(out)[0] == ["k000", "k001", "k002", "k003", "k004"]
     assert build(places, out) == again
@@ -279,13 +279,13 @@ def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path:
     assert [len(keys) for keys in keys_of(out)] == [4, 1]
     for number in range(3, 17):
         (places / f"{number}.jpg").write_bytes(raw_image(number))
-    again = build(places, out, FOUR._replace(retry=True))
+    again = build(places, out, replace(FOUR, retry=True))
     # The one that was missing among others joins them.
     assert [len(keys) for keys in keys_of(out)] == [5, 4, 4, 4]
     assert failures_of(again) == {"missing image": ["k017", "k018", "k019"]}
     whole = files_of(out)
     for retry in (False, True, False):
-        assert build(places, out, FOUR._replace(retry=retry)) == again
+        assert build(places, out, replace(FOUR, retry=retry)) == again
         assert files_of(out) == whole
 
 
@@ -293,7 +293,7 @@ def test_what_arrives_later_before_what_is_there(places: Path, tmp_path: Path) -
     """In the last piece too many are there now, and the list has become longer."""
     for number in range(20):
         (places / f"{number}.jpg").unlink(missing_ok=True)
-    out, retry = tmp_path / "out", FOUR._replace(retry=True)
+    out, retry = tmp_path / "out", replace(FOUR, retry=True)
     for number in (9, 10):
         (places / f"{number}.jpg").write_bytes(raw_image(number))
     build(places, out, samples=map(wanted, range(15)))
@@ -342,7 +342,7 @@ def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_tools.builder.build_shards.make_manifest", ends)
+        patch.setattr("data_tools.builder.build.make_manifest", ends)
         with pytest.raises(KeyboardInterrupt):
             build(places, out, samples=corrected(80))
     assert not (out / "index.npz").exists()
@@ -362,7 +362,7 @@ def test_a_shorter_list_is_refused_and_nothing_is_touched(
     shorter = [wanted(0, caption="said better"), *map(wanted, range(1, 20))][:length]
     for retry in (False, True):
         with pytest.raises(ConfigError, match=r"shard-00000\d.tar: .*this (list|one) .*--replace"):
-            build(places, out, FOUR._replace(retry=retry), shorter)
+            build(places, out, replace(FOUR, retry=retry), shorter)
         assert files_of(out) == whole
 
 
@@ -385,7 +385,7 @@ def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
     old = files_of(out)
     (out / "notes.txt").write_text("kept")
     (out / "samples-of-mine.npy").write_text("kept")
-    options = FOUR._replace(replace=True, max_side=20)
+    options = replace(FOUR, replace=True, max_side=20)
 
     def interrupted() -> Iterator[SampleSpec]:
         yield from shorter[:6]
@@ -399,7 +399,7 @@ def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
         assert (out / "shard-000000.tar").exists()
     # Another command has its own place for what it finds.
     with pytest.raises(KeyboardInterrupt):
-        build(places, out, options._replace(max_side=10), interrupted())
+        build(places, out, replace(options, max_side=10), interrupted())
     assert files_of(out / ".replaced-000") == aside
     assert (out / ".replaced-001" / "shard-000000.tar").exists()
     build(places, out, options, shorter)
@@ -410,7 +410,7 @@ def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
     for path in places.iterdir():
         path.unlink()
     new = files_of(tmp_path / "new")
-    assert build(places, out, options._replace(quality=50), shorter)["samples"] == 0
+    assert build(places, out, replace(options, quality=50), shorter)["samples"] == 0
     aside = files_of(out / ".replaced-000")
     assert {name: data for name, data in aside.items() if name in new} == new
 
@@ -430,7 +430,7 @@ def test_killed_while_a_shard_is_replaced(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """Whether the new file, a longer one, was in place already, its sha256 tells."""
-    out, retry = tmp_path / "out", FOUR._replace(retry=True)
+    out, retry = tmp_path / "out", replace(FOUR, retry=True)
     build(places, out)
     shutil.copytree(out, tmp_path / "whole")
     before = files_of(out)
@@ -446,7 +446,7 @@ def test_killed_while_a_shard_is_replaced(
 
     with monkeypatch.context() as patch:
         if ends == "in place":
-            patch.setattr("data_tools.builder.build_shards.sync_path", killed)
+            patch.setattr("data_tools.builder.build.sync_path", killed)
         else:
             patch.setattr(Journal, "add", killed)
         for _ in range(2 if ends == "announced twice" else 1):
@@ -484,7 +484,7 @@ def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         build(places, out, samples=interrupted())
     with pytest.raises(ConfigError, match="was begun with"):
-        build(places, out, FOUR._replace(quality=50))
+        build(places, out, replace(FOUR, quality=50))
     build(places, out)
     assert files_of(out) == whole
 
@@ -495,7 +495,6 @@ def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path:
         ("no JSON", "line 2 is not of a build"),
         ("[]", "line 2 is not of a build"),
         ('{"number":"a"}', "line 2 is not of a build"),
-        ('{"withdrawn":9}', "line 2 is not of a build"),
     ],
 )
 def test_a_damaged_journal(places: Path, tmp_path: Path, line: str, message: str) -> None:
@@ -511,7 +510,7 @@ def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_p
     out = tmp_path / "out"
     build(places, out)
     with pytest.raises(ConfigError, match="was begun with max_side None, this command says 8"):
-        build(places, out, FOUR._replace(max_side=8))
+        build(places, out, replace(FOUR, max_side=8))
     with pytest.raises(ConfigError, match="was begun with data_set Toy, this command says Other: "):
         build_shards([wanted(0)], Originals([places]), out, FOUR, title="Other")
     named = partial(build_shards, [wanted(0)], Originals([places]), tmp_path / "words", FOUR)
@@ -578,13 +577,13 @@ def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path)
     assert kept == inside
     said = tmp_path / "said.txt"
     said.write_text("k002")
-    manifest = build(places, out, FOUR._replace(take_down=said), samples)
+    manifest = build(places, out, replace(FOUR, take_down=said), samples)
     assert failures_of(manifest) == failed | {"taken down": ["k002"]}
 
 
 def test_images_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> None:
     (tmp_path / "1.jpg").write_bytes(raw_image(1, (200, 100)))
     boxed = wanted(1, boxes=[[20, 10, 100, 50]])
-    build(tmp_path, tmp_path / "out", FOUR._replace(max_side=50), [boxed])
+    build(tmp_path, tmp_path / "out", replace(FOUR, max_side=50), [boxed])
     sample = ShardIndex.open(tmp_path / "out").read(0, 0)
     assert sample.annotation.boxes == [[5, 2.5, 25, 12.5]]

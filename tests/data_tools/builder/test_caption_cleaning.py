@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools.builder.caption_cleaning import (
+from data_tools.builder.samples import (
     EMPTY,
     LINK,
     LONG,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from raw_images import raw_image
 
-from data_tools.builder.fit_boxes import CUT, OUTSIDE, fit_boxes
-from data_tools.builder.reencode import Prepared, prepare_image
+from data_tools.builder.write_shard import CUT, OUTSIDE, Prepared, fit_boxes, prepare_image
 from vlp.data.schema import Annotation, Expression, Word
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from raw_images import raw_image
 
-from data_tools.builder.reencode import Prepared, prepare_image
+from data_tools.builder.write_shard import Prepared, prepare_image
 from vlp.data.image.decode import decode_image
 from vlp.data.limits import Limits
 from vlp.data.shards.sample_files import BadSample

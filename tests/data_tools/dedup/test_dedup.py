@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
-from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -14,17 +12,11 @@ from made_shards import encoded, images_of, jpeg, listed, photo, run, write, wri
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.builder.take_down import TakeDown
-from data_tools.dedup import duplicate_images as duplicates
-from data_tools.dedup import near_duplicates
-from data_tools.dedup import perceptual_hash as image_hash
-from data_tools.dedup.duplicate_images import ALONE, Drops, duplicate_images
-from data_tools.dedup.image_columns import image_columns
-from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
-from data_tools.executor.executor import Executor
-from data_tools.executor.local import LocalExecutor
-from data_tools.sources.image_sources import Originals
-from vlp.config import ConfigError
+from data_tools.builder.samples import TakeDown
+from data_tools.dedup import hashes as image_hash
+from data_tools.dedup.hashes import RECORD, differing_bits, fine_distance
+from data_tools.dedup.near import duplicate_images
+from data_tools.originals import Originals
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 
@@ -189,34 +181,6 @@ def test_wrong_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) 
         assert "file/x" in capsys.readouterr().err
 
 
-def drops_of(
-    images: np.ndarray, distance: int | None, executor: Executor = ALONE, folder: Path | None = None
-) -> Drops:
-    """Find duplicates among records of shards of 7 images."""
-    shards = [images[start : start + 7] for start in range(0, len(images), 7)]
-    with image_columns(shards, folder) as columns:
-        return duplicate_images(columns, distance, executor)
-
-
-def test_a_full_disk_is_named_and_a_reading_error_is_not_called_one(tmp_path: Path) -> None:
-    def shards() -> Iterator[np.ndarray]:
-        raise OSError(5, "Input/output error", "shard-000000.npy")
-        yield
-
-    with pytest.raises(OSError, match=r"Input/output error"), image_columns(shards()):
-        pass
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))
-    try:
-        many = [np.zeros(1 << 12, RECORD)] * 8
-        refused = pytest.raises(ConfigError, match=r"columns-.*: cannot be written \(.*written\)")
-        with refused, image_columns(many, tmp_path / "hashes"):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "hashes").iterdir())
-
-
 def by_hand(images: np.ndarray, distance: int) -> set[int]:
     """One by one: dropped if it is near an earlier one that is kept."""
     kept: list[int] = []
@@ -230,9 +194,7 @@ def by_hand(images: np.ndarray, distance: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_earlier_one_is_kept(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_earlier_one_is_kept(seed: int) -> None:
     """In chains too: one that looks like a dropped image alone stays."""
     rng = np.random.default_rng(seed)
     images = np.zeros(300, RECORD)
@@ -250,16 +212,10 @@ def test_the_earlier_one_is_kept(
             images["fine"][place] = images["fine"][earlier]
             for bit in rng.integers(0, 64, 4):
                 images["coarse"][place] ^= np.uint64(1) << np.uint64(bit)
-    drops = drops_of(images, 6)
+    drops = duplicate_images(images, 6)
     assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
-    monkeypatch.setattr(duplicates, "_WORTH_TASKS", 1)
-    monkeypatch.setattr(near_duplicates, "_MOST_AT_ONCE", 40)  # 8 parts
-    monkeypatch.setattr(near_duplicates, "_LOOKED_AT_AT_ONCE", 100)
-    shared_out = drops_of(images, 6, LocalExecutor(2), tmp_path)
-    np.testing.assert_array_equal(shared_out, drops)
-    assert not list(tmp_path.iterdir())
 
 
 def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
@@ -267,7 +223,7 @@ def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
     images = np.zeros(20_000, RECORD)
     images["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
     images["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
-    assert len(drops_of(images, 6).dropped) == 19_999
+    assert len(duplicate_images(images, 6).dropped) == 19_999
 
 
 def test_no_images_and_no_duplicates() -> None:
@@ -275,4 +231,4 @@ def test_no_images_and_no_duplicates() -> None:
     images["bytes"] = 1, 2, 3
     images["state"] = image_hash.UNREADABLE
     for some in (images[:0], images):
-        assert [len(each) for each in drops_of(some, 6)] == [0, 0]
+        assert [len(each) for each in duplicate_images(some, 6)] == [0, 0]

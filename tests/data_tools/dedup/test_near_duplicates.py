@@ -8,18 +8,10 @@ from hypothesis import strategies as st
 from made_shards import encoded, jpeg, photo
 from PIL import Image
 
-from data_tools.dedup import near_duplicates
-from data_tools.dedup.near_duplicates import (
-    NearIndex,
-    best_k,
-    block_masks,
-    least_cost,
-    near_pairs,
-    pairs_of_sorting,
-    sortings,
-)
-from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_image
-from data_tools.scan.repeated_ids import RepeatedIds, number_of, numbers_of
+from data_tools.dedup import near
+from data_tools.dedup.hashes import differing_bits, fine_distance, hash_image
+from data_tools.dedup.near import band_masks, best_k, near_pairs
+from data_tools.shards import number_of, numbers_of, repeated
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -34,9 +26,9 @@ def hashes(seed: int, count: int) -> np.ndarray:
     return made
 
 
-def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tuple[int, int, int]]:
+def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tuple[int, int]]:
     return {
-        (i, j, (int(a) ^ int(b)).bit_count())
+        (i, j)
         for i, a in enumerate(first)
         for j, b in enumerate(second)
         if (int(a) ^ int(b)).bit_count() <= distance
@@ -44,45 +36,34 @@ def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tu
 
 
 @settings(max_examples=30)
-@given(
-    st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8), st.sampled_from([7, 20, 2**24])
-)
+@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8), st.sampled_from([7, 2**18]))
 def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, most: int) -> None:
     made = hashes(seed, count)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(near_duplicates, "_MOST_AT_ONCE", most)
-        patch.setattr(near_duplicates, "_COMPARED_AT_ONCE", most // 2)
-        patch.setattr(near_duplicates, "_LOOKED_AT_AT_ONCE", most // 2)
-        parts = {task.part.parts for task in sortings(distance, count, 1)}
-        assert all(part * most >= count for part in parts)
-        found = [each for pairs in near_pairs(made, distance) for each in zip(*pairs)]
-    expected = {(i, j, d) for i, j, d in near_by_hand(made, made, distance) if i < j}
-    assert set(found) == expected
-    assert len(found) == len(expected)
     others = hashes(seed + 1, count // 3)
     others[: count // 6] = made[: count // 6]
-    pairs = list(zip(*NearIndex(made, distance).near(others)))
-    assert set(pairs) == near_by_hand(others, made, distance)
-    assert len(pairs) == len(set(pairs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near, "_COMPARED_AT_ONCE", most)
+        for asked, expected in (
+            (None, {(i, j) for i, j in near_by_hand(made, made, distance) if i < j}),
+            (others, near_by_hand(others, made, distance)),
+        ):
+            found = [pair for pairs in near_pairs(made, distance, asked) for pair in zip(*pairs)]
+            assert set(found) == expected
+            assert len(found) == len(expected)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("count", [30, 300])
-def test_any_number_of_blocks_finds_the_same(k: int, count: int) -> None:
-    made = hashes(k, count)
-    found = [
-        each
-        for task in sortings(6, count, k)
-        for pairs in pairs_of_sorting(made, 6, task)
-        for each in zip(*pairs)
-    ]
+def test_any_number_of_bands_finds_the_same(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = hashes(k, 300)
+    monkeypatch.setattr(near, "best_k", lambda distance, count: k)
+    found = [pair for pairs in near_pairs(made, 6) for pair in zip(*pairs)]
     assert sorted(found) == sorted(p for p in near_by_hand(made, made, 6) if p[0] < p[1])
 
 
 @pytest.mark.parametrize("count", [10, 10**5, 10**9])
 @pytest.mark.parametrize("distance", [0, 3, 6, 16])
-def test_near_hashes_always_agree_in_some_blocks(count: int, distance: int) -> None:
-    masks = block_masks(distance, least_cost(distance, count)[1])
+def test_near_hashes_always_agree_in_some_bands(count: int, distance: int) -> None:
+    masks = band_masks(distance, best_k(distance, count))
     rng = np.random.default_rng(0)
     for _ in range(200):
         bits = rng.choice(64, distance, replace=False)
@@ -98,24 +79,10 @@ def test_pairs_grow_slower_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> No
         compared += len(first)
         return differing_bits(first, second)
 
-    monkeypatch.setattr("data_tools.dedup.near_duplicates.differing_bits", counted)
+    monkeypatch.setattr(near, "differing_bits", counted)
     rng = np.random.default_rng(0)
     list(near_pairs(rng.integers(0, 2**64, 30_000, dtype=np.uint64), 6))
     assert compared < 30_000**2 / 2 / 50
-
-
-def test_hashes_that_often_agree_are_cut_into_more_blocks() -> None:
-    """Bits of images depend on each other; how much is seen in a sample."""
-    random, other = np.random.default_rng(0).integers(0, 2**64, (2, 20_000), dtype=np.uint64)
-    for count in (20_000, 200_000, 10**9):
-        assert best_k(random, 6, count) == least_cost(6, count)[1]
-    mostly_zero = random & other
-    assert best_k(mostly_zero, 6, 200_000) > best_k(random, 6, 200_000)
-
-
-def test_few_hashes_have_a_number_of_blocks() -> None:
-    for count in (0, 1, 2, 63):
-        assert best_k(np.zeros(count, np.uint64), 6) >= 1
 
 
 def test_bits_are_counted() -> None:
@@ -168,16 +135,9 @@ def test_images_without_a_hash() -> None:
             hash_image(bad, "here")
 
 
-@settings(max_examples=20)
-@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 30))
-def test_repeats_in_memory_and_on_disk(values: list[int], limit: int) -> None:
-    names = [f"name {value}" for value in values]
-    repeats = RepeatedIds(limit)
-    for start in range(0, len(names), 7):
-        repeats.add(numbers_of(names[start : start + 7]))
-    found = repeats.result()
-    assert found.distinct == len(set(names))
-    assert sorted(found.values.tolist()) == sorted(
-        {number_of(name) for name in names if names.count(name) > 1}
-    )
-    assert repeats.result().distinct == 0
+def test_repeats_are_counted() -> None:
+    names = ["a", "b", "a", "c", "b", "a"]
+    found = repeated([numbers_of(names[:2]), numbers_of(names[2:])])
+    assert found.distinct == 3
+    assert sorted(found.values.tolist()) == sorted([number_of("a"), number_of("b")])
+    assert repeated([]).distinct == 0

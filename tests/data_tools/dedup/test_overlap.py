@@ -7,7 +7,7 @@ import pytest
 from made_shards import encoded, images_of, jpeg, listed, photo, run, write
 from PIL import Image
 
-from data_tools.dedup import perceptual_hash as image_hash
+from data_tools.dedup import hashes as image_hash
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 

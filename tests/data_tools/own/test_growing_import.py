@@ -10,7 +10,7 @@ from made_shards import encoded, photo
 from own_forms import Files, write
 
 from data_tools.__main__ import main
-from data_tools.converters.own.earlier import NAME, keys_of
+from data_tools.own.import_data import NAME, keys_of
 from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_index import ShardIndex
 

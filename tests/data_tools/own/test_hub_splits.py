@@ -10,7 +10,7 @@ import pytest
 from own_forms import structs
 
 from data_tools.__main__ import main
-from data_tools.converters.own import hub
+from data_tools.own import forms
 
 PARTS = {"train": slice(0, 8), "test": slice(8, 12), "extra": slice(12, 16)}
 
@@ -37,7 +37,7 @@ def test_a_split_that_is_none_is_refused_before_it_is_streamed(
     def streamed(*arguments: object) -> Iterator[None]:
         raise AssertionError
 
-    monkeypatch.setattr(hub, "value_image", streamed)
+    monkeypatch.setattr(forms, "value_image", streamed)
     assert main(command) == 2
     said = capsys.readouterr().err
     assert "'extra' is no split, but stands beside train and test; choose others with" in said

@@ -12,7 +12,7 @@ import pytest
 from own_forms import COUNT, FORMS, TEN, captions_of, images
 
 from data_tools.__main__ import main
-from data_tools.converters.own.content import SPLITS
+from data_tools.own.content import SPLITS
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation

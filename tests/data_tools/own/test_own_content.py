@@ -16,7 +16,7 @@ from raw_images import files_of
 from test_import_forms import stored
 
 from data_tools.__main__ import main
-from data_tools.converters.own.content import SPLITS, given_or_dealt, given_splits
+from data_tools.own.content import SPLITS, given_or_dealt, given_splits
 from vlp.config import ConfigError
 
 HALVES = ["--split", "0.4", "0.3", "0.3"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from data_tools.generate.scenes import CORPUS_VERSION
+from data_tools.scenes import CORPUS_VERSION
 from evaluation.ablations.ablation import _make_corpus, check, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, CorpusConfig
 from evaluation.ablations.layouts import COLUMNS, SWAPS

@@ -13,7 +13,7 @@ from pair_shards import annotated_shards, tiny_folder
 from question_shards import coloured, photo, write_shards
 
 import vlp
-from data_tools.generate.scenes import make_sample
+from data_tools.scenes import make_sample
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.embed import embed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vlp
-from data_tools.generate.scenes import make_sample
+from data_tools.scenes import make_sample
 from evaluation.probes.winoground import (
     CHANCE,
     SCORES,

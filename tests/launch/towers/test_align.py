@@ -11,7 +11,7 @@ from launch_lab import Lab
 from torch.testing import assert_close
 
 import vlp
-from data_tools.features.frozen_tower import feature_writer
+from data_tools.feature_writer import feature_writer
 from launch.__main__ import main
 from launch.align import SHRINKAGES, WITHOUT_HELD_OUT, _HeldOut, align
 from launch.pretrain import build

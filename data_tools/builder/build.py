@@ -1,0 +1,262 @@
+"""Shards from sample specs and source images: the common back end of all converters.
+
+A shard's bytes depend on its piece of the list alone. So pieces are made by many processes at once,
+an interrupted build goes on with the pieces that are missing, and a sample that is taken down
+changes the one shard that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+import PIL
+from PIL import features
+from tqdm import tqdm
+
+from data_tools.builder.plan import JOURNAL_NAME, Journal, Pieces
+from data_tools.builder.samples import Refused, SampleSpec, TakeDown
+from data_tools.builder.write_shard import Record, make_shard, temporary
+from data_tools.options import BuildOptions
+from data_tools.originals import Originals
+from vlp.config import ConfigError
+from vlp.data.limits import limits
+from vlp.data.shards.index import TABLE_GLOB
+from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
+from vlp.io import atomic_write, parse_json, sync_path, write_text
+from vlp.lock import FolderLock
+
+_ASIDE = ".replaced-*"
+
+BUILD_VERSION = 1
+"""Raised whenever equal inputs give other shards than before."""
+
+
+def build_shards(
+    wanted: Iterable[SampleSpec | Refused],
+    originals: Originals,
+    out: Path,
+    options: BuildOptions,
+    *,
+    title: str,
+    total: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write the shards, their index and `OUT/manifest.json`; what is there already stays.
+
+    No sample that is there is lost: a list without it, or another data set, is an error, unless
+    `options.replace` says so.
+
+    Args:
+        wanted: the samples in order, read once and not kept; what is refused is counted.
+        originals: where the images are.
+        out: folder of the shards.
+        options: see `BuildOptions`.
+        title: of the data set, for the manifest.
+        total: how many samples there are, if `wanted` cannot tell.
+        arguments: of the command, as far as the shards depend on them, for the manifest.
+
+    Returns:
+        The manifest: `title`, `licence`, `arguments`, `samples`, `captions`, `bytes`, `shards`
+        (`name`, `samples`, `bytes`, `sha256`), `failures` (by kind, `count` and `ids`), `problems`
+        (damaged archives) and `versions`.
+    """
+    *_, manifest = build_in_steps(
+        wanted, originals, out, options, title=title, total=total, arguments=arguments
+    )
+    return manifest
+
+
+def build_in_steps(
+    wanted: Iterable[SampleSpec | Refused],
+    originals: Originals,
+    out: Path,
+    options: BuildOptions,
+    *,
+    title: str,
+    total: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Generator[dict[str, Any], None, None]:
+    """Build as `build_shards` does, in two steps, for data sets of several folders.
+
+    Yields:
+        An empty manifest when the folder is locked and the list read as far as it can be refused,
+        before any shard has changed; then the manifest.
+    """
+    settings = {
+        "version": BUILD_VERSION,
+        "samples_per_shard": options.samples_per_shard,
+        "max_side": options.max_side,
+        "quality": options.quality,
+    }
+    about = {**settings, **(arguments or {})}
+    begun = json.loads(json.dumps({"data_set": title, **about}))
+    take_down = TakeDown.read(options.take_down)
+    total = total or length_hint(wanted) or None
+    try:
+        with ExitStack() as held:
+            held.enter_context(FolderLock(out))
+            if options.replace:
+                _set_aside(out, begun)
+            journal = held.enter_context(Journal(out, begun))
+            held.enter_context(_swept(out))
+            pieces = Pieces(originals, journal, options, take_down)
+            jobs = pieces.jobs(wanted)
+            first = list(islice(jobs, 1))
+            yield {}
+            there = pieces.kept  # before now, so that it is no part of the rate
+            with tqdm(
+                total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=there
+            ) as bar:
+                results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
+                for record, process in results:
+                    _publish(journal, record, process)
+                    bar.update(record.wanted)
+                bar.update(pieces.kept - there)
+            journal.finish(pieces.shards)
+            manifest = make_manifest(pieces, title, about)
+            _write_index(out, manifest)
+            write_manifest(out / MANIFEST_NAME, manifest)
+            if options.replace and manifest["samples"]:
+                for aside in out.glob(_ASIDE):
+                    shutil.rmtree(aside)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or out}: cannot be written ({error.strerror}); finished shards stay, "
+            "run the same command again to go on"
+        ) from error
+    yield manifest
+
+
+def _set_aside(out: Path, begun: Mapping[str, Any]) -> None:
+    """Move what a build writes into a folder of its own, once for all runs of a command."""
+    done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
+    if number:
+        last = out / _ASIDE.replace("*", f"{number - 1:03d}")
+        if not (last / done).exists():
+            number -= 1  # a run was killed while it moved
+        elif parse_json((last / done).read_bytes()) == begun:
+            return
+    aside = out / _ASIDE.replace("*", f"{number:03d}")
+    aside.mkdir(exist_ok=True)
+    beside = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
+    for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *beside):
+        if path.exists():
+            path.rename(aside / path.name)
+    write_text(aside / done, json.dumps(begun))
+
+
+def _publish(journal: Journal, record: Record, process: int) -> None:
+    written = temporary(journal.folder, record.number, process)
+    place = journal.folder / record.name
+    # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
+    (journal.folder / INDEX_NAME).unlink(missing_ok=True)
+    journal.add(record)
+    if record.samples:
+        written.rename(place)
+    else:
+        written.unlink()
+        place.unlink(missing_ok=True)
+    sync_path(journal.folder)
+
+
+@contextmanager
+def _swept(out: Path) -> Iterator[None]:
+    """Remove unfinished shards: those of a killed run before, and of this one behind."""
+    try:
+        _sweep(out)
+        yield
+    finally:
+        _sweep(out)
+
+
+def _sweep(out: Path) -> None:
+    for leftover in out.glob("shard-[0-9]*.tar.[0-9]*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
+    """Index the folder, unless no shard changed since it was: a survey reads every shard."""
+    shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
+    if not shards:
+        (out / INDEX_NAME).unlink(missing_ok=True)
+        return
+    try:
+        index = ShardIndex.open(out)
+        if [(entry.name, entry.samples, entry.bytes) for entry in index.shards] == shards:
+            return
+    except ConfigError:
+        pass
+    index_folder(out)
+
+
+MANIFEST_NAME = "manifest.json"
+
+
+def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a finished build; equal shards and failures give equal ones."""
+    records = [pieces.journal.records[number] for number in range(pieces.shards)]
+    failures = {kind: list(ids) for kind, ids in pieces.refused.items()}
+    for record in records:
+        for kind, ids in record.failures.items():
+            failures.setdefault(kind, []).extend(ids)
+        if record.taken_down:
+            failures.setdefault("taken down", []).extend(record.taken_down)
+    unmet = sorted(pieces.take_down.lines - pieces.take_down.met)
+    return {
+        "title": title,
+        "licence": pieces.options.licence,
+        "arguments": {**arguments, "limits": limits().model_dump()},
+        "samples": sum(record.samples for record in records),
+        "captions": sum(record.captions for record in records),
+        "bytes": sum(record.bytes for record in records),
+        "shards": [
+            {
+                "name": record.name,
+                "samples": record.samples,
+                "bytes": record.bytes,
+                "sha256": record.sha256,
+            }
+            for record in records
+            if record.samples
+        ],
+        "failures": {
+            kind: {"count": len(ids), "ids": ids} for kind, ids in sorted(failures.items())
+        },
+        "take_down_without_a_sample": unmet,
+        "problems": pieces.originals.problems,
+        "versions": {
+            "pillow": PIL.__version__,
+            "libjpeg_turbo": features.version("libjpeg_turbo"),
+        },
+    }
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write it whole or not at all."""
+    with atomic_write(path, "w", durable=True) as file:
+        json.dump(manifest, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+
+
+def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
+    """Print what was written, what was not, and where every one of those is named."""
+    print(
+        f"{out}: {manifest['samples']} samples, {manifest['captions']} captions in "
+        f"{len(manifest['shards'])} shards, {manifest['bytes'] / 1e6:.1f} MB"
+    )
+    for kind, failed in manifest["failures"].items():
+        print(f"  {kind}: {failed['count']} (first: {failed['ids'][0]})")
+    unmet = manifest["take_down_without_a_sample"]
+    if unmet:
+        print(f"  take-down lines that name no sample here: {len(unmet)} (first: {unmet[0]})")
+    for problem in manifest["problems"]:
+        print(f"  damaged: {problem}")
+    if manifest["failures"]:
+        print(f"  {out / MANIFEST_NAME} names every one of them")

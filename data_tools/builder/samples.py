@@ -1,0 +1,189 @@
+"""Samples that a converter asks for, rows that make none, cleaned captions and take-down lists."""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from data_tools.options import MAX_WORDS
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, captions_of
+from vlp.io import atomic_write
+
+
+class SampleSpec(NamedTuple):
+    """One sample to be made.
+
+    Args:
+        key: of the sample: unique, no dots or slashes.
+        images: one file name, or two for paired samples; found through `Originals`.
+        annotation: what is known about it; boxes in pixels of `size`.
+        size: width and height of the image that the boxes were drawn on; None: of the original,
+            as it is found. Boxes are scaled to the image that is stored.
+    """
+
+    key: str
+    images: tuple[str, ...]
+    annotation: Annotation
+    size: tuple[int, int] | None = None
+
+
+class Refused(NamedTuple):
+    """Something of the raw data that makes no sample, counted by kind; `id` tells which it is."""
+
+    kind: str
+    id: str
+
+
+def has_text(annotation: Annotation) -> bool:
+    """Return whether there is anything to learn: a text of any kind, a label or a box."""
+    return bool(captions_of(annotation)) or any(
+        part not in (None, "", [])
+        for part in (
+            annotation.hypothesis,
+            annotation.statement,
+            annotation.label,
+            annotation.questions,
+            annotation.expressions,
+            annotation.boxes,
+        )
+    )
+
+
+EMPTY, LINK, LONG = "empty caption", "caption of a URL alone", "caption too long"
+
+_JOINERS = "\u200c\u200d"
+_PERSON = re.compile(r"<\s*person\s*>", re.IGNORECASE)
+_URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
+
+
+def clean_caption(text: str) -> str:
+    """Return a caption cleaned by one rule for all corpora.
+
+    1. HTML entities become the characters they stand for (`&amp;` -> `&`), twice where a crawl has
+       escaped them twice.
+    2. Unicode is composed (NFC).
+    3. Control characters become spaces; format characters that are not seen (soft hyphen, byte
+       order mark, direction marks) go. The two joiners stay: scripts and emoji need them.
+    4. The placeholder `<PERSON>` of CC12M becomes `person`, the word that CC3M has in its place.
+    5. White space is collapsed.
+
+    Case and punctuation stay: they are the tokenizer's. `why_dropped` drops a caption that then
+    holds no letter or digit, only URLs, or too many words; none is shortened.
+    """
+    text = html.unescape(html.unescape(text))
+    text = unicodedata.normalize("NFC", text)
+    text = "".join(map(_visible, text)) if not text.isascii() or not text.isprintable() else text
+    return " ".join(_PERSON.sub("person", text).split())
+
+
+def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
+    """Return why a cleaned caption is dropped: one of `EMPTY`, `LINK` and `LONG`; None keeps it."""
+    if not any(map(str.isalnum, caption)):
+        return EMPTY
+    if not any(map(str.isalnum, _URL.sub("", caption))):
+        return LINK
+    if caption.count(" ") >= max_words:
+        return LONG
+    return None
+
+
+def clean_captions(
+    texts: Iterable[str], key: str, max_words: int = MAX_WORDS
+) -> tuple[list[str], list[Refused]]:
+    """Return the captions of one image that are kept, in order, and what was dropped.
+
+    Args:
+        texts: as the raw data has them.
+        key: of the sample; what is dropped is named `KEY/caption 2`, counted from 0.
+        max_words: of a caption.
+    """
+    kept, dropped = [], []
+    for number, text in enumerate(texts):
+        caption = clean_caption(text)
+        reason = why_dropped(caption, max_words)
+        if reason is None:
+            kept.append(caption)
+        else:
+            dropped.append(Refused(reason, f"{key}/caption {number}"))
+    return kept, dropped
+
+
+def _visible(character: str) -> str:
+    category = unicodedata.category(character)
+    if category in ("Cc", "Cs", "Zl", "Zp"):
+        return " "
+    return "" if category == "Cf" and character not in _JOINERS else character
+
+
+_COMMENT = re.compile(r"^#(?:\s|$)|\s#")
+
+
+class Line(NamedTuple):
+    """A key to take down and why."""
+
+    folder: Path
+    key: str
+    reason: str
+
+
+class TakeDown:
+    """Take-down list, and those of its lines that were met so far (`met`)."""
+
+    def __init__(self, lines: frozenset[str] = frozenset()) -> None:
+        self.lines = lines
+        self.met: set[str] = set()
+
+    @classmethod
+    def read(cls, path: Path | None) -> TakeDown:
+        """Read the list; empty lines and comments do not count.
+
+        A comment is `# ` at the start of a line, or `#` behind white space, with what follows: keys
+        and URLs may hold and start with a `#`.
+        """
+        if path is None:
+            return cls()
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: the take-down list cannot be read ({error})") from error
+        lines = (_COMMENT.split(line)[0].strip() for line in text.splitlines())
+        return cls(frozenset(line for line in lines if line))
+
+    def names(self, key: str, annotation: Annotation) -> bool:
+        """Return whether a line names this sample: by key, `image_id` or `url`."""
+        if not self.lines:
+            return False
+        url = (annotation.model_extra or {}).get("url")
+        said = self.lines.intersection(
+            name for name in (key, annotation.image_id, url) if isinstance(name, str)
+        )
+        self.met |= said
+        return bool(said)
+
+
+def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
+    """Write a list whole or not at all; returns the number of keys."""
+    count, folder = 0, None
+    with atomic_write(path, error=ConfigError) as file:
+        file.write(f"# {heading}\n".encode())
+        for line in lines:
+            if line.folder != folder:
+                folder = line.folder
+                file.write(f"# of {folder}:\n".encode())
+            file.write(f"# {line.reason}\n{line.key}\n".encode())
+            count += 1
+    return count
+
+
+def warn_of_shared_keys(shared: int) -> None:
+    """Print a warning where keys of a list are also those of so many samples that are kept."""
+    if shared:
+        print(
+            f"  careful: {shared} samples that are kept have the same key as a dropped one of "
+            "another folder; use the part of the list under '# of FOLDER' for each folder alone"
+        )

@@ -1,0 +1,269 @@
+"""ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+from typer import Option
+
+from data_tools.builder.corpus import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.converters.questions import PlainQuestion, counted, lone_answer, plain_answer
+from data_tools.converters.refcoco import (
+    BoxInImage,
+    Proposals,
+    boxes_by_reference,
+    read_proposals,
+)
+from data_tools.converters.statements import LABELS, TRUTH
+from data_tools.options import BuildOptions, Images, Out
+from data_tools.rows import Faults, Row, json_list, parsed
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Box, Expression
+
+LICENCE = "that of the data set which the lists were made from"
+
+UNKNOWN = "albef"
+"""Source of images whose path tells none."""
+# What the folders of the usual layouts say about where an image is from.
+_SOURCES = {
+    "flickr30k": re.compile("flickr30k", re.IGNORECASE),
+    "visual_genome": re.compile(r"\bvg\b|vg_100k|visual.?genome", re.IGNORECASE),
+    "nlvr2": re.compile(r"-img[01]$"),
+}
+
+
+class AlbefRetrievalRow(Row):
+    """A row of a retrieval list; training lists repeat the image, the others list captions."""
+
+    image: str
+    caption: str | list[str]
+
+
+class AlbefVqaRow(Row):
+    """A row of a VQA list; a test list has no answers, Visual Genome's one each."""
+
+    image: str
+    question: str
+    question_id: str | None = None
+    answer: str | list[str] | None = None
+    dataset: str = "vqa"
+
+
+class AlbefLabelledRow(Row):
+    """A sentence with its label."""
+
+    sentence: str
+    label: str
+
+
+class AlbefNlvrRow(AlbefLabelledRow):
+    """A row of an NLVR2 list."""
+
+    images: list[str] = Field(min_length=2, max_length=2)
+
+
+class AlbefVeRow(AlbefLabelledRow):
+    """A row of a visual entailment list."""
+
+    image: str
+
+
+Labelled = TypeVar("Labelled", bound=AlbefLabelledRow)
+
+
+class AlbefRefcocoRow(Row):
+    """A row of a RefCOCO+ list."""
+
+    image: str
+    text: str
+    ref_id: int
+    bbox: Box | None = None
+
+
+def albef(
+    kind: Annotated[
+        Literal["retrieval", "vqa", "nlvr", "ve", "refcoco"], Option(help="what the lists hold")
+    ],
+    annotations: Annotated[list[Path], Option(metavar="FILE", help="JSON lists")],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    refs: Annotated[Path | None, Option(metavar="FILE", help="refcoco: refs(unc).p")] = None,
+    instances: Annotated[
+        Path | None, Option(metavar="FILE", help="refcoco: instances.json")
+    ] = None,
+    detections: Annotated[
+        Path | None, Option(metavar="FILE", help="refcoco: detected boxes, the proposals")
+    ] = None,
+) -> int:
+    """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
+
+    --annotations takes the lists, --images the images (folders, tars, zips) under the paths that
+    the lists name or just their file names. What the lists leave out is made up so that every
+    sample has an id: pairs and statements are numbered by their place in the list (`row`, from 0),
+    expressions by theirs in all lists (ref_id stands beside it), questions without an id by list
+    and place. Captions, questions and expressions of one image become one sample. ALBEF's lists for
+    RefCOCO+ have no boxes: give --refs and --instances, the official refs(unc).p and
+    instances.json, and they are found by ref_id.
+    """
+    grounding = {"refs": refs, "instances": instances, "detections": detections}
+    if kind != "refcoco" and any(path is not None for path in grounding.values()):
+        raise ConfigError("--refs, --instances and --detections belong to --kind refcoco")
+    if (refs is None) != (instances is None):
+        raise ConfigError("--refs and --instances belong together: give both or neither")
+    stems = [path.stem for path in annotations]
+    if len(set(stems)) < len(stems):
+        raise ConfigError("--annotations: two lists share a name, which samples are named after")
+    faults: Faults = []
+    boxes: Mapping[int, BoxInImage] = {}
+    if refs is not None and instances is not None:
+        boxes = boxes_by_reference(refs, instances, faults)
+    proposals = None if detections is None else read_proposals(detections, faults)
+    if kind == "refcoco":
+        samples = list(_grounded(annotations, boxes, proposals, faults))
+    else:
+        samples = list(_KINDS[kind](annotations, faults))
+    settings = {
+        "kind": kind,
+        "annotations": file_names(annotations),
+        **{name: path and path.name for name, path in grounding.items()},
+    }
+    target = Target(out, build, f"ALBEF {kind}", LICENCE, settings)
+    return convert_rows(target, images, samples, faults, len(samples))
+
+
+def _captioned(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    """Yield one sample an image with all its captions, in the order of their first rows."""
+    captions: dict[str, list[str]] = {}
+    for path in paths:
+        for row in parsed(json_list(path), AlbefRetrievalRow, faults):
+            texts = [row.caption] if isinstance(row.caption, str) else row.caption
+            captions.setdefault(row.image, []).extend(texts)
+    for image, found in captions.items():
+        yield _of_image(image, {"captions": found})
+
+
+def _asked(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    """Yield one sample an image with all its questions, in the order of their first rows."""
+    questions: dict[str, list[PlainQuestion]] = {}
+    seen: set[str] = set()
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), AlbefVqaRow, faults)):
+            which = f"{path.stem}-{number}" if row.question_id is None else row.question_id
+            if row.dataset == "vg" and row.question_id is not None:
+                which = f"vg-{which}"  # their numbers are not VQA's
+            if which in seen:
+                faults.append(Refused("question id given twice", which))
+                continue
+            seen.add(which)
+            if not row.question.strip():
+                faults.append(Refused("empty question", which))
+                continue
+            questions.setdefault(row.image, []).append(_question(which, row))
+    for image, found in questions.items():
+        yield _of_image(image, {"questions": [question.typed() for question in found]})
+
+
+def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    """Yield one sample a statement about two images."""
+    for key, number, row in _labelled(
+        paths, AlbefNlvrRow, lambda label: label.lower() in TRUTH, faults
+    ):
+        source, first = _identity(row.images[0])
+        annotation = Annotation(
+            source=source,
+            image_id=first.removesuffix("-img0"),
+            statement=row.sentence,
+            label=TRUTH[row.label.lower()],
+            row=number,
+        )
+        yield SampleSpec(key, tuple(row.images), annotation)
+
+
+def _snli_ve(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    """Yield one sample a hypothesis."""
+    for key, number, row in _labelled(paths, AlbefVeRow, lambda label: label in LABELS, faults):
+        source, image_id = _identity(row.image)
+        annotation = Annotation(
+            source=source, image_id=image_id, hypothesis=row.sentence, label=row.label, row=number
+        )
+        yield SampleSpec(key, (row.image,), annotation)
+
+
+def _grounded(
+    paths: Sequence[Path],
+    boxes: Mapping[int, BoxInImage],
+    proposals: Proposals | None,
+    faults: Faults,
+) -> Iterator[SampleSpec]:
+    """Yield one sample an image with all its expressions, in the order of their first rows."""
+    expressions: dict[str, list[Expression]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    numbers = count()
+    for path in paths:
+        for row in parsed(json_list(path), AlbefRefcocoRow, faults):
+            number = next(numbers)
+            known = boxes.get(row.ref_id)
+            box = row.bbox if known is None else known.box
+            if box is None:
+                kind = "expression without a box (give --refs and --instances)"
+                faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+                continue
+            if known is not None:
+                sizes[row.image] = known.size
+            expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
+            expressions.setdefault(row.image, []).append(expression)
+    for image, found in expressions.items():
+        content: dict[str, Any] = {"expressions": found}
+        if proposals is not None:
+            content["proposals"] = proposals.get(_identity(image)[1])
+            if not content["proposals"]:
+                faults.append(Refused("image without proposals (kept)", image))
+        yield _of_image(image, content)._replace(size=sizes.get(image))
+
+
+_KINDS: dict[str, Callable[[Sequence[Path], Faults], Iterator[SampleSpec]]] = {
+    "retrieval": _captioned,
+    "vqa": _asked,
+    "nlvr": _nlvr2,
+    "ve": _snli_ve,
+}
+
+
+def _labelled(
+    paths: Sequence[Path], layout: type[Labelled], known: Callable[[str], bool], faults: Faults
+) -> Iterator[tuple[str, int, Labelled]]:
+    """Yield the key, the number in its list, and the row, of rows whose label is known."""
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), layout, faults)):
+            if known(row.label):
+                yield key_of(f"{path.stem}-{number}"), number, row
+            else:
+                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
+
+
+def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
+    if isinstance(row.answer, str):
+        return lone_answer(identifier, row.question, plain_answer(row.answer))
+    return PlainQuestion(identifier, row.question, counted(row.answer or ()))
+
+
+def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
+    source, image_id = _identity(image)
+    annotation = Annotation(source=source, image_id=image_id, **content)
+    # The folders too: two data sets may number their images alike.
+    return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
+
+
+def _identity(image: str) -> tuple[str, str]:
+    path = str(PurePosixPath(image).with_suffix(""))
+    source = next((name for name, said in _SOURCES.items() if said.search(path)), UNKNOWN)
+    source, image_id = image_identity(image, source)
+    # Lists may mix corpora that number their images alike.
+    return source, path.strip("/.") if source == UNKNOWN else image_id

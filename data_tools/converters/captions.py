@@ -1,0 +1,406 @@
+"""Images with captions of people: Flickr8k, Flickr30k, COCO and Visual Genome's regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AliasChoices, Field, ValidationError
+from typer import Option
+
+from data_tools.builder.corpus import CorpusPart, Target, make_corpus
+from data_tools.builder.samples import (
+    Refused,
+    SampleSpec,
+    clean_caption,
+    clean_captions,
+    why_dropped,
+)
+from data_tools.builder.write_shard import OUTSIDE
+from data_tools.converters.category_words import CategoryWords
+from data_tools.options import MAX_WORDS, BuildOptions, Images, MaxWords, Out, Splits
+from data_tools.rows import (
+    Faults,
+    Row,
+    explained,
+    json_list,
+    parsed,
+    read_json,
+    streamed_list,
+    text_lines,
+)
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Expression
+
+FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
+COCO = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
+VISUAL_GENOME = "annotations CC BY 4.0; images under Flickr's terms of use"
+
+RESTVAL = "restval"
+"""COCO's name for images of val2014 that nobody evaluates on; they are trained on."""
+
+
+class Entry(NamedTuple):
+    """One image with its captions; `image_id` as its source counts."""
+
+    filename: str
+    split: str
+    captions: list[str]
+    source: str
+    image_id: str
+
+
+class _Sentence(Row):
+    raw: str
+
+
+class _KarpathyImage(Row):
+    filename: str
+    split: str
+    sentences: list[_Sentence]
+    filepath: str = ""
+    cocoid: int | None = None
+
+
+class _KarpathyFile(Row):
+    images: list[_KarpathyImage]
+    dataset: str | None = None
+
+
+class _CocoImage(Row):
+    id: int
+    file_name: str
+    coco_url: str | None = None
+    flickr_url: str | None = None
+
+
+class _Caption(Row):
+    id: int
+    image_id: int
+    caption: str
+
+
+class _Region(Row):
+    region_id: str
+    phrase: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class _GenomeImage(Row):
+    id: int = Field(validation_alias=AliasChoices("id", "image_id"))
+    regions: list[dict[str, Any]]
+
+
+class _GenomeData(Row):
+    id: int = Field(validation_alias=AliasChoices("image_id", "id"))
+    width: int
+    height: int
+    coco_id: int | None = None
+    flickr_id: int | None = None
+    url: str | None = None
+
+
+def flickr8k(
+    annotations: Annotated[list[Path], Option(metavar="FILE", help="Karpathy-style JSON files")],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    splits: Splits = None,
+    max_words: MaxWords = MAX_WORDS,
+) -> int:
+    """Turn Flickr8k (or anything in Karpathy's layout) and its images into shards.
+
+        python -m data_tools flickr8k --annotations dataset_flickr8k.json \\
+            --images Images/ --out shards/flickr8k
+
+    writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which names what was
+    left out and why. Images are stored as they are, with all their captions. The command may be
+    interrupted and run again: finished shards stay.
+    """
+    entries = [entry for path in annotations for entry in read_karpathy(path)]
+    target = Target(out, build, "Flickr8k", FLICKR, {"max_words": max_words})
+    return make_corpus(target, images, split_parts(entries, splits, max_words))
+
+
+def flickr30k(
+    annotations: Annotated[
+        Path, Option(metavar="FILE", help="dataset_flickr30k.json, or results_20130124.token")
+    ],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    lists: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="SPLIT.txt",
+            help="images of each split, for the .token file; the file's name is the split's",
+        ),
+    ] = None,
+    splits: Splits = None,
+    max_words: MaxWords = MAX_WORDS,
+) -> int:
+    """Turn Flickr30k and its images into shards, a folder a split.
+
+        python -m data_tools flickr30k --annotations dataset_flickr30k.json \\
+            --images flickr30k-images/ --out shards/flickr30k
+
+    --annotations takes Karpathy's JSON, which has the splits everybody evaluates on, or the
+    official results_20130124.token (`IMAGE.jpg#0<TAB>caption`), which has none: name the lists of
+    images then (--lists train.txt val.txt test.txt, one image a line, with or without .jpg), or
+    everything goes to OUT/all.
+    """
+    if annotations.suffix != ".json":
+        entries = read_tokens(annotations, lists or [])
+    elif lists:
+        raise ConfigError("--lists: the JSON has its own splits; leave this out")
+    else:
+        entries = read_karpathy(annotations)
+    target = Target(out, build, "Flickr30k", FLICKR, {"max_words": max_words})
+    return make_corpus(target, images, split_parts(entries, splits, max_words))
+
+
+def coco(
+    annotations: Annotated[
+        list[Path],
+        Option(
+            metavar="FILE",
+            help="Karpathy's dataset_coco.json, or official captions_*.json files (gzipped or not)",
+        ),
+    ],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    instances: Annotated[
+        list[Path] | None, Option(metavar="FILE", help="official instances_*.json files")
+    ] = None,
+    splits: Splits = None,
+    max_words: MaxWords = MAX_WORDS,
+) -> int:
+    """Turn COCO's captions and images into shards, a folder a split.
+
+        python -m data_tools coco --annotations dataset_coco.json --images coco/ --out shards/coco
+
+    --annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or
+    the official captions_train2017.json, captions_val2014.json ... (a folder each, named train2017
+    ...). --images takes the official zips as they are, or the folders. Of the test sets COCO gives
+    no captions away, so there is nothing to convert.
+
+    --instances takes the official instances_*.json of the same images, beside official captions.
+    Then samples have all boxes, and words of captions that name the only object of a category have
+    its box: `python -m evaluation pointing` asks whether a model finds it.
+    """
+    entries, parts = [], []
+    faults: Faults = []
+    objects = CategoryWords(instances, faults) if instances else None
+    for path in annotations:
+        content = read_json(path)
+        if isinstance(content, dict) and "annotations" in content:
+            name = path.name.split(".")[0].removeprefix("captions_")
+            parts.append(_official_part(path, name, max_words, objects, faults))
+        else:
+            entries += read_karpathy(path)
+    if entries and parts:
+        raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
+    if entries and objects is not None:
+        raise ConfigError(
+            "--instances goes with official captions_*.json, not with Karpathy's JSON"
+        )
+    if entries:
+        parts = split_parts(entries, splits, max_words)
+    elif splits:
+        _require_known(splits, [part.name for part in parts])
+        parts = [part for part in parts if part.name in splits]
+    settings = {"max_words": max_words, "instances": objects is not None}
+    return make_corpus(Target(out, build, "COCO captions", COCO, settings), images, parts)
+
+
+def visual_genome(
+    regions: Annotated[Path, Option(metavar="FILE", help="region_descriptions.json")],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    image_data: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="image_data.json: sizes, URLs and COCO's numbers"),
+    ] = None,
+    max_words: MaxWords = MAX_WORDS,
+) -> int:
+    """Turn Visual Genome's regions and images into shards.
+
+        python -m data_tools visual_genome --regions region_descriptions.json \\
+            --image-data image_data.json --images VG_100K/ VG_100K_2/ --out shards/visual_genome
+
+    Each region's phrase is a caption, and a referring expression with the region's box.
+    image_data.json (optional) says which images are COCO's: those get COCO's identity (`source`
+    coco, `image_id` the number there), so that one image in both corpora is known as one.
+    """
+    faults: Faults = []
+    data: dict[int, _GenomeData] = {}
+    if image_data is not None:
+        data = {row.id: row for row in parsed(streamed_list(image_data), _GenomeData, faults)}
+    part = CorpusPart("", _genome_samples(regions, data, faults, max_words), len(data) or None)
+    target = Target(out, build, "Visual Genome regions", VISUAL_GENOME, {"max_words": max_words})
+    return make_corpus(target, images, [part])
+
+
+def read_karpathy(path: Path) -> list[Entry]:
+    """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
+    content = read_json(path)
+    try:
+        file = _KarpathyFile.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path}: not a Karpathy-style JSON with images, filename, split and sentences/raw "
+            f"({explained(error)})"
+        ) from None
+    return [
+        Entry(
+            f"{image.filepath}/{image.filename}" if image.filepath else image.filename,
+            "train" if image.split == RESTVAL else image.split,
+            [sentence.raw for sentence in image.sentences],
+            file.dataset or path.stem,
+            Path(image.filename).stem if image.cocoid is None else str(image.cocoid),
+        )
+        for image in file.images
+    ]
+
+
+def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
+    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the images.
+
+    Args:
+        path: the .token file.
+        lists: images of each split; one that is in none of them is left out. Without lists the
+            split of all is `all`.
+    """
+    splits: dict[str, str] = {}
+    for file in lists:
+        for line in text_lines(file):
+            name = line.strip().removesuffix(".jpg")
+            if splits.setdefault(name, file.stem) != file.stem:
+                raise ConfigError(f"{file}: {name} is in {splits[name]} too")
+    captions: dict[str, list[str]] = {}
+    for number, line in enumerate(text_lines(path), 1):
+        name, tab, caption = line.partition("\t")
+        image, mark, _ = name.partition("#")
+        if not (tab and mark):
+            raise ConfigError(f"{path}, line {number}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
+        captions.setdefault(image, []).append(caption)
+    entries = []
+    for image, texts in captions.items():
+        stem = Path(image).stem
+        split = splits.get(stem) if lists else "all"
+        if split is not None:
+            entries.append(Entry(image, split, texts, "flickr30k", stem))
+    return entries
+
+
+def split_parts(
+    entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int
+) -> list[CorpusPart]:
+    """Return a folder of shards for each split."""
+    there = sorted({entry.split for entry in entries})
+    _require_known(splits or (), there)
+    parts = []
+    for split in splits or there:
+        chosen = [entry for entry in entries if entry.split == split]
+        parts.append(CorpusPart(split, _entry_samples(chosen, max_words), len(chosen)))
+    return parts
+
+
+def key_of_image(filename: str) -> str:
+    """Return the key of a sample from its image's name: no dot may end it early, nor a space."""
+    return "_".join(Path(filename).stem.replace(".", "_").split())
+
+
+def _require_known(splits: Sequence[str], there: Sequence[str]) -> None:
+    unknown = sorted(set(splits) - set(there))
+    if unknown:
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(there)}")
+
+
+def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Refused]:
+    for entry in entries:
+        key = key_of_image(entry.filename)
+        captions, dropped = clean_captions(entry.captions, key, max_words)
+        yield from dropped
+        annotation = Annotation(captions=captions, source=entry.source, image_id=entry.image_id)
+        yield SampleSpec(key, (entry.filename,), annotation)
+
+
+def _official_part(
+    path: Path, name: str, max_words: int, objects: CategoryWords | None, faults: Sequence[Refused]
+) -> CorpusPart:
+    """Return the shards of one official file of COCO."""
+    faults = list(faults)
+    captions: dict[int, list[str]] = {}
+    for row in parsed(json_list(path, "annotations"), _Caption, faults):
+        captions.setdefault(row.image_id, []).append(row.caption)
+    images = list(parsed(json_list(path, "images"), _CocoImage, faults))
+
+    def samples() -> Iterator[SampleSpec | Refused]:
+        for image in images:
+            key = key_of_image(image.file_name)
+            texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
+            yield from dropped
+            annotation = Annotation(
+                captions=texts,
+                source="coco",
+                image_id=str(image.id),
+                url=image.coco_url,
+                flickr_url=image.flickr_url,
+                boxes=None if objects is None else objects.boxes(image.id),
+                words=None if objects is None else objects.words(image.id, texts),
+            )
+            size = None if objects is None else objects.size(image.id)
+            yield SampleSpec(key, (image.file_name,), annotation, size)
+        for number in captions.keys() - {image.id for image in images}:
+            yield Refused("captions of an unknown image", str(number))
+        yield from faults
+
+    return CorpusPart(name, samples(), len(images))
+
+
+def _genome_samples(
+    path: Path, known: dict[int, _GenomeData], faults: Faults, max_words: int
+) -> Iterator[SampleSpec | Refused]:
+    """Yield a sample for each image of region_descriptions.json."""
+    for image in parsed(streamed_list(path), _GenomeImage, faults):
+        key = f"vg-{image.id}"
+        captions: list[str] = []
+        expressions: list[Expression] = []
+        for content in image.regions:
+            try:
+                region = _Region.model_validate(content)
+            except ValidationError:
+                which = content.get("region_id", "without an id")
+                yield Refused("region of another layout", f"{key}/region {which}")
+                continue
+            phrase = clean_caption(region.phrase)
+            reason = why_dropped(phrase, max_words)
+            if reason is not None:
+                yield Refused(reason, f"{key}/region {region.region_id}")
+                continue
+            captions.append(phrase)
+            box = [region.x, region.y, region.width, region.height]
+            try:
+                expressions.append(Expression(id=region.region_id, text=phrase, box=box))
+            except ValidationError:  # a negative side
+                yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
+        data = known.get(image.id)
+        in_coco = data is not None and data.coco_id is not None
+        annotation = Annotation(
+            captions=list(dict.fromkeys(captions)),
+            expressions=expressions,
+            source="coco" if in_coco else "visual_genome",
+            image_id=str(data.coco_id if data and in_coco else image.id),
+            visual_genome_id=image.id,
+            **({"url": data.url, "flickr_id": data.flickr_id} if data else {}),
+        )
+        size = (data.width, data.height) if data else None
+        yield SampleSpec(key, (f"{image.id}.jpg",), annotation, size)
+    yield from faults

@@ -1,0 +1,181 @@
+"""Words of a caption that name an object of COCO, by its categories.
+
+A caption's word counts where it is a category's name, or a common word for one, and the image has
+objects of that category. Where it has exactly one and the word is singular, it is known which box
+is meant; else the word may name any of them. Of a name of several words the last one counts.
+`orange` may be a colour and `bat` an animal; such words are rare.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import normalizers, pre_tokenizers
+
+from data_tools.rows import Faults, Row, members, parsed, read_json
+from vlp.data.schema import Box, Word
+
+KIND, SEVERAL = "object", "objects"
+
+COMMON = {
+    "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
+    "bicycle": ("bike",),
+    "motorcycle": ("motorbike", "motor bike"),
+    "airplane": ("plane", "jet", "aeroplane"),
+    "boat": ("ship",),
+    "dog": ("puppy",),
+    "cat": ("kitten",),
+    "sports ball": ("ball",),
+    "baseball bat": ("bat",),
+    "tennis racket": ("racket", "racquet"),
+    "wine glass": ("glass",),
+    "cup": ("mug",),
+    "donut": ("doughnut",),
+    "couch": ("sofa",),
+    "potted plant": ("plant",),
+    "dining table": ("table",),
+    "tv": ("television",),
+    "cell phone": ("phone", "cellphone"),
+    "refrigerator": ("fridge",),
+}
+"""Other words that captions have for a category."""
+
+PLURALS = {
+    "person": ("people", "persons"),
+    "man": ("men",),
+    "woman": ("women",),
+    "child": ("children",),
+    "mouse": ("mice",),
+    "knife": ("knives",),
+    "glass": (),  # they are worn
+    "sheep": (),
+    "scissors": (),
+    "skis": (),
+}
+"""Plurals that do not go by the rule."""
+
+
+class _WordsImage(Row):
+    id: int
+    width: int
+    height: int
+
+
+class _Object(Row):
+    image_id: int
+    category_id: int
+    bbox: Box
+    iscrowd: int = 0
+
+
+class _Category(Row):
+    id: int
+    name: str
+
+
+class CategoryWords:
+    """The objects of COCO's instances_*.json (gzipped or not), and the words that name them.
+
+    Args:
+        paths: the files.
+        faults: what is wrong with rows.
+    """
+
+    def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+        self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+        self._names: dict[tuple[str, ...], str] = {}
+        self._plurals: set[str] = set()
+        for path in paths:
+            self._read(path, faults)
+        self._longest = max(map(len, self._names), default=0)
+
+    def size(self, image_id: int) -> tuple[int, int] | None:
+        """Return the (width, height) in pixels that an image's boxes refer to; None: not known."""
+        return self._sizes.get(image_id)
+
+    def boxes(self, image_id: int) -> list[Box]:
+        """Return the boxes of all objects of an image but crowds."""
+        return [box for _, box in self._objects.get(image_id, ())]
+
+    def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
+        """Return the words of captions that name objects of the image.
+
+        The kind is `object` where there is one of the category and the word is no plural, else
+        `objects`, with the boxes of all of them and of crowds.
+        """
+        objects, crowds = self._objects.get(image_id, []), self._crowds.get(image_id, [])
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for category, box in objects + crowds:
+            boxes[category].append(box)
+        alone = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
+        return [
+            Word(
+                caption=number,
+                index=index,
+                word=word,
+                kind=KIND if category in alone and word not in self._plurals else SEVERAL,
+                box=boxes[category][0],
+                others=boxes[category][1:] or None,
+            )
+            for number, caption in enumerate(captions)
+            for index, word, category in self.said(caption)
+            if category in boxes
+        ]
+
+    def said(self, caption: str) -> list[tuple[int, str, str]]:
+        """Return (place, word, category) of every category that a caption names.
+
+        Places count words and punctuation marks as BERT splits them. The longest name wins: a teddy
+        bear is no bear.
+        """
+        words, found, place = _words(caption), [], 0
+        while place < len(words):
+            name = next(
+                (
+                    tuple(words[place : place + length])
+                    for length in range(self._longest, 0, -1)
+                    if tuple(words[place : place + length]) in self._names
+                ),
+                None,
+            )
+            if name is not None:
+                found.append((place + len(name) - 1, name[-1], self._names[name]))
+            place += len(name or words[place : place + 1])
+        return found
+
+    def _read(self, path: Path, faults: Faults) -> None:
+        content = read_json(path)
+        names = {}
+        for category in parsed(members(content, path, "categories"), _Category, faults):
+            names[category.id] = category.name
+            for name in (category.name, *COMMON.get(category.name, ())):
+                *first, last = _words(name)
+                plurals = _plurals(last)
+                self._plurals.update(plurals)
+                for form in (last, *plurals):
+                    self._names[*first, form] = category.name
+        for image in parsed(members(content, path, "images"), _WordsImage, faults):
+            self._sizes[image.id] = image.width, image.height
+        for one in parsed(members(content, path, "annotations"), _Object, faults):
+            name = names.get(one.category_id, str(one.category_id))
+            where = self._crowds if one.iscrowd else self._objects
+            where[one.image_id].append((name, one.bbox))
+
+
+def _plurals(noun: str) -> tuple[str, ...]:
+    if noun in PLURALS:
+        return PLURALS[noun]
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return (f"{noun[:-1]}ies",)
+    return (f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s",)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word, _ in _SPLIT.pre_tokenize_str(_NORMAL.normalize_str(text))]
+
+
+_NORMAL, _SPLIT = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()

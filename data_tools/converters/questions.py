@@ -1,0 +1,395 @@
+"""Questions about images to shards: VQA v2, Visual Genome's questions and easy-VQA."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AliasChoices, Field
+from typer import Option
+
+from data_tools.builder.corpus import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.options import BuildOptions, Images, Out
+from data_tools.rows import (
+    Faults,
+    Row,
+    json_list,
+    members,
+    parsed,
+    read_json,
+    streamed_list,
+    text_lines,
+)
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Answer, Question
+
+ANNOTATORS = 10
+"""Number of people a lone answer stands for, so that VQA's accuracy takes it for certain."""
+
+
+class PlainQuestion(NamedTuple):
+    """A question and how many people gave each answer, small enough to hold a million of them."""
+
+    id: str
+    question: str
+    answers: tuple[tuple[str, int], ...] = ()
+    question_type: str | None = None
+    answer_type: str | None = None
+
+    def typed(self) -> Question:
+        """Return the question as it is stored."""
+        content = {name: value for name, value in self._asdict().items() if value is not None}
+        answers = [Answer(answer=text, count=count) for text, count in self.answers]
+        return Question.model_validate({**content, "answers": answers})
+
+
+class ImageQuestions(NamedTuple):
+    """An image's file name and identity, its questions, and what its key begins with."""
+
+    name: str
+    source: str
+    image_id: str
+    questions: list[PlainQuestion]
+    prefix: str = ""
+
+
+class QuestionRow(Row):
+    """A row of `questions`."""
+
+    question_id: str
+    image_id: int
+    question: str
+
+
+class AnswerRow(Row):
+    """An answer of a row of `annotations`."""
+
+    answer: str
+
+
+class AnnotationRow(Row):
+    """A row of `annotations`."""
+
+    question_id: str
+    answers: list[AnswerRow]
+    image_id: int | None = None
+    question_type: str | None = None
+    answer_type: str | None = None
+
+
+class Given(NamedTuple):
+    """Kept fields of a row of `annotations`."""
+
+    image_id: int | None
+    answers: tuple[tuple[str, int], ...]
+    question_type: str | None
+    answer_type: str | None
+
+
+class GenomeQuestion(Row):
+    """A question of Visual Genome."""
+
+    qa_id: str
+    question: str
+    answer: str
+
+
+class GenomeImage(Row):
+    """A row of Visual Genome's question_answers.json."""
+
+    id: int = Field(validation_alias=AliasChoices("id", "image_id"))
+    qas: list[GenomeQuestion]
+
+
+class GenomeData(Row):
+    """A row of Visual Genome's image_data.json."""
+
+    id: int = Field(validation_alias=AliasChoices("image_id", "id"))
+    coco_id: int | None = None
+
+
+def vqa(
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    questions: Annotated[
+        list[Path] | None, Option(metavar="FILE", help="VQA's question files")
+    ] = None,
+    annotations: Annotated[
+        list[Path] | None, Option(metavar="FILE", help="VQA's annotation files")
+    ] = None,
+    subset: Annotated[
+        str | None, Option(help="train2014, val2014, test2015; for files without a header")
+    ] = None,
+    image_name: Annotated[
+        str, Option(metavar="PATTERN", help="file name of an image")
+    ] = "COCO_{subset}_{image_id:012d}.jpg",
+    visual_genome: Annotated[
+        Path | None, Option(metavar="FILE", help="Visual Genome's question_answers.json")
+    ] = None,
+    image_data: Annotated[
+        Path | None, Option(metavar="FILE", help="Visual Genome's image_data.json")
+    ] = None,
+) -> int:
+    """VQA v2 (and Visual Genome's questions) to shards: one sample an image with all its questions.
+
+    --questions and --annotations take the official files, with or without their header, gzipped or
+    not; several are joined (train and val). Without --annotations (a test set) questions have no
+    answers. Images are looked for under COCO's names, built from the header's data_subtype
+    (--subset where a file has no header). Answers are stored as {answer, count}; who was how sure
+    is not kept.
+
+    --visual-genome adds question_answers.json. Its one answer counts as given by ten people,
+    without its capital letters and full stop, as VQA's answers are written. With --image-data an
+    image that is also COCO's is named so.
+    """
+    questions, annotations = questions or [], annotations or []
+    if not questions and visual_genome is None:
+        raise ConfigError("nothing to convert: give --questions or --visual-genome")
+    faults: Faults = []
+    asked: list[ImageQuestions] = []
+    if questions:
+        answers = read_answers(annotations, faults)
+        asked += vqa_images(questions, answers, subset, image_name, faults)
+        if annotations and not any(each.answers for one in asked for each in one.questions):
+            raise ConfigError(
+                f"{annotations[0]}: answers none of the questions of {questions[0]}; are both of "
+                "the same split?"
+            )
+    if visual_genome is not None:
+        asked += genome_images(visual_genome, image_data, faults)
+    settings = {
+        "questions": file_names(questions),
+        "annotations": file_names(annotations),
+        "subset": subset,
+        "image_name": image_name,
+        "visual_genome": None if visual_genome is None else visual_genome.name,
+        "image_data": None if image_data is None else image_data.name,
+    }
+    licence = "annotations CC BY 4.0; images under Flickr's terms of use"
+    return _write(Target(out, build, "VQA", licence, settings), images, asked, faults)
+
+
+def easy_vqa(
+    questions: Annotated[Path, Option(metavar="FILE", help="questions of one split")],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    answers: Annotated[Path | None, Option(metavar="FILE", help="answers.txt, one a line")] = None,
+    split: Annotated[str, Option(help="folder of the images in the release: train or test")] = "",
+) -> int:
+    """easy-VQA to shards: one sample an image of one shape, with all its questions.
+
+    --questions takes {train,test}_questions.json, a list of [question, answer, image's number];
+    --images the images of the same split, <number>.png. With --answers (answers.txt) a question
+    with an answer that is not in it is left out and counted. The data has no question ids: a
+    question's place in the file (from 0) is its id. Its one answer counts as given by ten people.
+    """
+    faults: Faults = []
+    known = None if answers is None else read_answer_list(answers)
+    asked = easy_images(questions, known, split, faults)
+    settings = {
+        "questions": questions.name,
+        "answers": None if answers is None else answers.name,
+        "split": split,
+    }
+    return _write(Target(out, build, "easy-VQA", "MIT", settings), images, asked, faults)
+
+
+def counted(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Return how many people gave each answer, in the order in which answers first come."""
+    # Most answers come thousands of times.
+    return tuple(Counter(map(sys.intern, answers)).items())
+
+
+def lone_answer(identifier: str, question: str, answer: str) -> PlainQuestion:
+    """Return a question with one answer, which counts as what all annotators said."""
+    return PlainQuestion(identifier, question, ((sys.intern(answer), ANNOTATORS),))
+
+
+def plain_answer(text: str) -> str:
+    """Return an answer without capital letters, white space around it and a full stop behind it."""
+    return text.strip().removesuffix(".").strip().lower()
+
+
+def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
+    """Return the answers of each question id; of one that is annotated twice the first."""
+    found: dict[str, Given] = {}
+    for path in paths:
+        for row in parsed(json_list(path, "annotations"), AnnotationRow, faults):
+            if row.question_id in found:
+                faults.append(Refused("question annotated twice", row.question_id))
+            else:
+                found[row.question_id] = Given(
+                    row.image_id,
+                    counted(answer.answer for answer in row.answers),
+                    _interned(row.question_type),
+                    _interned(row.answer_type),
+                )
+    return found
+
+
+def vqa_images(
+    paths: Sequence[Path],
+    answers: Mapping[str, Given],
+    subset: str | None,
+    pattern: str,
+    faults: Faults,
+) -> list[ImageQuestions]:
+    """Return the images that the question files ask about, in the order of their first question."""
+    images: dict[str, ImageQuestions] = {}
+    seen: set[str] = set()
+    for path in paths:
+        content = read_json(path)
+        rows = parsed(members(content, path, "questions"), QuestionRow, faults)
+        known = _subset_of(content, path, subset) if "{subset" in pattern else ""
+        for row in rows:
+            if row.question_id in seen:
+                faults.append(Refused("question id given twice", row.question_id))
+                continue
+            seen.add(row.question_id)
+            if not row.question.strip():
+                faults.append(Refused("empty question", row.question_id))
+                continue
+            name = _file_name(pattern, known, row.image_id)
+            if name not in images:
+                source, image_id = image_identity(name, "coco")
+                images[name] = ImageQuestions(name, source, image_id, [])
+            images[name].questions.append(_question(row, answers, faults))
+    for unasked in sorted(answers.keys() - seen):
+        faults.append(Refused("annotation without question", unasked))
+    return list(images.values())
+
+
+def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[ImageQuestions]:
+    """Return the images of Visual Genome's question_answers.json."""
+    coco: dict[int, int] = {}
+    if image_data is not None:
+        rows = parsed(streamed_list(image_data), GenomeData, faults)
+        coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
+    found: list[ImageQuestions] = []
+    seen: set[str] = set()
+    for image in parsed(streamed_list(path), GenomeImage, faults):
+        questions = []
+        for asked in image.qas:
+            if asked.qa_id in seen:
+                faults.append(Refused("question id given twice", f"Visual Genome {asked.qa_id}"))
+                continue
+            seen.add(asked.qa_id)
+            answer = plain_answer(asked.answer)
+            if not answer or not asked.question.strip():
+                faults.append(Refused("question without answers", f"Visual Genome {asked.qa_id}"))
+                continue
+            # Its numbers are not VQA's, and a shard may hold both.
+            questions.append(lone_answer(f"vg-{asked.qa_id}", asked.question, answer))
+        if questions:
+            number = coco.get(image.id)
+            source, image_id = ("visual_genome", image.id) if number is None else ("coco", number)
+            found.append(ImageQuestions(f"{image.id}.jpg", source, str(image_id), questions, "vg-"))
+    return found
+
+
+def _question(row: QuestionRow, answers: Mapping[str, Given], faults: Faults) -> PlainQuestion:
+    given = answers.get(row.question_id)
+    if given is not None and given.image_id not in (None, row.image_id):
+        which = f"{row.question_id} (asked of {row.image_id}, answered of {given.image_id})"
+        faults.append(Refused("annotation of another image", which))
+        given = None
+    if answers and (given is None or not given.answers):
+        faults.append(Refused("question without answers (kept)", row.question_id))
+    if given is None:
+        return PlainQuestion(row.question_id, row.question)
+    return PlainQuestion(
+        row.question_id, row.question, given.answers, given.question_type, given.answer_type
+    )
+
+
+def _interned(text: str | None) -> str | None:
+    return None if text is None else sys.intern(text)
+
+
+def _subset_of(content: dict[str, Any], path: Path, subset: str | None) -> str:
+    found = content.get("data_subtype", subset)
+    if found is None:
+        raise ConfigError(f"{path}: no data_subtype in a header; say --subset train2014 or another")
+    return str(found)
+
+
+def _file_name(pattern: str, subset: str, image_id: int) -> str:
+    try:
+        return pattern.format(subset=subset, image_id=image_id)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"--image-name {pattern!r}: {{subset}} and {{image_id}} can stand in it ({error})"
+        ) from error
+
+
+def read_answer_list(path: Path) -> frozenset[str]:
+    """Return the answers of answers.txt."""
+    answers = frozenset(line.strip() for line in text_lines(path))
+    if not answers:
+        raise ConfigError(f"{path}: holds no answers, one a line")
+    return answers
+
+
+def easy_images(
+    path: Path, known: frozenset[str] | None, split: str, faults: Faults
+) -> list[ImageQuestions]:
+    """Return the images that a question file asks about, in the order of their first question.
+
+    Args:
+        path: the question file.
+        known: the answers that there are; None: any.
+        split: folder of the images in the release, or "".
+        faults: what is wrong with rows.
+    """
+    images: dict[int, ImageQuestions] = {}
+    for number, (where, row) in enumerate(json_list(path)):
+        if not _fits(row):
+            problem = f"{where}: not [question, answer, image's number]"
+            if not images:
+                raise ConfigError(f"{problem}; is it the right file?")
+            faults.append(Refused("row of another layout", problem))
+            continue
+        question, answer, image = row
+        if known is not None and answer not in known:
+            faults.append(Refused("unknown answer", f"{number} ({answer})"))
+            continue
+        if image not in images:
+            folder, prefix = (f"{split}/images/", f"{split}-") if split else ("", "")
+            name, image_id = f"{folder}{image}.png", f"{prefix}{image}"
+            images[image] = ImageQuestions(name, "easy-vqa", image_id, [], prefix)
+        images[image].questions.append(lone_answer(str(number), question, answer))
+    return list(images.values())
+
+
+def _fits(row: Any) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == 3
+        and all(isinstance(text, str) and text.strip() for text in row[:2])
+        and isinstance(row[2], int)
+    )
+
+
+def _write(
+    target: Target, places: Sequence[Path], asked: Sequence[ImageQuestions], faults: Faults
+) -> int:
+    """Build the shards of some images with their questions; returns the exit code."""
+    samples = (
+        SampleSpec(
+            key_of(f"{one.prefix}{Path(one.name).stem}"),
+            (one.name,),
+            Annotation(
+                source=one.source,
+                image_id=one.image_id,
+                questions=[question.typed() for question in one.questions],
+            ),
+        )
+        for one in asked
+    )
+    return convert_rows(target, places, samples, faults, len(asked))

@@ -1,0 +1,336 @@
+"""RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to."""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from typer import Option
+
+from data_tools.builder.corpus import (
+    Target,
+    benchmark_part,
+    convert_rows,
+    image_identity,
+    key_of,
+    make_corpus,
+)
+from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.options import BuildOptions, Images, Out, Splits
+from data_tools.rows import (
+    Faults,
+    Located,
+    Row,
+    json_list,
+    members,
+    parsed,
+    read_json,
+)
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Box, Expression
+
+LICENCE = "annotations as published by lichengunc/refer; images under Flickr's terms of use"
+
+Proposals = Mapping[str, list[list[float]]]
+"""Boxes [x, y, width, height] in pixels of the original, by the number of the image."""
+
+
+class Sentence(Row):
+    """An expression of a reference."""
+
+    sent_id: str
+    sent: str
+
+
+class Reference(Row):
+    """An object that is referred to, a row of the pickle."""
+
+    ref_id: int
+    ann_id: int
+    image_id: int
+    split: str
+    sentences: list[Sentence]
+    category_id: int | None = None
+
+
+class Image(Row):
+    """A row of `images` of instances.json."""
+
+    id: int
+    file_name: str
+    width: int
+    height: int
+
+
+class Instance(Row):
+    """A row of `annotations` of instances.json."""
+
+    id: int
+    image_id: int
+    bbox: Box
+
+
+class References(NamedTuple):
+    """Contents of the two official files, images and objects by their ids."""
+
+    references: list[Reference]
+    images: dict[int, Image]
+    instances: dict[int, Instance]
+
+
+class BoxInImage(NamedTuple):
+    """A box [x, y, width, height] and the (width, height) of its image, in pixels."""
+
+    box: list[float]
+    size: tuple[int, int]
+
+
+class DetectedBox(Row):
+    """A detected object; only its place is read."""
+
+    image_id: str
+    box: Box
+
+
+class ScoredDetection(Row):
+    """A row of a list of expressions with their proposals."""
+
+    sent: str
+    gt_box: Box
+    pred_boxes: list[Box]
+    pred_boxes_img_id: list[str]
+
+
+def refcoco(
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    refs: Annotated[
+        Path | None, Option(metavar="FILE", help="refs(unc).p or another split's")
+    ] = None,
+    instances: Annotated[
+        Path | None, Option(metavar="FILE", help="instances.json of the same data set")
+    ] = None,
+    splits: Splits = None,
+    detections: Annotated[
+        Path | None, Option(metavar="FILE", help="JSON of detected boxes, the proposals")
+    ] = None,
+    expressions: Annotated[
+        Path | None, Option(metavar="FILE", help="list of expressions with proposals")
+    ] = None,
+) -> int:
+    """RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to.
+
+    --refs takes the official pickle (refs(unc).p, refs(google).p, refs(umd).p), read without
+    running anything in it, and --instances the instances.json beside it. One folder a split is made
+    below OUT (train, val, testA, testB or test), one sample an image with all the split's
+    expressions. --images takes COCO's train2014 images. --detections adds proposals: MAttNet's list
+    of {image_id, box} or ALBEF's boxes by image, in pixels of the original image.
+
+    --expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead, which goes
+    to OUT itself. Ids stay: an expression's id is its sent_id (in a list without ids its place,
+    from 0), and ref_id, ann_id and category_id stand beside it.
+    """
+    if (refs is None) == (expressions is None):
+        raise ConfigError("give either --refs (with --instances) or --expressions")
+    files = {
+        "refs": refs,
+        "instances": instances,
+        "detections": detections,
+        "expressions": expressions,
+    }
+    settings: dict[str, Any] = {name: path and path.name for name, path in files.items()}
+    settings["splits"] = splits
+    faults: Faults = []
+    if expressions is not None:
+        samples = list(scored_images(expressions, faults))
+        target = Target(out, build, "RefCOCO", LICENCE, settings)
+        return convert_rows(target, images, samples, faults, len(samples))
+    assert refs is not None
+    if instances is None:
+        raise ConfigError("--refs needs --instances, the instances.json that lies beside it")
+    found = read_references(refs, instances, faults)
+    there = list(dict.fromkeys(reference.split for reference in found.references))
+    unknown = [split for split in splits or () if split not in there]
+    if unknown:
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(there)}")
+    proposals = None if detections is None else read_proposals(detections, faults)
+    title = instances.parent.name
+    parts = []
+    for split in splits or there:
+        of_split = list(faults)
+        samples = list(wanted_images(found, split, proposals, of_split))
+        parts.append(benchmark_part(split, samples, of_split, len(samples), title))
+    return make_corpus(Target(out, build, title, LICENCE, settings), images, parts)
+
+
+def read_references(refs: Path, instances: Path, faults: Faults) -> References:
+    """Return the references of a pickle with the images and objects of its instances.json."""
+    content = read_json(instances)
+    images = parsed(members(content, instances, "images"), Image, faults)
+    objects = parsed(members(content, instances, "annotations"), Instance, faults)
+    return References(
+        list(parsed(read_refs(refs), Reference, faults)),
+        {image.id: image for image in images},
+        {one.id: one for one in objects},
+    )
+
+
+def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, BoxInImage]:
+    """Return the box of each ref_id, and the size of the image that it was drawn on."""
+    references, images, objects = read_references(refs, instances, faults)
+    found = {}
+    for reference in references:
+        image, one = images.get(reference.image_id), objects.get(reference.ann_id)
+        if image is not None and one is not None and one.image_id == image.id:
+            found[reference.ref_id] = BoxInImage(one.bbox, (image.width, image.height))
+    return found
+
+
+def wanted_images(
+    found: References, split: str, proposals: Proposals | None, faults: Faults
+) -> Iterator[SampleSpec]:
+    """Yield one sample an image with its expressions, in the order of a split's references."""
+    references = [reference for reference in found.references if reference.split == split]
+    images, instances = found.images, found.instances
+    expressions: dict[int, list[Expression]] = defaultdict(list)
+    seen: set[str] = set()
+    for reference in references:
+        instance = instances.get(reference.ann_id)
+        which = f"ref {reference.ref_id}"
+        if reference.image_id not in images:
+            faults.append(Refused("image not in instances.json", which))
+        elif instance is None:
+            faults.append(Refused("object not in instances.json", which))
+        elif instance.image_id != reference.image_id:
+            faults.append(Refused("object of another image", which))
+        else:
+            expressions[reference.image_id] += _expressions(reference, instance, seen, faults)
+    for image_id, of_image in expressions.items():
+        if not of_image:
+            continue
+        image = images[image_id]
+        source, name = image_identity(image.file_name, "coco")
+        boxes = None if proposals is None else proposals.get(str(image_id))
+        if proposals is not None and not boxes:
+            faults.append(Refused("image without proposals (kept)", image.file_name))
+        annotation = Annotation(source=source, image_id=name, expressions=of_image, proposals=boxes)
+        key = key_of(Path(image.file_name).stem)
+        yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
+
+
+def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
+    """Yield one sample an image of a list of expressions, with the image's proposals."""
+    expressions: dict[str, list[Expression]] = defaultdict(list)
+    proposals: dict[str, list[list[float]]] = {}
+    for number, row in enumerate(parsed(json_list(path), ScoredDetection, faults)):
+        if not row.pred_boxes_img_id:
+            faults.append(Refused("expression without an image", str(number)))
+            continue
+        stem = row.pred_boxes_img_id[0].rpartition("_")[0]
+        if proposals.setdefault(stem, row.pred_boxes) != row.pred_boxes:
+            faults.append(Refused("other proposals for the same image (the first kept)", stem))
+        expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
+    for stem, found in expressions.items():
+        source, image_id = image_identity(f"{stem}.jpg", "coco")
+        annotation = Annotation(
+            source=source, image_id=image_id, expressions=found, proposals=proposals[stem]
+        )
+        yield SampleSpec(key_of(stem), (f"{stem}.jpg",), annotation)
+
+
+def read_proposals(path: Path, faults: Faults) -> Proposals:
+    """Return detected boxes by the number of their image.
+
+    Args:
+        path: a list of {image_id, box or bbox}, the same under "dets", or an object
+            {image_id: [box or {box}, ...]}; of a longer box the first four numbers count.
+        faults: what is wrong with rows.
+    """
+    content = read_json(path)
+    if isinstance(content, dict) and isinstance(content.get("dets"), list):
+        content = content["dets"]
+    if isinstance(content, dict):
+        content = [
+            {"image_id": image_id, "box": box}
+            for image_id, boxes in content.items()
+            for box in (boxes if isinstance(boxes, list) else [boxes])
+        ]
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
+    rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for detection in parsed(rows, DetectedBox, faults):
+        found[detection.image_id].append(detection.box)
+    return found
+
+
+def _detection(row: Any) -> Any:
+    """Return a row with its place as `box`, four numbers long."""
+    if not isinstance(row, dict):
+        return row
+    box = row.get("box", row.get("bbox"))
+    if isinstance(box, dict):  # one detection of the boxes of an image
+        box = box.get("box", box.get("bbox"))
+    return {**row, "box": box[:4] if isinstance(box, list) else box}
+
+
+def _expressions(
+    reference: Reference, instance: Instance, seen: set[str], faults: Faults
+) -> Iterator[Expression]:
+    for sentence in reference.sentences:
+        which = f"{sentence.sent_id} of ref {reference.ref_id}"
+        if sentence.sent_id in seen:
+            faults.append(Refused("sent_id given twice", which))
+        elif not sentence.sent.strip():
+            faults.append(Refused("empty expression", which))
+        else:
+            yield Expression(
+                id=sentence.sent_id,
+                text=sentence.sent,
+                box=instance.bbox,
+                ref_id=reference.ref_id,
+                ann_id=reference.ann_id,
+                category_id=reference.category_id,
+            )
+        seen.add(sentence.sent_id)
+
+
+# What Python 2 wrote under other names; none of them can do anything but hold values.
+_HARMLESS = {
+    (module, name): kind
+    for module in ("builtins", "__builtin__")
+    for name, kind in {"set": set, "frozenset": frozenset, "list": list, "dict": dict}.items()
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reader of plain lists, dicts, texts and numbers: a pickle can name any function to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _HARMLESS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which plain data does not need"
+            ) from None
+
+
+def read_refs(path: Path) -> Iterator[Located]:
+    """Return the rows of a pickled list, of Python 2 or 3, with where they stand."""
+    try:
+        with open(path, "rb") as file:
+            # Texts of Python 2 are bytes; odd ones must not cost the whole data set.
+            content = _PlainUnpickler(file, encoding="utf-8", errors="replace").load()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # a broken pickle raises whatever its bytes happen to say
+        raise ConfigError(
+            f"{path}: not a pickle of references ({error}); take refs(unc).p as it is published"
+        ) from error
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: holds {type(content).__name__}, not the list of references")
+    return ((f"{path}, row {number}", row) for number, row in enumerate(content, 1))

@@ -1,0 +1,300 @@
+"""Sentences that hold of images or not, to shards: NLVR2, NLVR v1 and SNLI-VE."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar
+
+from PIL import Image
+from typer import Option
+
+from data_tools.builder.corpus import (
+    Target,
+    benchmark_part,
+    convert_rows,
+    file_names,
+    key_of,
+    make_corpus,
+)
+from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.options import BuildOptions, Images, Out
+from data_tools.originals import ImageLocation, Originals
+from data_tools.rows import Faults, Row, json_lines, line_count, parsed
+from vlp.config import ConfigError
+from vlp.data.image.decode import decode_image
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+
+TRUTH = {"true": True, "false": False}
+LABELS = ("entailment", "neutral", "contradiction")
+NO_CONSENSUS = "-"
+
+PERMUTATIONS = tuple(itertools.permutations(range(3)))
+"""Box i of the image of permutation k is box `PERMUTATIONS[k][i]` of permutation 0's."""
+SIZE = (400, 100)
+_BOX_LEFTS = (0, 150, 300)
+_BOX_SIDE = 100
+_NAME = re.compile(r"(.+-)([1-5])(\.png)")
+
+Lines = Annotated[list[Path], Option(metavar="FILE", help="JSON lines files of one split")]
+
+
+class _Statement(Row):
+    identifier: str
+    sentence: str
+    label: str | None = None  # hidden test sets have none
+    directory: str | None = None
+
+
+class _Nlvr2Row(_Statement):
+    left_url: str | None = None
+    right_url: str | None = None
+
+
+class _NlvrV1Row(_Statement):
+    label_source: str | None = None
+
+
+class _SnliVeRow(Row):
+    Flickr30K_ID: str
+    pairID: str
+    sentence2: str
+    gold_label: str
+    sentence1: str | None = None
+    captionID: str | None = None
+
+
+AnyStatement = TypeVar("AnyStatement", bound=_Statement)
+
+
+def nlvr2(
+    annotations: Lines,
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    extension: Annotated[
+        Literal["jpg", "jpeg", "png", "webp"], Option(help="of the images")
+    ] = "png",
+) -> int:
+    """NLVR2 to shards: a statement about two images, true or false.
+
+    --annotations takes the official train.json, dev.json, test1.json... (one object a line, gzipped
+    or not). --images takes folders or tars (also compressed) with the images under their official
+    names, `<split>-<set>-<pair>-img0.png` (left) and `-img1.png` (right). A pair has several
+    statements and each is one sample, so its images are stored with each of them.
+    """
+    faults: Faults = []
+    settings = {"annotations": file_names(annotations), "extension": extension}
+    licence = "annotations CC BY 4.0; the images' copyright stays with their owners"
+    samples = _nlvr2_samples(annotations, extension, faults)
+    target = Target(out, build, "NLVR2", licence, settings)
+    return convert_rows(target, images, samples, faults, line_count(annotations))
+
+
+def nlvr_v1(
+    annotations: Lines,
+    split: Annotated[str, Option(help="how the images' names begin: train, dev…")],
+    images: Images,
+    out: Out,
+    build: BuildOptions,
+    permutations: Annotated[int, Option(metavar="N", help="of each example, 1 to 6")] = 1,
+    hold_out: Annotated[float, Option(metavar="SHARE", help="of the presentations, 0 to 1")] = 0.0,
+) -> int:
+    """NLVR v1 to shards: a statement about one image of three boxes, true or false.
+
+    --annotations takes the official {train,dev,test}.json (one object a line, gzipped or not).
+    --images takes folders or tars (also compressed) with `<split>-<identifier>-<permutation>.png`;
+    --split is that name's first part. The release shows each example in six permutations, the same
+    three boxes in another order, and its official score counts all six (--permutations 6). Where
+    only permutation 0 is there, the others are made from it. Images are stored as RGB.
+
+    --hold-out makes two folders, OUT/kept and OUT/held_out, of whole presentations: examples that
+    share the first part of their identifier share their statement too.
+    """
+    if not 1 <= permutations <= len(PERMUTATIONS):
+        raise ConfigError(f"--permutations is {permutations}, 1 to 6 are possible")
+    if not 0 <= hold_out < 1:
+        raise ConfigError(f"--hold-out is {hold_out}, a share from 0 up to 1 is possible")
+    title = f"NLVR v1 {split}"
+
+    def samples(folder: str, faults: Faults) -> Iterator[SampleSpec]:
+        for example in _statements(annotations, _NlvrV1Row, faults):
+            presentation = example.identifier.partition("-")[0]
+            if not folder or is_held_out(presentation, hold_out) == (folder == "held_out"):
+                for permutation in range(permutations):
+                    yield _nlvr_v1_sample(example, split, permutation)
+
+    parts = []
+    for folder in ("kept", "held_out") if hold_out else ("",):
+        total = None if hold_out else line_count(annotations) * permutations
+        faults: Faults = []
+        parts.append(benchmark_part(folder, samples(folder, faults), faults, total, title))
+    settings = {
+        "annotations": file_names(annotations),
+        "split": split,
+        "permutations": permutations,
+        "hold_out": hold_out,
+    }
+    return make_corpus(
+        Target(out, build, title, "CC BY 4.0", settings), images, parts, PermutedOriginals
+    )
+
+
+def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -> int:
+    """SNLI-VE (and e-SNLI-VE in its field names) to shards: an image, a hypothesis and its label.
+
+    --annotations takes the official snli_ve_{train,dev,test}.jsonl, gzipped or not. --images takes
+    folders or tars (also compressed) that hold Flickr30k's images as <Flickr30K_ID>.jpg. Each pair
+    is one sample with its image, so the image of several pairs is stored several times; --max-side
+    keeps that small. Pairs without a gold label ("-") are left out and counted.
+    """
+    faults: Faults = []
+    licence = "SNLI: CC BY-SA 4.0; images: Flickr's, for research and education only"
+    target = Target(out, build, "SNLI-VE", licence, {"annotations": file_names(annotations)})
+    samples = _snli_ve_samples(annotations, faults)
+    return convert_rows(target, images, samples, faults, line_count(annotations))
+
+
+class PermutedPlace(ImageLocation):
+    """An image of NLVR whose boxes are put into another order when it is read."""
+
+    order: tuple[int, ...] = PERMUTATIONS[0]
+
+    def read(self) -> bytes:
+        """Return the image as an RGB PNG.
+
+        Raises:
+            BadSample: it cannot be read, or has another size than NLVR's, so its boxes are
+                elsewhere.
+        """
+        image = decode_image(super().read(), str(self.path))
+        if image.size != SIZE:
+            size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"
+            raise BadSample("unreadable image", f"{self.path} ({size})")
+        stream = io.BytesIO()
+        permuted(image, self.order).save(stream, "png")
+        return stream.getvalue()
+
+
+class PermutedOriginals(Originals):
+    """Images of NLVR; permutations that are not there are made from permutation 0."""
+
+    def find(self, name: str) -> ImageLocation | None:
+        """Find an image, or the one that it is made from; None: neither is there."""
+        place, order = super().find(name), PERMUTATIONS[0]
+        parts = _NAME.fullmatch(name)
+        if place is None and parts is not None:
+            place = super().find(f"{parts[1]}0{parts[3]}")
+            order = PERMUTATIONS[int(parts[2])]
+        if place is None:
+            return None
+        found = PermutedPlace(*place)
+        found.order = order
+        return found
+
+
+def is_held_out(presentation: str, share: float) -> bool:
+    """Return whether a presentation belongs to the held-out share: a function of its name alone."""
+    number = int.from_bytes(hashlib.sha256(presentation.encode()).digest()[:8], "big")
+    return number < share * 2**64
+
+
+def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:
+    """Return an image of NLVR with its boxes in another order; box i becomes box `order[i]`."""
+    result = image.copy()
+    for left, box in zip(_BOX_LEFTS, order):
+        start = _BOX_LEFTS[box]
+        result.paste(image.crop((start, 0, start + _BOX_SIDE, SIZE[1])), (left, 0))
+    return result
+
+
+def _statements(
+    paths: Sequence[Path], layout: type[AnyStatement], faults: Faults
+) -> Iterator[AnyStatement]:
+    """Yield the usable rows of NLVR, in the order of the files."""
+    seen: set[str] = set()
+    for path in paths:
+        for example in parsed(json_lines(path, faults), layout, faults):
+            identifier = example.identifier
+            if identifier in seen:
+                faults.append(Refused("identifier given twice", identifier))
+            elif example.label is not None and example.label.lower() not in TRUTH:
+                faults.append(Refused("unknown label", f"{identifier} ({example.label})"))
+            elif not example.sentence.strip():
+                faults.append(Refused("no statement", identifier))
+            else:
+                yield example
+            seen.add(identifier)
+
+
+def _shared(example: _Statement) -> Mapping[str, Any]:
+    """Return the annotation that both versions of NLVR have."""
+    return {
+        "statement": example.sentence,
+        "label": None if example.label is None else TRUTH[example.label.lower()],
+        "identifier": example.identifier,
+    }
+
+
+def _nlvr2_samples(paths: Sequence[Path], extension: str, faults: Faults) -> Iterator[SampleSpec]:
+    for example in _statements(paths, _Nlvr2Row, faults):
+        pair, _, number = example.identifier.rpartition("-")
+        if not pair or not number.isdigit():
+            faults.append(Refused("identifier is not split-set-pair-sentence", example.identifier))
+            continue
+        annotation = Annotation(
+            source="nlvr2",
+            image_id=pair,
+            **_shared(example),
+            left_url=example.left_url,
+            right_url=example.right_url,
+        )
+        # The training images lie in numbered folders.
+        folder = "" if example.directory is None else f"{example.directory}/"
+        left, right = (f"{folder}{pair}-img{side}.{extension}" for side in (0, 1))
+        yield SampleSpec(key_of(example.identifier), (left, right), annotation)
+
+
+def _nlvr_v1_sample(example: _NlvrV1Row, split: str, permutation: int) -> SampleSpec:
+    image = f"{split}-{example.identifier}"
+    name = f"{image}-{permutation}"
+    annotation = Annotation(
+        source="nlvr",
+        image_id=image,  # whatever the order of its boxes
+        **_shared(example),
+        permutation=permutation,
+        label_source=example.label_source,
+    )
+    folder = "" if example.directory is None else f"{example.directory}/"
+    return SampleSpec(key_of(name), (str(PurePosixPath(f"{folder}{name}.png")),), annotation)
+
+
+def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    seen: set[str] = set()
+    for path in paths:
+        for pair in parsed(json_lines(path, faults), _SnliVeRow, faults):
+            if pair.pairID in seen:
+                faults.append(Refused("pairID given twice", pair.pairID))
+            elif pair.gold_label == NO_CONSENSUS:
+                faults.append(Refused("no gold label", pair.pairID))
+            elif pair.gold_label not in LABELS:
+                faults.append(Refused("unknown label", f"{pair.pairID} ({pair.gold_label})"))
+            elif not pair.sentence2.strip():
+                faults.append(Refused("no hypothesis", pair.pairID))
+            else:
+                annotation = Annotation(
+                    source="flickr30k",
+                    image_id=pair.Flickr30K_ID,
+                    premise=pair.sentence1,
+                    hypothesis=pair.sentence2,
+                    label=pair.gold_label,
+                    pairID=pair.pairID,
+                    captionID=pair.captionID,
+                )
+                yield SampleSpec(key_of(pair.pairID), (f"{pair.Flickr30K_ID}.jpg",), annotation)
+            seen.add(pair.pairID)

@@ -1,0 +1,387 @@
+"""Captions of images on the web (CC3M, CC12M, SBU): rows of a list to samples, joined by URL."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import shlex
+import string
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from tqdm import tqdm
+from typer import Option
+
+from data_tools.builder.corpus import CorpusPart, Target, make_corpus
+from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, why_dropped
+from data_tools.executor import Executor
+from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
+from data_tools.originals import ImageLocation, Originals
+from data_tools.rows import Row, explained, read_json
+from vlp.config import ConfigError
+from vlp.data.limits import MAX_ANNOTATION_BYTES
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import IMAGES, contents
+from vlp.io import atomic_write
+
+URLS_NAME = "urls.tsv"
+NAMES = "{row:08d}"
+GOOGLE = (
+    "the list: free for any purpose, with acknowledgement of Google LLC; the images are their "
+    "owners'"
+)
+
+_EXTENSIONS = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif")
+_ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """Options of a web corpus, of which exactly one says where the images are."""
+
+    annotations: Annotated[Path, Option(metavar="FILE", help="the official list, gzipped or not")]
+    urls_only: Annotated[
+        bool,
+        Option(
+            "--urls-only", help=f"write OUT/{URLS_NAME} for img2dataset, cleaned, and no shards"
+        ),
+    ] = False
+    img2dataset: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FOLDER",
+            help="folders of tars that img2dataset wrote; images are found by their URL",
+        ),
+    ] = None
+    images: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="PLACE",
+            help="folders (two levels deep), tars or zips with images that are named by --names",
+        ),
+    ] = None
+    names: Annotated[
+        str,
+        Option(
+            metavar="RULE",
+            help="how --images are called, the extension may be left out: {row} counts lines from "
+            "0, {md5} {sha256} {crc32} are of the URL, {file} is its last part",
+        ),
+    ] = NAMES
+    max_words: MaxWords = MAX_WORDS
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.urls_only, self.img2dataset, self.images))) != 1:
+            raise ConfigError("give one of --urls-only, --img2dataset and --images")
+
+
+class WebRow(NamedTuple):
+    """One line of a list: its number from 0, the caption, the image's URL, and what else."""
+
+    row: int
+    caption: str
+    url: str
+    more: Mapping[str, Any] = {}
+
+
+class _SbuFile(Row):
+    image_urls: list[str]
+    captions: list[str]
+    user_ids: list[str] | None = None
+
+
+class _Downloaded(BaseModel):
+    url: str
+
+
+def cc3m(web: WebOptions, out: Out, build: BuildOptions) -> int:
+    """Turn Conceptual Captions (CC3M) into shards.
+
+        python -m data_tools cc3m --annotations Train_GCC-training.tsv --urls-only --out shards/cc3m
+        img2dataset ...   (the command above prints it whole)
+        python -m data_tools cc3m --annotations Train_GCC-training.tsv \\
+            --img2dataset shards/cc3m/downloaded --out shards/cc3m
+
+    --annotations takes the official file (`caption<TAB>url`), gzipped or not. Images that lie in
+    folders, tars or zips are taken with --images and --names instead. img2dataset's own tars can
+    also be trained on as they are, their captions uncleaned: python -m data_tools index FOLDER.
+    """
+    rows = read_tsv(web.annotations, caption_first=True)
+    return _convert("cc3m", rows, web, out, build, "Conceptual Captions (CC3M)", GOOGLE)
+
+
+def cc12m(web: WebOptions, out: Out, build: BuildOptions) -> int:
+    """Turn Conceptual 12M (CC12M) into shards, as `cc3m` does.
+
+    --annotations takes the official cc12m.tsv (`url<TAB>caption`), gzipped or not; `<PERSON>` in a
+    caption becomes `person`.
+    """
+    rows = read_tsv(web.annotations, caption_first=False)
+    return _convert("cc12m", rows, web, out, build, "Conceptual 12M (CC12M)", GOOGLE)
+
+
+def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
+    """Turn SBU captions into shards, as `cc3m` does.
+
+    --annotations takes the official sbu-captions-all.json: three lists `image_urls`, `captions` and
+    `user_ids` of one length, gzipped or not. In --names, {file} is Flickr's own file name.
+    """
+    licence = "images under Flickr's terms of use; research use"
+    return _convert("sbu", read_sbu(web.annotations), web, out, build, "SBU captions", licence)
+
+
+def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
+    """Yield `caption<TAB>url` or `url<TAB>caption` lines; one of another layout is refused."""
+    layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file):
+                parts = line.rstrip("\r\n").split("\t")
+                if not caption_first:
+                    parts.reverse()
+                if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
+                    yield WebRow(number, parts[0], parts[1].strip())
+                elif number == 0:
+                    raise ConfigError(f"{path}, line 1: this should be {layout}")
+                else:
+                    yield Refused("line of another layout", f"line {number + 1}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+
+
+def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
+    """Yield the rows of the official JSON; the photographer's `user_id` is kept for attribution."""
+    try:
+        file = _SbuFile.model_validate(read_json(path))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path}: not SBU's JSON with image_urls and captions ({explained(error)})"
+        ) from None
+    users = file.user_ids if file.user_ids is not None else [None] * len(file.captions)
+    if not len(file.image_urls) == len(file.captions) == len(users):
+        raise ConfigError(
+            f"{path}: {len(file.image_urls)} image_urls, {len(file.captions)} captions and "
+            f"{len(users)} user_ids cannot belong together; download it again"
+        )
+    for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
+        yield WebRow(number, caption, url, {} if user is None else {"user_id": user})
+
+
+def image_id_of(url: str) -> str:
+    """Return a short name of the image behind a URL: 64 bits of its sha256."""
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+class Downloads(Originals):
+    """Finds images by URL in folders of img2dataset's tars.
+
+    24 bytes an image are kept: URLs are told apart by 64 bits of a hash, at 12 million images a
+    chance of one in 250,000 that any two of them are taken for one.
+    """
+
+    def __init__(self, places: Sequence[Path], executor: Executor | None = None) -> None:
+        super().__init__(())
+        self._tars = [tar for place in places for tar in _tars(place)]
+        found = []
+        bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
+        found_in = (executor or Executor(1)).map(survey, self._tars)
+        with bar:
+            for number, (entries, without, problem) in enumerate(found_in):
+                entries["tar"] = number
+                found.append(entries)
+                if without:
+                    self.problems.append(f"{self._tars[number]}: {without} images without a url")
+                if problem:
+                    self.problems.append(f"{self._tars[number]}: {problem}")
+                bar.update()
+        entries = np.concatenate(found)
+        # A stable sort: of equal URLs the first one stays in front.
+        self._entries = entries[np.argsort(entries["url"], kind="stable")]
+
+    def find(self, name: str) -> ImageLocation | None:
+        """Find the image of a URL; None where there is none."""
+        wanted = _url_number(name)
+        place = int(np.searchsorted(self._entries["url"], wanted))
+        if place == len(self._entries) or self._entries["url"][place] != wanted:
+            return None
+        _, tar, size, offset = self._entries[place].tolist()
+        return ImageLocation(self._tars[tar], offset, size)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
+    """Return one tar's images (URL, size, offset), how many have no URL, and the damage."""
+    found = contents(path)
+    entries, without = [], 0
+    if found.missing:
+        return np.empty(0, _ENTRY), 0, found.problem
+    with open(path, "rb") as file:
+        for sample in found.samples:
+            extension = next((name for name in IMAGES if name in sample.files), None)
+            said = sample.files.get("json")
+            if extension is None:
+                continue
+            if said is None or said.size > MAX_ANNOTATION_BYTES:
+                without += 1
+                continue
+            file.seek(said.offset)
+            try:
+                url = _Downloaded.model_validate_json(file.read(said.size)).url
+            except ValidationError:
+                without += 1
+                continue
+            image = sample.files[extension]
+            entries.append((_url_number(url), 0, min(image.size, 2**32 - 1), image.offset))
+    return np.array(entries, _ENTRY), without, found.problem
+
+
+def _tars(place: Path) -> list[Path]:
+    if not place.is_dir():
+        raise ConfigError(f"{place}: no such folder")
+    tars = sorted(place.glob("*.tar"))
+    if not tars:
+        raise ConfigError(
+            f"{place}: holds no tars; img2dataset writes them with --output_format webdataset"
+        )
+    return tars
+
+
+def _url_number(url: str) -> np.uint64:
+    return np.frombuffer(blake2b(url.encode(), digest_size=8).digest(), "<u8")[0]
+
+
+def _convert(
+    source: str,
+    rows: Iterator[WebRow | Refused],
+    web: WebOptions,
+    out: Path,
+    build: BuildOptions,
+    title: str,
+    licence: str,
+) -> int:
+    """Write the shards of a web corpus, or with --urls-only the list to download."""
+    # A wrong file is told before downloads are looked through.
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{web.annotations}: holds no rows")
+    rows = chain([first], rows)
+    rule = web.names if web.images else None
+    if rule is not None:
+        _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))
+
+    def samples(found: Originals) -> Iterator[SampleSpec | Refused]:
+        for item in rows:
+            yield _sample(item, source, rule, found, web.max_words)
+
+    if web.urls_only:
+        return _write_urls(samples(Originals(())), out, TakeDown.read(build.take_down))
+    originals: Callable[[Sequence[Path]], Originals] = Originals
+    if web.img2dataset:
+        originals = partial(Downloads, executor=build.workers())
+    target = Target(out, build, title, licence, {"max_words": web.max_words})
+    part = CorpusPart("", samples, _lines_of(web.annotations))
+    return make_corpus(target, web.img2dataset or web.images or (), [part], originals)
+
+
+def _sample(
+    item: WebRow | Refused, source: str, rule: str | None, found: Originals, max_words: int
+) -> SampleSpec | Refused:
+    if isinstance(item, Refused):
+        return item
+    key = f"{source}-{item.row:08d}"
+    caption = clean_caption(item.caption)
+    reason = why_dropped(caption, max_words)
+    if reason is not None:
+        return Refused(reason, key)
+    name = item.url
+    if rule is not None:
+        stem = _file_name(rule, item)
+        names = (stem + extension for extension in _EXTENSIONS)
+        name = next((name for name in names if found.find(name) is not None), stem)
+    annotation = Annotation(
+        caption=caption, source=source, image_id=image_id_of(item.url), url=item.url, **item.more
+    )
+    return SampleSpec(key, (name,), annotation)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # a host that is none
+        return SplitResult("", "", url, "", "")
+
+
+def _file_name(rule: str, item: WebRow) -> str:
+    url = item.url.encode()
+    fields = {
+        "row": item.row,
+        "md5": hashlib.md5(url, usedforsecurity=False).hexdigest(),
+        "sha256": hashlib.sha256(url).hexdigest(),
+        "crc32": zlib.crc32(url),
+        "file": unquote(_split(item.url).path.rpartition("/")[2]),
+    }
+    try:
+        return string.Formatter().vformat(rule, (), fields)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--names {rule!r}: only {', '.join(fields)} may stand in braces ({error})"
+        ) from error
+
+
+def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down: TakeDown) -> int:
+    out = folder / URLS_NAME
+    counts: dict[str, int] = {}
+    written = 0
+    with atomic_write(out, "w", durable=True, error=ConfigError) as file:
+        # As img2dataset reads it: a header, and quotes around what holds quotes.
+        lines = csv.writer(file, delimiter="\t", lineterminator="\n")
+        lines.writerow(("url", "caption"))
+        for sample in tqdm(samples, unit=" lines", desc=str(out)):
+            if isinstance(sample, Refused):
+                counts[sample.kind] = counts.get(sample.kind, 0) + 1
+            elif take_down.names(sample.key, sample.annotation):
+                counts["taken down"] = counts.get("taken down", 0) + 1
+            else:
+                lines.writerow((sample.images[0], sample.annotation.caption))
+                written += 1
+    print(f"{out}: {written} URLs")
+    for kind, count in sorted(counts.items()):
+        print(f"  {kind}: {count}")
+    downloaded = shlex.quote(str(folder / "downloaded"))
+    print(
+        "download them with (pip install img2dataset):\n"
+        f"  img2dataset --url_list {shlex.quote(str(out))} --input_format tsv --url_col url "
+        f"--caption_col caption --output_format webdataset --output_folder {downloaded} "
+        "--image_size 512 --resize_only_if_bigger True --resize_mode keep_ratio\n"
+        f"and convert what came with --img2dataset {downloaded}"
+    )
+    return 0 if written else 1
+
+
+def _lines_of(path: Path) -> int | None:
+    """Return how many lines a list has, for the time that is left."""
+    if path.suffix in (".gz", ".json") or not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="\n")
+    return open(path, encoding="utf-8", newline="\n")

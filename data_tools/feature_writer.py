@@ -1,0 +1,348 @@
+"""Features of a frozen image tower, written shard by shard, each under its name once whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.features.header import (
+    HEADER_NAME,
+    FeatureHeader,
+    FeatureSource,
+    TowerKey,
+    shards_sha256,
+)
+from vlp.data.features.store import (
+    BAD,
+    CODE_DTYPE,
+    FILE_DTYPES,
+    FLIPPED,
+    PLAIN,
+    array_start,
+    file_paths,
+    is_whole,
+)
+from vlp.data.image.jpeg import JpegImage, levels_of
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.remote import is_url
+from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.rng import make_rng
+from vlp.data.stream.workers import running, worker_settings
+from vlp.io import atomic_write
+from vlp.lock import FolderLock, is_lock
+from vlp.models.folder import load_start
+from vlp.models.tower_key import tower_key
+from vlp.models.vlp import VLPModel
+from vlp.training.config import PretrainConfig
+
+
+def feature_writer(
+    config: PretrainConfig,
+    out: Path,
+    views: int = 1,
+    dtype: Literal["float16", "bfloat16"] = "float16",
+    precision: Literal["float32", "bf16"] = "float32",
+) -> FeatureWriter:
+    """Return the writer of a configuration's features; the tower is on this rank's device.
+
+    Args:
+        config: names the shards, the tower and the augmentation.
+        out: folder of the features.
+        views: of each image; the first is plain, the others are augmented.
+        dtype: that they are stored in.
+        precision: of the tower's pass.
+    """
+    settings = config.data.cache
+    cache = None if settings is None else ShardCache(settings.folder, settings.limit)
+    sources = [ShardIndex.open(one.path, cache, config.data.outages) for one in config.data.sources]
+    device = distributed.default_device()
+    model = _model(config).to(device)
+    encoder = model.image_encoder
+    preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
+    side = preprocessing.image_size
+
+    averages = config.model.image.average_hflip
+    plain = encoder.hflip_averaged_tower if averages else encoder.tower
+
+    def tower(seen: Tensor) -> Tensor:
+        states = [plain(seen[:, 0]), *map(encoder.tower, seen[:, 1:].unbind(1))]
+        return torch.stack([encoder.pooled(each) for each in states], dim=1)
+
+    with torch.no_grad():
+        tokens, width = tower(torch.zeros(1, 1, 3, side, side, device=device)).shape[2:]
+    key = tower_key(model)
+    header = FeatureHeader(
+        tower=key.settings,
+        weights=key.weights,
+        image_size=side,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        augment=config.data.augment if views > 1 else None,
+        views=views,
+        seed=config.training.seed,
+        precision=precision,
+        dtype=dtype,
+        tokens=tokens,
+        width=width,
+        kinds=KINDS,
+        sources=tuple(
+            FeatureSource(
+                name=_name(source.path),
+                shards=len(index.shards),
+                samples=index.shards.total,
+                index=shards_sha256(index.shards),
+            )
+            for source, index in zip(config.data.sources, sources)
+        ),
+    )
+    transform = TrainTransform(config.data.augment, preprocessing)
+    return FeatureWriter(out, header, tower, device, sources, transform)
+
+
+def _name(source: str) -> str:
+    """Return the last part of a source's place, without what a URL may hold behind it."""
+    return Path(urlsplit(source).path if is_url(source) else source).name
+
+
+def _model(config: PretrainConfig) -> VLPModel:
+    """Return the model as pretraining starts it."""
+    torch.manual_seed(config.training.seed)
+    model = VLPModel(config.model)
+    load_start(model, config.init_from)
+    return model.eval()
+
+
+class SampleBlock(NamedTuple):
+    """Consecutive samples of one shard."""
+
+    source: int
+    shard: int
+    samples: range
+
+
+class Views(NamedTuple):
+    """A block's views: levels (good samples, views, 3, side, side) and codes (samples, views)."""
+
+    levels: Tensor
+    codes: Tensor
+
+
+class ViewBlocks(Dataset[Views]):
+    """Prepares the views of blocks; augmentation depends on the header's seed and on the place.
+
+    Args:
+        header: how many views, and the kinds of bad samples.
+        sources: folders of shards.
+        blocks: of their samples.
+        transform: of the views from the second on.
+    """
+
+    def __init__(
+        self,
+        header: FeatureHeader,
+        sources: Sequence[ShardIndex],
+        blocks: Sequence[SampleBlock],
+        transform: TrainTransform,
+    ) -> None:
+        self._header, self._sources, self._blocks = header, sources, blocks
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, number: int) -> Views:
+        """Return a block's views; a bad sample has codes only."""
+        block, views = self._blocks[number], self._header.views
+        codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
+        levels = []
+        for row, sample in enumerate(block.samples):
+            try:
+                found, flipped = self._views(block, sample)
+            except BadSample as bad:
+                codes[row] = BAD + self._header.kinds.index(bad.kind)
+                continue
+            levels.append(found)
+            codes[row, flipped] = FLIPPED
+        side = self._header.image_size
+        empty = torch.empty(0, views, 3, side, side, dtype=torch.uint8)
+        return Views(torch.stack(levels) if levels else empty, codes)
+
+    def _views(self, block: SampleBlock, sample: int) -> tuple[Tensor, list[int]]:
+        """Return (views, 3, side, side) levels of one sample, and its flipped views."""
+        index, header = self._sources[block.source], self._header
+        raw = index.read(block.shard, sample)
+        shard = index.shards[block.shard].name
+        image = JpegImage(raw.image, f"{index.folder / shard}, {raw.key}")
+        levels = [levels_of(self._transform.preprocessing.squash(image.image()))]
+        flipped = []
+        name = f"{header.sources[block.source].index}:{shard}:{sample}"
+        for view in range(1, header.views):
+            rng = make_rng(header.seed, view, name, "features")
+            augmented, is_flipped = self._transform.view(image, rng, may_flip=True)
+            levels.append(augmented)
+            flipped += [view] if is_flipped else []
+        return torch.stack(levels), flipped
+
+
+_AHEAD = 2
+"""Batches that each process has ready or in work."""
+
+Tower = Callable[[Tensor], Tensor]
+"""Pixels (B, 3, side, side), normalised, to (B, tokens, width)."""
+
+
+ShardPlace = tuple[int, int]
+"""Numbers of the source, and of the shard in it."""
+
+
+class Written(NamedTuple):
+    """Samples whose features one command wrote, and those among them that have no image."""
+
+    samples: int
+    bad: int
+
+
+class FeatureWriter:
+    """Writes what is missing of a folder of features.
+
+    Args:
+        folder: made if missing.
+        header: of the folder.
+        tower: of the header, on `device`.
+        device: where it is.
+        sources: of the header.
+        transform: of the views from the second on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        header: FeatureHeader,
+        tower: Tower,
+        device: torch.device,
+        sources: Sequence[ShardIndex],
+        transform: TrainTransform,
+    ) -> None:
+        self.folder, self.header, self.tower, self.device = folder, header, tower, device
+        self.sources, self.transform = sources, transform
+
+    def write(self, batch: int, workers: int) -> Written:
+        """Write this rank's share of the shards that are missing; every rank must call it.
+
+        Args:
+            batch: views held at once; a pass of the tower takes one view of each of their images.
+            workers: processes that decode.
+        """
+        with ExitStack() as held:
+            begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
+                self._begin(held) if distributed.rank() == 0 else None
+            )
+            problem, missing = begun
+            if problem:
+                raise ConfigError(problem)
+            return self._write(missing, batch, workers)
+
+    def _write(self, missing: Sequence[ShardPlace], batch: int, workers: int) -> Written:
+        mine = missing[distributed.rank() :: distributed.world_size()]
+        step = max(1, batch // self.header.views)
+        shards = [self._blocks(*place, step) for place in mine]
+        blocks = [block for shard in shards for block in shard]
+        loader = DataLoader(
+            ViewBlocks(self.header, self.sources, blocks, self.transform),
+            batch_size=None,
+            **worker_settings(workers, _AHEAD),
+        )
+        bad, total = 0, sum(len(block.samples) for block in blocks)
+        with (
+            running(loader) as views,
+            tqdm(
+                total=total, unit="image", disable=None if distributed.rank() == 0 else True
+            ) as bar,
+        ):
+            for place, shard in zip(mine, shards):
+                bad += self._write_shard(*place, islice(views, len(shard)), bar)
+        found = distributed.gather_to_all(Written(total, bad))
+        return Written(*map(sum, zip(*found)))
+
+    def _begin(self, held: ExitStack) -> tuple[str | None, list[ShardPlace]]:
+        """Lock the folder; return what is wrong with it, or the (source, shard) that it lacks."""
+        try:
+            held.enter_context(FolderLock(self.folder))
+            if (self.folder / HEADER_NAME).exists():
+                there = FeatureHeader.read(self.folder)
+                there.require_tower(self.folder, TowerKey(self.header.tower, self.header.weights))
+                wanted = self.header.model_dump(mode="json", exclude={"tower"})
+                there.require(self.folder, wanted)
+            elif not all(map(is_lock, self.folder.iterdir())):
+                return f"--out {self.folder}: holds something else; name another folder", []
+            else:
+                self.header.write(self.folder)
+        except (ConfigError, OSError) as error:
+            return str(error), []
+        return None, [
+            (source, shard)
+            for source, index in enumerate(self.sources)
+            for shard, entry in enumerate(index.shards)
+            if not is_whole(self.header, self._paths(source, shard), entry.samples)
+        ]
+
+    def _blocks(self, source: int, shard: int, step: int) -> list[SampleBlock]:
+        samples = range(self.sources[source].shards[shard].samples)
+        starts = samples[::step]
+        return [SampleBlock(source, shard, samples[start : start + step]) for start in starts]
+
+    def _paths(self, source: int, shard: int) -> tuple[Path, Path]:
+        return file_paths(self.folder, source, self.sources[source].shards[shard].name)
+
+    def _write_shard(self, source: int, shard: int, blocks: islice[Views], bar: tqdm) -> int:
+        """Write both files of a shard, the features last; returns how many samples are bad."""
+        header, bad = self.header, 0
+        shape = self.sources[source].shards[shard].samples, header.views
+        features, codes = self._paths(source, shard)
+        with (
+            atomic_write(features, durable=True, error=ConfigError) as rows,
+            atomic_write(codes, durable=True, error=ConfigError) as views,
+        ):
+            rows.write(
+                array_start(FILE_DTYPES[header.dtype], (*shape, header.tokens, header.width))
+            )
+            views.write(array_start(CODE_DTYPE, shape))
+            for block in blocks:
+                rows.write(self._rows(block).numpy())
+                views.write(block.codes.numpy())
+                bad += int((block.codes[:, 0] >= BAD).sum())
+                bar.update(len(block.codes))
+        return bad
+
+    def _rows(self, block: Views) -> Tensor:
+        """Return the bits of (samples, views, tokens, width) features, zeros of bad samples."""
+        header = self.header
+        rows = torch.zeros(*block.codes.shape, header.tokens, header.width, dtype=torch.int16)
+        good = block.codes[:, 0] < BAD
+        if not good.any():
+            return rows
+        pixels = self.transform.preprocessing.normalise(block.levels.to(self.device))
+        use_bf16 = header.precision == "bf16"
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, use_bf16):
+            states = self.tower(pixels)
+        stored = states.to(getattr(torch, header.dtype)).cpu()
+        if not stored.isfinite().all():
+            raise ConfigError(
+                f"a feature is {float(states.abs().max()):.3g}, which {header.dtype} cannot hold; "
+                "use --dtype bfloat16"
+            )
+        rows[good] = stored.view(torch.int16)
+        return rows

@@ -1,0 +1,68 @@
+"""`vlp data features`: features of a frozen image tower, so that training encodes no image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Option
+
+from data_tools.options import Out, at_least_1
+from vlp.config import ConfigError, load_config
+from vlp.data.limits import put_in_force
+from vlp.process.command_line import Overrides
+
+if TYPE_CHECKING:
+    from data_tools.feature_writer import FeatureWriter, Written
+
+
+def features(
+    config: Annotated[Path, Option(metavar="FILE", help="pretraining's")],
+    out: Out,
+    views: Annotated[int, Option(metavar="K", help="of each image; the first is plain")] = 1,
+    dtype: Annotated[Literal["float16", "bfloat16"], Option(help="of the features")] = "float16",
+    precision: Annotated[
+        Literal["float32", "bf16"], Option(help="of the tower's pass")
+    ] = "float32",
+    batch: Annotated[
+        int,
+        Option(metavar="N", help="views held at once, one of each image to a pass of the tower"),
+    ] = 64,
+    overrides: Overrides = None,
+) -> int:
+    """Store the features of a frozen image tower, so that training decodes and encodes no image.
+
+        vlp data features --config configs/pretrain/FILE.yaml --out features/train --views 4
+        torchrun --nproc_per_node 2 -m data_tools features --config FILE --out FOLDER
+
+    Reads the shards, the tower and the augmentation that a pretraining configuration names. View 0
+    is prepared as evaluation does, the others are augmented. Train with data.features=FOLDER. A
+    command that was interrupted goes on with the shards that are missing; the ranks of torchrun
+    share them.
+    """
+    from data_tools.feature_writer import feature_writer  # help does not wait for PyTorch
+    from vlp import distributed
+    from vlp.training.config import PretrainConfig
+    from vlp.training.engines.environment import advise
+
+    at_least_1(views=views, batch=batch)
+    settings = load_config(config, PretrainConfig, overrides or [])
+    put_in_force(settings.limits)
+    if settings.data.sampler != "indexed":
+        raise ConfigError("data.sampler: features are stored by index; it must be indexed")
+    with distributed.process_group():
+        advise("--precision", precision)
+        writer = feature_writer(settings, out, views, dtype, precision)
+        written = writer.write(batch, settings.data.workers)
+        if distributed.rank() == 0:
+            print(_summary(writer, written))
+    return 0
+
+
+def _summary(writer: FeatureWriter, written: Written) -> str:
+    header = writer.header
+    size = 2 * written.samples * header.views * header.tokens * header.width
+    return (
+        f"{writer.folder}: {written.samples} images x {header.views} views of {header.tokens} x "
+        f"{header.width} written, {size / 2**30:.2f} GiB; {written.bad} images cannot be read"
+    )

@@ -1,0 +1,318 @@
+"""Images of a raw data set by file name, wherever they lie: folders, tars or zips."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from vlp.config import ConfigError
+from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.tar import read_members
+from vlp.lock import FolderLock
+
+TOO_MUCH = f"unpacks to more than {MAX_UNPACKED_RATIO} times its size; unpack it yourself"
+SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
+_PREFIX, _LOCK = ".unpacked-", ".unpacking-"
+_STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
+
+
+@contextmanager
+def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
+    """Yield the places with a plain tar instead of each compressed one.
+
+    Args:
+        places: folders, tars, compressed tars (told by their first bytes, whatever they are
+            called) or anything else; of a folder its compressed tars follow the folder itself.
+        room: folder to unpack into, with as much space as the images take. What is unpacked goes
+            when the context ends; what a killed run left there goes now.
+    """
+    with unpacking_room(room) as folder:
+        yield list(_plain(places, folder))
+
+
+@contextmanager
+def unpacking_room(room: Path) -> Iterator[Path]:
+    """Yield a temporary folder in `room`, as `unpacked` uses it."""
+    with FolderLock(room, _LOCK):
+        for leftover in room.glob(f"{_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
+            yield Path(folder)
+
+
+def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
+    for place in places:
+        archives = [place]
+        if place.is_dir():
+            yield place
+            archives = sorted(path for path in place.iterdir() if path.name.endswith(SUFFIXES))
+        for archive in archives:
+            yield plain_file(archive, folder, f"{archive.name}.tar")
+
+
+def plain_file(path: Path, folder: Path, name: str) -> Path:
+    """Return a file itself, or what a compressed one holds as a file of that name in `folder`."""
+    opener = _opener(path)
+    if opener is None:
+        return path
+    # Two files may have one name; a folder of its own keeps each apart.
+    target = Path(tempfile.mkdtemp(dir=folder), name)
+    _unpack(path, opener, target)
+    return target
+
+
+def most_unpacked(archive: Path) -> int:
+    """Return how many bytes may come out of a compressed file, at least 64 MiB."""
+    return max(2**26, MAX_UNPACKED_RATIO * archive.stat().st_size)
+
+
+def _opener(path: Path) -> Any:
+    """Return the function that opens a compressed file; None for any other file."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        start = file.read(8)
+    return next((opener for magic, opener in _STARTS.items() if start.startswith(magic)), None)
+
+
+def _unpack(archive: Path, opener: Any, target: Path) -> None:
+    try:
+        source: IO[bytes]
+        with opener(archive, "rb") as source, open(target, "wb") as file:
+            most = most_unpacked(archive)
+            while block := source.read(1 << 20):
+                most -= file.write(block)
+                if most < 0:
+                    raise ConfigError(f"{archive}: {TOO_MUCH}")
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{archive}: a damaged archive ({error}); download it again") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{archive}: cannot be unpacked into {target.parents[2]} ({error}); where it is too "
+            "large, unpack it elsewhere and name the folder"
+        ) from error
+
+
+DEPTH = 2
+"""Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
+
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
+    *(".tif", ".tiff", ".heic", ".avif"),  # which shards do not hold: counted as unreadable
+)
+
+
+class ImageLocation(NamedTuple):
+    """Location of the bytes of one image: a file, a part of a tar, or a member of a zip."""
+
+    path: Path
+    offset: int = 0
+    size: int | None = None
+    member: str | None = None
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            BadSample: they can no longer be read.
+        """
+        try:
+            if self.member is not None:
+                archive = _zip(self.path)
+                info = archive.getinfo(self.member)
+                # The others give out all that a block holds, whatever is asked for.
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ValueError(f"{self.member} is compressed by method {info.compress_type}")
+                self._require_small(info.file_size)
+                return archive.read(info)
+            with open(self.path, "rb") as file:
+                self._require_small(self.size or 0)
+                file.seek(self.offset)
+                data = file.read(MAX_IMAGE_BYTES + 1 if self.size is None else self.size)
+                self._require_small(len(data))
+        except BadSample:
+            raise
+        except Exception as error:  # zipfile raises a dozen kinds for damaged members
+            raise BadSample("unreadable image", f"{self.path} ({error})") from error
+        if self.size is not None and len(data) != self.size:
+            raise BadSample("unreadable image", f"{self.path}: cut off at byte {self.offset}")
+        return data
+
+    def _require_small(self, size: int) -> None:
+        if size > MAX_IMAGE_BYTES:
+            raise BadSample("image too large", f"{self.path} (more than {MAX_IMAGE_BYTES} bytes)")
+
+
+class FoundFile(NamedTuple):
+    """Place of a file in a container: its folder in there, and its bytes in a tar."""
+
+    container: int
+    folder: str
+    offset: int
+    size: int
+
+
+class Originals:
+    """Finds images by name in folders (two levels deep), tars and zips.
+
+    The first place that has one wins. A folder that holds tars or zips stands for those too. A name
+    is looked for by its last part; where several files share that, the folders before it decide. It
+    is nowhere if a folder of that name is there and does not hold it.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.problems: list[str] = []
+        self._containers: list[Path] = []
+        self._found: dict[str, FoundFile] = {}
+        self._more: dict[str, list[FoundFile]] = {}
+        self._known: dict[str, bool] = {}
+        self._folders: set[tuple[int, str]] = set()
+        for place in places:
+            if place.is_dir():
+                self._add_folder(place)
+            elif place.is_file():
+                self._add_archive(place)
+            else:
+                raise ConfigError(f"{place}: no such folder, tar or zip of images")
+
+    def find(self, name: str) -> ImageLocation | None:
+        """Find an image (a file name, perhaps with folders before it); None if it is nowhere."""
+        folder, _, base = name.removeprefix("./").rpartition("/")
+        found = self._found.get(base)
+        if found is None:
+            return None
+        if folder and not self._agrees(found, folder):
+            others = self._more.get(base, ())
+            agreeing = next((other for other in others if self._agrees(other, folder)), None)
+            if agreeing is None and self._knows(folder):
+                return None
+            found = agreeing or found
+        return self._location(base, found)
+
+    def _agrees(self, found: FoundFile, wanted: str) -> bool:
+        return _agree(found.folder, wanted) or self._below(found.container, found.folder, wanted)
+
+    def _below(self, container: int, folder: str, wanted: str) -> bool:
+        return f"/{wanted}/" in f"/{self._containers[container].as_posix()}/{folder}/"
+
+    def _knows(self, wanted: str) -> bool:
+        """Return whether some image lies in such a folder, where others are then missing."""
+        if wanted not in self._known:
+            self._known[wanted] = any(
+                _agree(folder, wanted) or self._below(container, folder, wanted)
+                for container, folder in self._folders
+            )
+        return self._known[wanted]
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of an image, or None where there is none.
+
+        Raises:
+            BadSample: there is one, and it can no longer be read.
+        """
+        place = self.find(name)
+        return None if place is None else place.read()
+
+    def __len__(self) -> int:
+        return len(self._found) + sum(map(len, self._more.values()))
+
+    def _location(self, name: str, found: FoundFile) -> ImageLocation:
+        path = self._containers[found.container]
+        full = f"{found.folder}/{name}" if found.folder else name
+        if found.offset == IN_FOLDER:
+            return ImageLocation(path / full)
+        if found.offset == _IN_ZIP:
+            return ImageLocation(path, member=full)
+        return ImageLocation(path, found.offset, found.size)
+
+    def _add_folder(self, folder: Path) -> None:
+        archives = []
+        self._containers.append(folder)
+        number = len(self._containers) - 1
+        for inside, name in _listed(folder, "", DEPTH):
+            if name.lower().endswith(_ARCHIVES):
+                archives.append(folder / inside / name)
+            else:
+                self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
+        for archive in archives:
+            self._add_archive(archive)
+
+    def _add_archive(self, path: Path) -> None:
+        self._containers.append(path)
+        number = len(self._containers) - 1
+        if zipfile.is_zipfile(path):
+            for info in self._infos(path):
+                if info.filename and not info.is_dir():
+                    folder, _, name = info.filename.rpartition("/")
+                    self._add(name, FoundFile(number, sys.intern(folder), _IN_ZIP, 0))
+            return
+        members, problem = read_members(path, MAX_ARCHIVE_MEMBERS)
+        if problem and not members:
+            raise ConfigError(f"{path}: neither a tar nor a zip that can be read ({problem})")
+        if problem:
+            self.problems.append(f"{path}: {problem}")
+        for member in members:
+            folder, _, name = member.name.removeprefix("./").rpartition("/")
+            self._add(name, FoundFile(number, sys.intern(folder), member.offset, member.size))
+
+    def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
+        try:
+            infos = _zip(path).infolist()
+        except Exception as error:  # of any field of its directory
+            raise ConfigError(f"{path}: a damaged zip ({error}); download it again") from error
+        if len(infos) > MAX_ARCHIVE_MEMBERS:
+            raise ConfigError(f"{path}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
+        return infos
+
+    def _add(self, name: str, found: FoundFile) -> None:
+        if name.lower().endswith(_BESIDE):
+            return
+        if name.lower().endswith(IMAGE_SUFFIXES):
+            self._folders.add((found.container, found.folder))
+        if name in self._found:
+            self._more.setdefault(name, []).append(found)
+        else:
+            self._found[name] = found
+
+
+# In place of an offset.
+IN_FOLDER, _IN_ZIP = -1, -2
+
+_ARCHIVES = (".tar", ".zip")
+# What lies beside images and is none: to remember it would take memory.
+_BESIDE = (".txt", ".json", ".parquet", ".csv")
+
+
+def _agree(there: str, wanted: str) -> bool:
+    """Return whether two paths of folders end alike, as far as the shorter one goes."""
+    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
+
+
+def _listed(folder: Path, inside: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield files below a folder in order of names: the folders in between, and the name."""
+    deeper = []
+    for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
+        if entry.is_dir():
+            deeper.append(entry.name)
+        elif not entry.name.startswith("."):
+            yield sys.intern(inside), entry.name
+    for name in deeper if depth else ():
+        yield from _listed(folder, f"{inside}/{name}" if inside else name, depth - 1)
+
+
+@lru_cache(maxsize=8)
+def _zip(path: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)

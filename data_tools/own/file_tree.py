@@ -1,0 +1,310 @@
+"""All files of a place by path: a folder at any depth, the archives in it, or an archive alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from data_tools.originals import (
+    IMAGE_SUFFIXES,
+    IN_FOLDER,
+    SUFFIXES,
+    TOO_MUCH,
+    FoundFile,
+    ImageLocation,
+    Originals,
+    plain_file,
+)
+from vlp.config import ConfigError
+from vlp.data.limits import (
+    MAX_ANNOTATION_BYTES,
+    MAX_ARCHIVE_MEMBERS,
+    MAX_IMAGE_BYTES,
+    MAX_UNPACKED_RATIO,
+)
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.tar import append_member
+
+ARCHIVES = (".tar", ".zip", *SUFFIXES)
+
+_AT_ONCE = 1 << 20
+
+
+class FileTree(Originals):
+    """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
+
+    Hidden files and macOS's `__MACOSX` are left out. A folder or archive that lies in an earlier
+    place is there once, and its files are found by either path. No name in an archive becomes a
+    path on the disk: what is needed as a file is copied into `room` under a name of its own.
+
+    Args:
+        places: folders, tars (compressed or not), zips or single files.
+        room: temporary folder for what is unpacked.
+        left_out: a folder that is not looked through.
+    """
+
+    def __init__(self, places: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
+        super().__init__(())
+        self._room = room
+        self._left_out = None if left_out is None else left_out.resolve()
+        self._files: dict[str, FoundFile] = {}
+        self._prefix = ""
+        self._tops: dict[str, str] = {}
+        self._other_tops: list[tuple[str, str]] = []
+        self._embedded: IO[bytes] | None = None
+        self._digests: dict[bytes, str] = {}
+        for place in places:
+            if place.is_dir():
+                self._add_folder(place)
+            elif not place.is_file():
+                raise ConfigError(f"{place}: there is no such file or folder")
+            elif self._is_known(place, ""):
+                continue
+            elif is_archive(path := self._plain(place)):
+                self._add_archive(path)
+            else:
+                self.add_file(path, without_gz(place.name))
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Return the paths of all files, in the order they were found."""
+        return list(self._files)
+
+    @property
+    def images(self) -> list[str]:
+        """Return the paths of the images, by their extension."""
+        return [path for path in self._files if path.lower().endswith(IMAGE_SUFFIXES)]
+
+    def find(self, name: str) -> ImageLocation | None:
+        """Return the location of a path of `files`; None where it is none."""
+        found = self._files.get(name)
+        return None if found is None else self._location(PurePosixPath(name).name, found)
+
+    def path_of(self, name: str, folder: str = "") -> str | None:
+        """Return the path of a file that a table names.
+
+        Tried in this order: from the table's folder, from the top, from the top of a place that
+        lies in another, then the only file whose path ends like the name or whose name ends like
+        its path, at last without the extension.
+
+        Args:
+            name: as the table has it, perhaps absolute or with backslashes.
+            folder: that the table lies in.
+        """
+        name = name.strip().replace("\\", "/").removeprefix("./")
+        others = [
+            top + name.removeprefix(other)
+            for other, top in self._other_tops
+            if name.startswith(other)
+        ]
+        for path in (f"{folder}/{name}" if folder else name, name, *others):
+            if path in self._files:
+                return path
+        last = name.rpartition("/")[2]
+        alike = [path for path in self._by_name.get(last, ()) if _agree(path, name)]
+        if not alike:
+            named = self._by_stem.get(last, ())
+            alike = [path for path in named if _agree(path.rpartition(".")[0], name)]
+        return alike[0] if len(alike) == 1 else None
+
+    def read_text(self, path: str) -> str:
+        """Return a small text.
+
+        Raises:
+            BadSample: it cannot be read, is larger than MAX_ANNOTATION_BYTES, or not UTF-8.
+        """
+        place = self.find(path)
+        assert place is not None
+        try:
+            data = place.read()
+            if len(data) > MAX_ANNOTATION_BYTES:
+                raise BadSample(
+                    "bad annotation", f"{path} (more than {MAX_ANNOTATION_BYTES} bytes)"
+                )
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadSample("bad annotation", f"{path}: not UTF-8") from error
+
+    def on_disk(self, path: str) -> Path:
+        """Return a file of the disk that holds what `path` does, uncompressed."""
+        place = self.find(path)
+        assert place is not None
+        name = without_gz(PurePosixPath(path).name).lower()
+        suffix = next((end for end in _TABLES if name.endswith(end)), ".txt")
+        if place.member is None and place.size is None:
+            return plain_file(place.path, self._room, f"table{suffix}")
+        target = self._room / f"table-{len(list(self._room.iterdir())):06d}{suffix}"
+        with open(target, "wb") as file:
+            for block in _blocks(place, path):
+                file.write(block)
+        return plain_file(target, self._room, f"table{suffix}")
+
+    def add_file(self, path: Path, name: str | None = None) -> str:
+        """Add a file of the disk under a name; returns the name."""
+        name = name or path.name
+        if name not in self._files:
+            folder = str(path.parent)
+            self._containers.append(path)
+            self._files[name] = FoundFile(len(self._containers) - 1, folder, _ALONE, 0)
+        return name
+
+    def add_bytes(self, name: str, data: bytes) -> str:
+        """Store an image that a table holds itself; returns its name, one for equal bytes.
+
+        Raises:
+            BadSample: it is larger than MAX_IMAGE_BYTES.
+        """
+        if len(data) > MAX_IMAGE_BYTES:
+            raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
+        digest = hashlib.sha256(data).digest()[:16]
+        if digest in self._digests:
+            return self._digests[digest]
+        if self._embedded is None:
+            path = self._room / "embedded.tar"
+            self._embedded = open(path, "ab", buffering=_AT_ONCE)  # noqa: SIM115 (see flush)
+            self._containers.append(path)
+            self._embedded_number = len(self._containers) - 1
+        if name in self._files:
+            whole = PurePosixPath(name)
+            name = f"{whole.stem}-{digest.hex()[:12]}{whole.suffix}"
+        append_member(self._embedded, "image", data)
+        end = self._embedded.tell()
+        start = end - len(data) - -len(data) % 512
+        self._files[name] = FoundFile(self._embedded_number, "", start, len(data))
+        self._digests[digest] = name
+        return name
+
+    def flush(self) -> None:
+        """Write what was added, so that it can be read."""
+        if self._embedded is not None:
+            self._embedded.flush()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _location(self, name: str, found: FoundFile) -> ImageLocation:
+        if found.offset == _ALONE:
+            return ImageLocation(self._containers[found.container])
+        return super()._location(name, found)
+
+    def _add(self, name: str, found: FoundFile) -> None:
+        path = "/".join(part for part in (self._prefix, found.folder, name) if part)
+        parts = path.split("/")
+        if any(part.startswith(".") for part in parts if part != "..") or "__MACOSX" in parts:
+            return
+        if len(self._files) >= MAX_ARCHIVE_MEMBERS:
+            raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
+        self._files.setdefault(path, found)
+
+    def _add_folder(self, folder: Path) -> None:
+        archives = []
+        self._containers.append(folder)
+        number = len(self._containers) - 1
+        for inside, name in self._walked(folder):
+            if name.lower().endswith(ARCHIVES):
+                archives.append((inside, name))
+            else:
+                self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
+        for inside, name in archives:
+            self._prefix = f"{inside}/{name}" if inside else name
+            if not self._is_known(folder / inside / name, f"{self._prefix}/"):
+                self._add_archive(self._plain(folder / inside / name))
+        self._prefix = ""
+
+    def _walked(self, folder: Path) -> Iterator[tuple[str, str]]:
+        """Yield the folder in between and the name of each file; links in a circle end."""
+        for root, folders, names in os.walk(folder, followlinks=True):
+            inside = Path(root).relative_to(folder).as_posix().removeprefix(".")
+            left_out = self._left_out is not None and Path(root).resolve() == self._left_out
+            if left_out or self._is_known(Path(root), f"{inside}/" if inside else ""):
+                folders.clear()
+                continue
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(names):
+                yield inside, name
+
+    def _is_known(self, place: Path, top: str) -> bool:
+        """Return whether a folder or archive was added before, and remember where it is."""
+        real = os.path.realpath(place)
+        if real in self._tops:
+            self._other_tops.append((top, self._tops[real]))
+            return True
+        self._tops[real] = top
+        return False
+
+    def _plain(self, path: Path) -> Path:
+        name = path.name.lower()
+        ending = ".tar" if name.endswith(SUFFIXES) else Path(without_gz(name)).suffix
+        return plain_file(path, self._room, f"unpacked{ending}")
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        known = defaultdict(list)
+        for path in self._files:
+            known[path.rpartition("/")[2]].append(path)
+        return known
+
+    @cached_property
+    def _by_stem(self) -> dict[str, list[str]]:
+        known = defaultdict(list)
+        for path in self.images:
+            known[PurePosixPath(path).stem].append(path)
+        return known
+
+
+_TABLES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".token")
+_ALONE = -3
+"""In place of an offset: the container is the file itself."""
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is a tar or a zip, by its content."""
+    if path.suffix.lower() == ".tar" or zipfile.is_zipfile(path):
+        return True
+    with open(path, "rb") as file:
+        file.seek(257)
+        return file.read(5) == b"ustar"
+
+
+def without_gz(name: str) -> str:
+    """Return a file's name without what compression added to it."""
+    return name[:-3] if name.lower().endswith(".gz") else name
+
+
+def _agree(there: str, wanted: str) -> bool:
+    """Return whether two paths end alike, as far as the shorter one goes."""
+    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
+
+
+def _blocks(place: ImageLocation, path: str) -> Iterator[bytes]:
+    """Yield a member of an archive piece by piece."""
+    if place.member is None:
+        left = place.size or 0
+        with open(place.path, "rb") as file:
+            file.seek(place.offset)
+            while left and (block := file.read(min(left, _AT_ONCE))):
+                left -= len(block)
+                yield block
+        return
+    try:
+        with zipfile.ZipFile(place.path) as archive:
+            info = archive.getinfo(place.member)
+            most = max(2**26, MAX_UNPACKED_RATIO * info.compress_size)
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ConfigError(f"{path}: compressed by method {info.compress_type}")
+            with archive.open(info) as file:
+                while block := file.read(_AT_ONCE):
+                    most -= len(block)
+                    if most < 0:
+                        raise ConfigError(f"{path}: {TOO_MUCH}")
+                    yield block
+    except ConfigError:
+        raise
+    except Exception as error:  # zipfile raises a dozen kinds for damaged members
+        raise ConfigError(f"{path}: damaged ({error})") from error

@@ -1,0 +1,484 @@
+"""Recognition of the form that own images and captions come in, and the images with captions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from data_tools.builder.samples import Refused
+from data_tools.converters.captions import read_karpathy
+from data_tools.originals import IMAGE_SUFFIXES
+from data_tools.own.file_tree import FileTree, without_gz
+from data_tools.own.tables import (
+    SUFFIXES,
+    Columns,
+    Named,
+    OwnTable,
+    find_columns,
+    no_columns,
+    open_table,
+    require_splits,
+    said_split,
+    split_of,
+    texts_in,
+)
+from data_tools.rows import Faults, Located, read_json
+from vlp.config import ConfigError
+from vlp.data.limits import MAX_IMAGE_BYTES
+from vlp.data.shards.sample_files import BadSample
+from vlp.io import parse_json
+
+FORMS = (
+    "images with NAME.txt or NAME.json beside them, an imagefolder with metadata.jsonl or .csv, a "
+    "CSV, TSV, JSON Lines, JSON or Parquet table, a data set saved by `datasets`, img2dataset's "
+    "output, or a tar or zip of one of these"
+)
+
+BAD_ANNOTATION = "bad annotation"
+"""Kind of the faults of files beside images."""
+
+_SIDES = (".txt", ".caption", ".json")
+_KINDS = {
+    ".csv": "a CSV table",
+    ".tsv": "a TSV table",
+    ".txt": "a text table",
+    ".token": "a text table",
+    ".jsonl": "a JSON Lines table",
+    ".ndjson": "a JSON Lines table",
+    ".json": "a JSON table",
+    ".parquet": "a Parquet table",
+    ".arrow": "a data set that `datasets` saved to disk",
+}
+_STARTS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
+_MOST_TABLES = 10_000
+
+
+class OwnImage(NamedTuple):
+    """An image with what its data says of it.
+
+    Args:
+        image: its path in the tree; the name that the data gives where it is nowhere.
+        captions: as they are, uncleaned.
+        split: as the data names it.
+        url: that it comes from.
+    """
+
+    image: str
+    captions: list[str]
+    split: str | None = None
+    url: str | None = None
+
+
+class Form(NamedTuple):
+    """A form that was recognised.
+
+    Args:
+        title: what it is.
+        took: what was taken for what, one line each.
+        images: read once.
+        every_image: every image of the place should have a caption.
+    """
+
+    title: str
+    took: list[str]
+    images: Iterable[OwnImage]
+    every_image: bool = True
+
+
+class _Found(NamedTuple):
+    table: OwnTable
+    columns: Columns
+    path: str
+    split: str | None
+
+
+def recognise(
+    tree: FileTree, named: Named, faults: Faults, place: Path, beside: Path | None
+) -> Form:
+    """Recognise the form of a place by its files' names, and the columns of tables.
+
+    Args:
+        tree: the files.
+        named: columns on the command line.
+        faults: what cannot be used is added while images are read.
+        place: that the command line names, for messages.
+        beside: folder whose files a table of a single file names; None: those of the tree.
+    """
+    files, images = tree.files, tree.images
+    stems = {path.rpartition(".")[0] for path in images}
+    tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
+    described = [path for path in tables if _stem(path) == "metadata"]
+    saved = [path for path in tables if path.endswith(".arrow")]
+    sides = [path for path in files if _is_side(path, stems)]
+    # A table that is named itself is what the user means, whatever lies beside the images.
+    own = without_gz(place.name)
+    is_table = place.is_file() and _suffix(own) in SUFFIXES
+    if is_table:
+        tables = [own]
+    elif described or saved:
+        tables = described or saved
+    elif 2 * len(sides) >= len(images) > 0 and named == Named():
+        return _side_files(tree, images, set(sides), named, faults, place)
+    found, refused = [], None
+    for path in tables:
+        on_disk = tree.on_disk(path)
+        karpathy = _karpathy(on_disk, path, tree, beside)
+        if karpathy is not None:
+            return karpathy
+        table = open_table(on_disk, path, named, faults)
+        if table is None:
+            continue
+        columns = find_columns(table.columns, named, table.bytes_columns)
+        if columns is not None:
+            found.append(_Found(table, columns, path, _split_in_name(path)))
+        elif refused is None:
+            refused = no_columns(path, table.columns)
+    if found:
+        title = _KINDS[_suffix(found[0].path)]
+        if described:
+            title = "an imagefolder of Hugging Face"
+        elif len(found) > 1 and not saved:
+            title = f"{len(found)} tables, the first of them {title}"
+        took = [f"{one.path}: {one.columns}" for one in found[:3]]
+        rows = _table_images(found, tree, faults, beside)
+        # A table that is named itself may speak of some of the images only.
+        is_whole = not is_table and not any(one.table.bytes_columns for one in found)
+        return Form(title, took, rows, every_image=is_whole)
+    if sides and not is_table:
+        return _side_files(tree, images, set(sides), named, faults, place)
+    if refused is not None:
+        raise refused
+    if images:
+        raise ConfigError(
+            f"{place}: {len(images)} images and not one caption; put a NAME.txt beside each "
+            "NAME.jpg, or a table with columns for images and captions"
+        )
+    spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
+    hint = "; save a spreadsheet as CSV" if spreadsheet else ""
+    raise ConfigError(f"{place}: holds {_by_kind(files) or 'nothing'}{hint}; it should be {FORMS}")
+
+
+def other_files(tree: FileTree) -> str:
+    """Return how many files are neither images nor what captions come in; empty where none is."""
+    known = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
+    files = [path for path in tree.files if _suffix(path) not in known]
+    return f"{len(files)} files of other kinds are left out: {_by_kind(files)}" if files else ""
+
+
+def value_image(value: Any, name: str, tree: FileTree) -> str | None:
+    """Return the path of an image that a table's value holds as bytes; None where it has none.
+
+    Args:
+        value: bytes, or the struct of `datasets` with `bytes` and `path`.
+        name: of the image where the value has none, without extension.
+        tree: that takes the image.
+
+    Raises:
+        BadSample: it is larger than limits allow.
+    """
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(data, bytes | bytearray | memoryview):
+        return None
+    data = bytes(data)
+    said = value.get("path") if isinstance(value, dict) else None
+    if said:
+        name = PurePosixPath(str(said).replace("\\", "/")).stem
+    suffix = next((kind for start, kind in _STARTS.items() if data.startswith(start)), "jpg")
+    return tree.add_bytes(f"{name}.{suffix}", data)
+
+
+def _table_images(
+    found: Sequence[_Found], tree: FileTree, faults: Faults, beside: Path | None
+) -> Iterator[OwnImage]:
+    for one in found:
+        folder = one.path.rpartition("/")[0]
+        stem = "-".join(PurePosixPath(one.path).with_suffix("").parts[-2:])
+        rows: Iterator[Located] = one.table.rows(one.columns.wanted)
+        for number, (where, row) in enumerate(rows):
+            value = row.get(one.columns.image)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            captions = _texts_of(row, one.columns.captions)
+            try:
+                image = value_image(value, f"{stem}-{number:06d}", tree)
+            except BadSample as bad:
+                faults.append(Refused(bad.kind, where))
+                continue
+            if image is None:
+                said = value.get("path") if isinstance(value, dict) else value
+                if said in (None, "") or isinstance(said, list | dict):
+                    faults.append(Refused("row without one image", where))
+                    continue
+                image = _resolved(str(said), folder, tree, beside)
+            split = row.get(one.columns.split) if one.columns.split else one.split
+            yield OwnImage(image, captions, said_split(split))
+
+
+def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
+    """Return the path of an image that a table names; the name itself where it is nowhere."""
+    for said in (name, name.partition("#")[0]):
+        if beside is None:
+            path = tree.path_of(said, folder)
+            if path is not None:
+                return path
+        elif (beside / said).is_file():
+            return tree.add_file(beside / said, said)
+    return name
+
+
+def _side_files(
+    tree: FileTree,
+    images: Sequence[str],
+    sides: set[str],
+    named: Named,
+    faults: Faults,
+    place: Path,
+) -> Form:
+    counts = Counter(_suffix(path) for path in sides)
+    shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+    # Of img2dataset; its `.json` says how the download went.
+    downloaded = any(path.endswith("_stats.json") for path in tree.files)
+    title = "images with their captions beside them"
+    if downloaded:
+        title = "img2dataset's output"
+    elif place.is_file() or any(".tar/" in path for path in images):
+        title = "an archive of images with their captions beside them"
+
+    # Cameras write IMG_1.JPG, and what describes them IMG_1.TXT.
+    parts = (path.rpartition(".") for path in sides)
+    beside = {f"{stem}.{extension.lower()}": f"{stem}.{extension}" for stem, _, extension in parts}
+
+    def read() -> Iterator[OwnImage]:
+        splits = {} if named.split else _folder_splits(images, place)
+        unseen = [name for name in (named.image, *(named.captions or ()), named.split) if name]
+        for image in images:
+            stem = image.rpartition(".")[0]
+            paths = [beside[name] for end in _SIDES if (name := f"{stem}{end}") in beside]
+            lines, content = _read_sides(paths, tree, faults)
+            about = content if isinstance(content, dict) else {}
+            unseen = [name for name in unseen if name not in about]
+            stated = _texts_of(about, named.captions or ("captions",))
+            if named.captions is None:
+                stated = stated or _texts_of(about, ("caption",))
+                # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
+                stated = (lines or stated) if downloaded else (stated or lines)
+                stated = stated or texts_in(content)
+            split = said_split(about.get(named.split)) if named.split else splits.get(image)
+            yield OwnImage(image, stated, split, about.get("url") or None)
+        if unseen:
+            raise ConfigError(
+                f"{place}: neither a table nor a .json file beside an image has {', '.join(unseen)}"
+            )
+
+    if named.captions:
+        shown = f"{', '.join(map(repr, named.captions))} of .json"
+    return Form(title, [f"captions from {shown} beside the images"], read())
+
+
+def _texts_of(about: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return [text for name in names for text in texts_in(about.get(name))]
+
+
+def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
+    """Return the lines of the texts beside an image, and what the JSON there holds."""
+    lines: list[str] = []
+    content = None
+    for path in paths:
+        try:
+            text = tree.read_text(path)
+            if path.lower().endswith(".json"):
+                content = parse_json(text)
+            else:
+                lines += [line for line in text.split("\n") if line.strip()]
+        except (BadSample, ValueError) as error:
+            where = error.where if isinstance(error, BadSample) else f"{path}: {error}"
+            faults.append(Refused(BAD_ANNOTATION, where))
+    return lines, content
+
+
+def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> Form | None:
+    if _suffix(path) != ".json" or b'"sentences"' not in _start_of(on_disk):
+        return None
+    content = read_json(on_disk)
+    if not isinstance(content, dict) or not isinstance(content.get("images"), list):
+        return None
+    entries = read_karpathy(on_disk)
+    folder = path.rpartition("/")[0]
+
+    def read() -> Iterator[OwnImage]:
+        for entry in entries:
+            image = _resolved(entry.filename, folder, tree, beside)
+            yield OwnImage(image, entry.captions, entry.split)
+
+    took = [f"{path}: filename, sentences and split"]
+    return Form("Karpathy's JSON", took, read(), every_image=False)
+
+
+def _by_kind(paths: Iterable[str]) -> str:
+    held = Counter(_suffix(path) or "without an extension" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in held.most_common(8))
+
+
+def _start_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1 << 20)
+
+
+def _folder_splits(images: Sequence[str], place: Path) -> dict[str, str]:
+    """Return the split of each image where folders have the names of splits: `train/a.jpg`."""
+    folders = {path: path.split("/")[:-1] for path in images}
+    for depth in range(max(map(len, folders.values()), default=0)):
+        # An image above these folders is of no split.
+        names = {
+            path: parts[depth].removesuffix(".tar")
+            for path, parts in folders.items()
+            if len(parts) > depth
+        }
+        if len(set(names.values())) > 1:
+            require_splits(Counter(names.values()), f"folders of {place}")
+            known = {path: split_of(name) for path, name in names.items()}
+            splits = {path: split for path, split in known.items() if split is not None}
+            return splits if len(splits) == len(names) else {}
+    return {}
+
+
+def _split_in_name(path: str) -> str | None:
+    """Return the split that a table's name, or its folder's, starts with."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    for part in reversed(parts[-2:]):
+        split = split_of(part.split("-")[0].split("_")[0])
+        if split is not None:
+            return split
+    return None
+
+
+def _may_be_table(path: str, stems: set[str]) -> bool:
+    name = PurePosixPath(path).name
+    if _suffix(path) not in SUFFIXES or _is_side(path, stems):
+        return False
+    if name.startswith(("cache-", "tmp")) and name.endswith(".arrow"):
+        return False  # of `datasets`, beside what it saved
+    # Of img2dataset, `datasets` and the hub.
+    about = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
+    return name not in about and not name.endswith("_stats.json")
+
+
+def _is_side(path: str, stems: set[str]) -> bool:
+    base, _, extension = path.rpartition(".")
+    return f".{extension.lower()}" in _SIDES and base in stems
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(without_gz(path)).suffix.lower()
+
+
+def _stem(path: str) -> str:
+    return PurePosixPath(without_gz(path)).stem.lower()
+
+
+PREFIX = "hub:"
+
+
+def hub_form(
+    place: str,
+    tree: FileTree,
+    named: Named,
+    faults: Faults,
+    chosen: Sequence[str] | None = None,
+) -> Form:
+    """Open a data set of the hub; its images pass through the tree's temporary folder.
+
+    Args:
+        place: `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIG`; NAME may be a local folder.
+        tree: that takes the images.
+        named: columns on the command line.
+        faults: rows that cannot be used are added.
+        chosen: only these splits; None: all.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{place}: streaming from the hub needs the package datasets: pip install 'vlp[data]'"
+        ) from None
+    name, _, config = place.removeprefix(PREFIX).partition(":")
+    try:
+        splits = datasets.load_dataset(name, config or None, streaming=True)
+        wanted = [split for split in splits if chosen is None or split in chosen]
+        parts = {split: _undecoded(splits[split], datasets) for split in wanted}
+        columns_of = {split: list(_features(part)) for split, part in parts.items()}
+    except Exception as error:  # of the hub, the network, or the data set's own form
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{place}: `datasets` cannot open it ({reason})") from error
+    unknown = [split for split in chosen or () if split not in splits]
+    if unknown:
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(splits)}")
+    images = {
+        key for part in parts.values() for key, kind in _features(part).items() if _is_image(kind)
+    }
+    names = next(iter(columns_of.values()), [])
+    columns = find_columns(names, named, sorted(images))
+    if columns is None:
+        raise no_columns(place, names)
+    if columns.split is None:  # before anything is streamed
+        require_splits(dict.fromkeys(parts), place, "choose others with --splits")
+
+    def rows() -> Iterator[OwnImage]:
+        for split, part in parts.items():
+            stream = iter(part.select_columns(columns.wanted))
+            number = -1
+            while True:
+                number += 1
+                where = f"{place}, {split}, row {number + 1}"
+                try:
+                    row = next(stream)
+                except StopIteration:
+                    break
+                except Exception as error:  # of the network or the files
+                    raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
+                try:
+                    image = value_image(
+                        _with_bytes(row[columns.image]), f"{split}-{number:08d}", tree
+                    )
+                except (BadSample, OSError) as error:
+                    faults.append(Refused(getattr(error, "kind", "missing image"), where))
+                    continue
+                if image is None:
+                    faults.append(Refused("row without one image", where))
+                    continue
+                captions = [text for key in columns.captions for text in texts_in(row[key])]
+                said = row[columns.split] if columns.split else split
+                yield OwnImage(image, captions, said_split(said))
+
+    title = f"a data set of the hub with {', '.join(parts)}, streamed"
+    return Form(title, [f"{place}: {columns}"], rows(), every_image=False)
+
+
+def _undecoded(part: Any, datasets: Any) -> Any:
+    """Return the stream with its images as they are stored."""
+    for key, kind in _features(part).items():
+        if _is_image(kind):
+            part = part.cast_column(key, datasets.Image(decode=False))
+    return part
+
+
+def _features(part: Any) -> dict[str, Any]:
+    if part.features is None:
+        part = part._resolve_features()
+    return dict(part.features)
+
+
+def _is_image(kind: Any) -> bool:
+    return type(kind).__name__ == "Image"
+
+
+def _with_bytes(value: Any) -> Any:
+    """Return the value with its bytes, which a data set of single files only points at."""
+    if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
+        return value
+    import fsspec
+
+    with fsspec.open(value["path"], "rb") as file:
+        return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}

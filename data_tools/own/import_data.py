@@ -1,0 +1,448 @@
+"""`vlp data import`: own images and captions, in any usual form, to shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, NamedTuple
+
+from typer import Argument, Option
+
+from data_tools.builder.corpus import CorpusPart, Target, build_parts
+from data_tools.builder.samples import Refused, SampleSpec, clean_captions
+from data_tools.options import (
+    MAX_WORDS,
+    BuildOptions,
+    MaxWords,
+    Out,
+)
+from data_tools.originals import unpacking_room
+from data_tools.own.content import SPLITS, Dealt, OwnSample, deal, joined
+from data_tools.own.file_tree import FileTree
+from data_tools.own.forms import (
+    BAD_ANNOTATION,
+    PREFIX,
+    Form,
+    OwnImage,
+    hub_form,
+    other_files,
+    recognise,
+)
+from data_tools.own.tables import Named
+from data_tools.rows import Faults
+from vlp.config import ConfigError
+from vlp.data.image.decode import open_image, reading
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.tar import readable
+from vlp.io import atomic_write
+
+SHARES = (0.9, 0.05, 0.05)
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """What is imported, and what is taken for what."""
+
+    place: Annotated[str, Argument(metavar="PLACE", help="folder, file, archive or hub:OWNER/NAME")]
+    out: Out
+    images: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="PLACE",
+            help="folders or archives of the images that a table names (default: beside the table)",
+        ),
+    ] = None
+    image: Annotated[
+        str | None, Option(metavar="COLUMN", help="of the images (default: found by name)")
+    ] = None
+    caption: Annotated[
+        list[str] | None,
+        Option(metavar="COLUMN", help="of the captions (default: found by name)"),
+    ] = None
+    split_column: Annotated[
+        str | None,
+        Option(metavar="COLUMN", help="of train, val or test (default: found by name)"),
+    ] = None
+    splits: Annotated[
+        list[str] | None, Option(help="of hub:OWNER/NAME: only these (default: all)")
+    ] = None
+    split: Annotated[
+        tuple[float, float, float],
+        Option(metavar="TRAIN VAL TEST", help="shares of the splits where the data has none"),
+    ] = SHARES
+    exact: Annotated[
+        bool,
+        Option(
+            "--exact",
+            help="keep images of equal bytes alone on one side, not those that look alike",
+        ),
+    ] = False
+    name: Annotated[
+        str | None, Option(help="of the data set (default: the folder's or file's)")
+    ] = None
+    allow_missing_captions: Annotated[
+        bool,
+        Option(
+            "--allow-missing-captions",
+            help="leave out images without a caption (default: they are an error)",
+        ),
+    ] = False
+    allow_missing_images: Annotated[
+        bool,
+        Option(
+            "--allow-missing-images",
+            help="go on where more than half of the images that a table names are nowhere",
+        ),
+    ] = False
+    max_words: MaxWords = MAX_WORDS
+
+    def __post_init__(self) -> None:
+        shares = self.split
+        sound = all(math.isfinite(share) and share >= 0 for share in shares) and shares[0] > 0
+        if not sound or abs(sum(shares) - 1) > 1e-6:
+            shown = " ".join(f"{share:g}" for share in shares)
+            raise ConfigError(
+                f"--split {shown}: shares of train, val and test that add up to 1, as in "
+                "0.9 0.05 0.05"
+            )
+        if self.place.startswith(PREFIX):
+            return
+        if self.splits:
+            raise ConfigError(f"--splits: {self.place} is no data set of the hub; leave it out")
+        if not Path(self.place).exists():
+            raise ConfigError(f"{self.place}: there is no such file or folder")
+        if Path(self.place).resolve() == self.out.resolve():
+            raise ConfigError(f"--out {self.out} is the folder of the images; choose another")
+
+    @property
+    def title(self) -> str:
+        """Return the name of the data set."""
+        if self.name or self.place.startswith(PREFIX):
+            return self.name or self.place.removeprefix(PREFIX).rpartition("/")[2]
+        path = Path(self.place).resolve()
+        return path.name.partition(".")[0] if path.is_file() else path.name
+
+
+def import_data(options: ImportOptions, build: BuildOptions) -> int:
+    """Turn own images and captions, in whatever form they come, into shards of train, val and test.
+
+        vlp data import photos/ --out shards/mine
+        vlp data import captions.csv --images photos/ --image file --caption text --out shards/mine
+        vlp data import hub:OWNER/NAME --out shards/mine
+
+    PLACE is a folder, a file, an archive, or a data set of the hub. These forms are recognised:
+      NAME.jpg (png, webp, gif, bmp) with NAME.txt, one caption a line, or NAME.json beside it
+      an imagefolder of Hugging Face, with metadata.jsonl, .csv or .parquet
+      CSV, TSV, JSON, JSON Lines, Parquet with columns of images (names or bytes) and of captions
+      a data set that `datasets` saved to disk (save_to_disk), or streams from the hub
+      img2dataset's output, as tars, files or Parquet; other tars, sorted or not
+      Karpathy's JSON
+      a tar, .tar.gz, .tar.xz, .tar.bz2 or zip of one of these
+
+    Several rows of one image, lists of captions and several lines of a .txt are several captions.
+    An image is named by its bytes: equal ones become one sample. Splits of the data's own are kept,
+    in a column (--split-column) or as names of folders or files, and images without one go into
+    train. Where there are none the bytes decide, and images that look alike stay on one side. The
+    command may be interrupted and run again: finished shards stay. After images were added it
+    writes the new ones behind those that are there.
+    """
+    faults: Faults = []
+    with unpacking_room(options.out) as room:
+        try:
+            tree, form = _opened(options, room, faults)
+            print(readable(f"{options.place}: {form.title}"))
+            for line in filter(None, (*form.took, other_files(tree))):
+                print(f"  {readable(line)}")
+            images, dropped = _cleaned(form, faults, options)
+            tree.flush()
+            _require_captions(images, form, tree, faults, options)
+            _show(images, tree)
+            return _build(images, [*faults, *dropped], tree, options, build)
+        except OSError as error:
+            where = error.filename or options.place
+            raise ConfigError(f"{where}: {error.strerror or error}") from error
+
+
+def _opened(options: ImportOptions, room: Path, faults: Faults) -> tuple[FileTree, Form]:
+    captions = tuple(options.caption) if options.caption else None
+    named = Named(options.image, captions, options.split_column)
+    images = options.images or []
+    if options.place.startswith(PREFIX):
+        tree = FileTree(images, room, options.out)
+        return tree, hub_form(options.place, tree, named, faults, options.splits)
+    place = Path(options.place)
+    tree = FileTree([place, *images], room, options.out)
+    single = place.is_file() and len(tree) == 1 and not images
+    return tree, recognise(tree, named, faults, place, place.parent if single else None)
+
+
+def _cleaned(
+    form: Form, faults: Faults, options: ImportOptions
+) -> tuple[list[OwnImage], list[Refused]]:
+    """Return each image once with its cleaned captions, and the captions that were dropped."""
+    dropped: list[Refused] = []
+    images = []
+    for image in form.images:
+        captions, lost = clean_captions(image.captions, image.image, options.max_words)
+        dropped += lost
+        images.append(image._replace(captions=captions))
+    if not images:
+        first = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
+        raise ConfigError(f"{options.place}: no row can be used{first}")
+    return joined(images), dropped
+
+
+def _require_captions(
+    images: Sequence[OwnImage],
+    form: Form,
+    tree: FileTree,
+    faults: Faults,
+    options: ImportOptions,
+) -> None:
+    """Refuse images without captions, and a table most of whose images are nowhere."""
+    missing = [image.image for image in images if tree.find(image.image) is None]
+    there, first = len(images) - len(missing), readable(next(iter(missing), ""))
+    allowed = options.allow_missing_images and there
+    if len(missing) > there and not allowed:
+        help = "name their folder with --images"
+        if first.startswith(("http://", "https://")):
+            help = "download the URLs with img2dataset, and import its output"
+        elif there:
+            help += ", or take the others with --allow-missing-images"
+        raise ConfigError(
+            f"{options.place}: {there or 'none'} of its {len(images)} images "
+            f"{'is' if there < 2 else 'are'} there (the first that is not: {first}); {help}"
+        )
+    without = [image.image for image in images if not image.captions]
+    if form.every_image:
+        said = {image.image for image in images}
+        without += [path for path in tree.images if path not in said]
+    captions = sum(len(image.captions) for image in images)
+    print(f"  {there} images, {captions} captions")
+    if missing:
+        print(f"  {len(missing)} images are nowhere (first: {first})")
+    if not without:
+        return
+    total = len(images) + len(without) - sum(not image.captions for image in images)
+    counts = (
+        f"{total} images, and {len(without)} of them have no caption (first: "
+        f"{readable(without[0])})"
+    )
+    if len(without) == total or not options.allow_missing_captions:
+        raise ConfigError(
+            f"{options.place}: {counts}; write them, or leave these images out with "
+            f"--allow-missing-captions{_unread(faults)}"
+        )
+    print(f"  {counts}: left out")
+
+
+def _unread(faults: Faults) -> str:
+    """Return how many annotations cannot be read, and the first one, as the end of a message."""
+    bad = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
+    if not bad:
+        return ""
+    return f"; {len(bad)} annotations cannot be read (first: {readable(bad[0])})"
+
+
+def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
+    """Print samples from the start, the middle and the end."""
+    shown = [image for image in images if image.captions and tree.find(image.image)]
+    for place in sorted({0, len(shown) // 2, len(shown) - 1})[:_SHOWN] if shown else ():
+        image = shown[place]
+        try:
+            location = tree.find(image.image)
+            assert location is not None
+            with reading(image.image), open_image(location.read(), image.image) as opened:
+                size = f"{opened.width} x {opened.height}"
+        except BadSample as bad:
+            size = bad.kind
+        more = f" (and {len(image.captions) - 1} more)" if len(image.captions) > 1 else ""
+        print(f"    {readable(image.image)}, {size}: {image.captions[0]!r}{more}")
+
+
+def _build(
+    images: Sequence[OwnImage],
+    faults: Sequence[Refused],
+    tree: FileTree,
+    options: ImportOptions,
+    build: BuildOptions,
+) -> int:
+    earlier = Earlier({}, {}) if build.replace else Earlier.read(options.out)
+    dealt = deal(
+        earlier.first([image for image in images if image.captions]),
+        tree,
+        options.split,
+        build.workers(),
+        earlier.splits,
+        options.split_column is not None,
+        options.exact,
+    )
+    taken = [sample.image.image for sample in dealt.samples]
+    keys = keys_of(taken, earlier.keys)
+    if earlier.keys and (new := sum(image not in earlier.keys for image in taken)):
+        print(f"  {new} images are new; those of the run before keep their key and split")
+    _say_split(dealt, options)
+    lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
+    parts: list[CorpusPart] = []
+    for split in SPLITS:
+        chosen = [place for place, one in enumerate(dealt.samples) if one.split == split]
+        if not chosen and not (options.out / split).exists():
+            continue
+        specs = (_spec(dealt.samples[place], keys[place], options.title) for place in chosen)
+        parts.append(CorpusPart(split, [*specs, *(() if parts else lost)]))
+    settings = {
+        "max_words": options.max_words,
+        "name": options.title,
+        "split": None if dealt.given else list(options.split),
+    }
+    splits = [sample.split for sample in dealt.samples]
+    target = Target(options.out, build, options.title, "unknown", settings)
+    code = build_parts(
+        target, parts, tree, lambda: Earlier.write(options.out, zip(taken, keys, splits))
+    )
+    if code == 0:
+        print(next_steps(options.out, [part.name for part in parts]))
+    return code
+
+
+def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
+    image = sample.image
+    more = {"url": image.url} if image.url else {}
+    annotation = Annotation(
+        captions=image.captions,
+        source=source,
+        image_id=sample.digest or None,
+        file=readable(image.image),
+        **more,
+    )
+    return SampleSpec(key, (image.image,), annotation)
+
+
+def _say_split(dealt: Dealt, options: ImportOptions) -> None:
+    counts = Counter(sample.split for sample in dealt.samples)
+    how = "as the data has it" if dealt.given else "by the images' bytes"
+    shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
+    print(f"  split {how}: {shown}")
+    if dealt.unsplit:
+        print(
+            f"  {dealt.unsplit} images have no split there: they go into train, or where an image "
+            "is that looks alike"
+        )
+    if dealt.same:
+        print(f"  {dealt.same} images have the bytes of another one, which got their captions")
+    if dealt.torn:
+        print(
+            f"  careful: {dealt.torn} groups of images that look alike are on two sides of the "
+            f"{'data' if dealt.given else 'first run'}'s own split; vlp data overlap lists them"
+        )
+    elif dealt.alike and not options.exact:
+        print(f"  {dealt.alike} groups of images that look alike, each on one side")
+
+
+VOCABULARY = 4000
+"""Word pieces of configs/pretrain/flickr8k_small.yaml."""
+
+
+def next_steps(out: Path, splits: Sequence[str]) -> str:
+    """Return the commands that train on the shards and evaluate the model.
+
+    Args:
+        out: folder of the splits.
+        splits: that were written.
+    """
+    train = out / "train"
+    aligned, run = Path("runs") / f"{out.name}_aligned", Path("runs") / out.name
+    sources = _quoted(f"data.sources=[{{path: {train}}}]")
+    vocabulary = _quoted(f"{out / 'vocabulary'}")
+    held_out = next((split for split in ("val", "test") if split in splits), "train")
+    align = f"vlp align --config configs/pretrain/from_towers.yaml --out {_quoted(aligned)}"
+    config = "--config configs/pretrain/flickr8k_small.yaml"
+    options = f"data.vocabulary={vocabulary} output={_quoted(run)}"
+    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / held_out)} --model"
+    return (
+        "next, from public towers:\n"
+        f"  {align} {sources}\n"
+        f"  {evaluate} {_quoted(aligned)}\n"
+        "or from nothing:\n"
+        f"  vlp data vocabulary --shards {_quoted(train)} --size {VOCABULARY} --out {vocabulary}\n"
+        f"  vlp train {config} {sources} {options}\n"
+        f"  {evaluate} {_quoted(run / 'model')}"
+    )
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+NAME = "imported.jsonl"
+
+
+class Earlier(NamedTuple):
+    """Samples of the run before: key and split by the image's path, in the order of the list."""
+
+    keys: dict[str, str]
+    splits: dict[str, str]
+
+    @classmethod
+    def read(cls, out: Path) -> Earlier:
+        """Return what a folder of shards was imported from; nothing where none was."""
+        path, found = out / NAME, cls({}, {})
+        if not path.exists():
+            return found
+        try:
+            with open(path, encoding="utf-8") as file:
+                for line in file:
+                    image, key, split = json.loads(line)
+                    found.keys[image], found.splits[image] = key, split
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: damaged ({error}); delete it, or --replace") from error
+        return found
+
+    def first(self, images: Sequence[OwnImage]) -> list[OwnImage]:
+        """Return the images of the run before in its order, then the others in theirs."""
+        place = {image: number for number, image in enumerate(self.keys)}
+        return sorted(images, key=lambda image: place.get(image.image, len(place)))
+
+    @staticmethod
+    def write(out: Path, samples: Iterable[tuple[str, str, str]]) -> None:
+        """Remember image, key and split of each sample."""
+        with atomic_write(out / NAME, "w", durable=True, error=ConfigError) as file:
+            file.writelines(json.dumps(sample) + "\n" for sample in samples)
+
+
+def keys_of(paths: Sequence[str], known: Mapping[str, str]) -> list[str]:
+    """Return a key for each path: without the folders that all share; of equal ones a number.
+
+    Args:
+        paths: of images.
+        known: keys by path, which stay.
+    """
+    parts = [PurePosixPath(path).parts for path in paths]
+    shared = 0
+    while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
+        shared += 1
+    stems = ["/".join(one[shared:]).rpartition(".")[0] or one[-1] for one in parts]
+    keys = [known.get(path) or _key(stem) for path, stem in zip(paths, stems)]
+    counts = Counter(keys)
+    seen: Counter[str] = Counter()
+    for place, key in enumerate(keys):
+        while counts[key] > 1 and paths[place] not in known:
+            seen[key] += 1
+            if (numbered := f"{key}-{seen[key]}") not in counts:
+                keys[place] = numbered
+                counts[numbered] += 1
+                break
+    return keys
+
+
+def _key(stem: str) -> str:
+    """Return a name with `_` for what a key cannot hold, such as the joiners of an emoji."""
+    joined = "_".join(stem.split())
+    return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)

@@ -1,0 +1,386 @@
+"""Tables of images and captions: CSV, TSV, JSON, JSON Lines, Parquet, and Arrow of datasets."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from data_tools.builder.samples import Refused
+from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, most_unpacked
+from data_tools.rows import Faults, Located, json_lines, read_json, streamed_list
+from vlp.config import ConfigError
+from vlp.io import parse_json
+
+# Usual names, the most telling first.
+IMAGES = (
+    *("image", "images", "file_name", "filename", "image_file_name", "image_path", "img_path"),
+    *("image_file", "image_name", "img", "img_name", "filepath", "file_path", "path", "file"),
+    *("photo", "jpg", "jpeg", "png", "webp", "image_id", "img_id"),
+)
+CAPTIONS = (
+    *("caption", "captions", "text", "texts", "txt", "sentence", "sentences", "raw"),
+    *("description", "descriptions", "alt_text", "alt", "comment", "title", "prompt"),
+)
+SPLITS = ("split", "set", "subset", "partition")
+
+SPLIT_NAMES = {
+    "train": ("train", "training", "restval"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+
+_NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
+_DEPTH = 3
+"""Of lists in a caption's value."""
+
+
+class Columns(NamedTuple):
+    """Columns that were found, by their names in the table."""
+
+    image: str
+    captions: tuple[str, ...]
+    split: str | None = None
+
+    @property
+    def wanted(self) -> list[str]:
+        """Return all of them."""
+        return [self.image, *self.captions, *([self.split] if self.split else [])]
+
+    def __str__(self) -> str:
+        captions = ", ".join(repr(name) for name in self.captions)
+        split = f", split from {self.split!r}" if self.split else ""
+        return f"image from column {self.image!r}, captions from {captions}{split}"
+
+
+class Named(NamedTuple):
+    """Columns that the command line names; None: to be found."""
+
+    image: str | None = None
+    captions: tuple[str, ...] | None = None
+    split: str | None = None
+
+
+def find_columns(
+    names: Sequence[str], named: Named, bytes_columns: Sequence[str] = ()
+) -> Columns | None:
+    """Find the columns by usual names, whatever their case; None where there are none.
+
+    Args:
+        names: of all columns.
+        named: on the command line.
+        bytes_columns: those that hold encoded images, by their type.
+    """
+    given = (named.image, *(named.captions or ()), named.split)
+    if any(name is not None and name not in names for name in given):
+        return None
+    by_name = {plain(name): name for name in reversed(names)}
+    image = named.image or next((by_name[name] for name in IMAGES if name in by_name), None)
+    if named.image is None and image not in bytes_columns and len(bytes_columns) == 1:
+        image = bytes_columns[0]
+    captions = named.captions
+    if captions is None:
+        numbered = tuple(name for name in names if _NUMBERED.fullmatch(plain(name)))
+        first = next((by_name[name] for name in CAPTIONS if name in by_name), None)
+        captions = (first,) if first is not None else numbered
+    if image is None or not captions:
+        return None
+    split = named.split or next((by_name[name] for name in SPLITS if name in by_name), None)
+    return Columns(image, captions, None if split in (image, *captions) else split)
+
+
+def plain(name: str) -> str:
+    """Return a column's name as the lists here have it."""
+    return re.sub(r"[\s-]+", "_", name.strip().lower())
+
+
+def no_columns(where: str, names: Iterable[str]) -> ConfigError:
+    """Return the error for a table without columns that are known or named."""
+    shown = ", ".join(list(names)[:20])
+    return ConfigError(
+        f"{where}: no columns for images and captions among {shown}; name them with --image COLUMN "
+        "--caption COLUMN"
+    )
+
+
+def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
+    """Return the captions that a value holds: a text, a list of them, or objects with one each.
+
+    A text that is written as a list (`["a dog", "two dogs"]`, as CSV files have it) is one.
+    """
+    if value is None or value != value or depth < 0:  # NaN stands for a missing value
+        return []
+    if isinstance(value, dict):
+        known = {plain(str(key)): key for key in reversed(value)}
+        found = next((known[name] for name in ("raw", *CAPTIONS) if name in known), None)
+        return [] if found is None else texts_in(value[found], depth - 1)
+    if isinstance(value, list | tuple):
+        return [text for part in value for text in texts_in(part, depth - 1)]
+    text = str(value).strip()
+    if text[:2] in ('["', "['") and text.endswith("]"):
+        for parse in (parse_json, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                return texts_in(parse(text), depth - 1)
+    return [text] if text else []
+
+
+def split_of(value: Any) -> str | None:
+    """Return train, val or test for a usual name of one; None for anything else."""
+    name = str(value).strip().lower()
+    return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
+
+
+def said_split(value: Any) -> str | None:
+    """Return the name of a split as a row has it; None where the row has none."""
+    name = "" if value is None or value != value else str(value).strip()
+    return name or None
+
+
+def require_splits(
+    counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
+) -> None:
+    """Refuse names of which some are splits and others are not; one split alone may be chance.
+
+    Args:
+        counts: of images by name, as far as they are known.
+        where: the names are, for messages.
+        remedy: for messages.
+    """
+    known = {name: split_of(name) for name in sorted(counts)}
+    splits = [split for split in SPLIT_NAMES if split in known.values()]
+    strange = [name for name, split in known.items() if split is None]
+    if strange and len(splits) > 1:
+        count = counts[strange[0]]
+        shown = repr(strange[0]) if count is None else f"{strange[0]!r} ({count} images)"
+        raise ConfigError(
+            f"{where}: {shown} is no split, but stands beside {' and '.join(splits)}; {remedy}"
+        )
+
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token")
+
+_IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
+_SAMPLED = 50
+"""Rows of JSON whose keys are the columns."""
+_END = "\0"
+"""A last line, which a quote that is left open takes in."""
+_BATCH = 32
+"""Rows of images that are held at once."""
+
+
+class OwnTable(NamedTuple):
+    """One table that can be read.
+
+    Args:
+        columns: names of all columns.
+        rows: reads some columns; yields where a row is, and the row.
+        bytes_columns: columns that hold encoded images.
+    """
+
+    columns: list[str]
+    rows: Callable[[Sequence[str]], Iterator[Located]]
+    bytes_columns: tuple[str, ...] = ()
+
+
+def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
+    """Open a table by its suffix; None where it holds no rows.
+
+    Args:
+        path: the file.
+        where: its name, for messages.
+        named: columns on the command line, which decide on the delimiter of a CSV.
+        faults: rows that cannot be read are added.
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".arrow"):
+        return _columnar(path, where)
+    if suffix in (".jsonl", ".ndjson"):
+        return _of_objects(json_lines(path, faults))
+    if suffix == ".json":
+        return _of_objects(_json_rows(path, faults))
+    return _delimited(path, where, named, faults)
+
+
+def _of_objects(rows: Iterator[Located]) -> OwnTable | None:
+    rows = (row for row in rows if isinstance(row[1], dict))
+    first = list(islice(rows, _SAMPLED))
+    if not first:
+        return None
+    columns = list(dict.fromkeys(key for _, row in first for key in row))
+    return OwnTable(columns, lambda wanted: chain(first, rows))
+
+
+def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
+    """Yield the objects of a list, of lines, or of `{"a.jpg": "a caption"}`."""
+    with open(path, "rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        yield from streamed_list(path)
+        return
+    try:
+        content = read_json(path)
+    except ConfigError as error:
+        if "one object a line" not in str(error):
+            raise
+        yield from json_lines(path, faults)
+        return
+    if not isinstance(content, dict):
+        return
+    if {"images", "annotations"} <= content.keys():
+        raise ConfigError(
+            f"{path.name}: COCO's own layout; take it with: vlp data coco --annotations {path.name}"
+        )
+    for name, value in content.items():
+        if str(name).lower().endswith(IMAGE_SUFFIXES) and isinstance(value, str | list):
+            yield f"{path}, {name}", {"image": name, "caption": value}
+
+
+def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
+    """Open comma, tab, semicolon or bar separated text, with or without a header."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            line = file.readline(1 << 16)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 ({error}); save it as UTF-8") from error
+    if not line.strip():
+        return None
+    delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
+
+    def known(cells: list[str]) -> tuple[int, int, int]:
+        stripped = [cell.strip() for cell in cells]
+        found = find_columns(stripped, named) is not None
+        images = sum(plain(cell) in IMAGES or is_image_name(cell) for cell in stripped)
+        return found, images, len(cells)
+
+    cut = {mark: next(csv.reader([line], delimiter=mark)) for mark in delimiters}
+    delimiter = max(delimiters, key=lambda mark: known(cut[mark]))
+    names = [cell.strip() for cell in cut[delimiter]]
+    headless = find_columns(names, named) is None and len(names) > 1
+    place = next((at for at, cell in enumerate(names) if is_image_name(cell)), None)
+    headless = headless and place is not None
+    if headless:
+        names = ["image" if at == place else f"column {at + 1}" for at in range(len(names))]
+        if len(names) == 2:
+            names[1 - (place or 0)] = "caption"
+
+    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+        bare = delimiter == "\t" and not (line.startswith('"') or _quotes_end_cells(path))
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(chain(file, [_END]), delimiter=delimiter, quoting=quoting)
+            try:
+                for number, cells in enumerate(reader):
+                    if (not number and not headless) or cells in ([], [_END]):
+                        continue
+                    if cells[-1].endswith(_END):
+                        raise csv.Error("the file ends within quotes")
+                    cells = [*map(_unquoted, cells)] if bare else cells
+                    place = f"{where}, line {reader.line_num}"
+                    if len(cells) < len(names) or any(cells[len(names) :]):
+                        faults.append(Refused("row of another layout", place))
+                    else:
+                        yield place, dict(zip(names, cells))
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
+                    "left open, or is it not UTF-8?"
+                ) from error
+
+    return OwnTable(names, rows)
+
+
+def _unquoted(cell: str) -> str:
+    """Return a cell without quotes that enclose it whole."""
+    inner = cell[1:-1].replace('""', "")
+    enclosed = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
+    return cell[1:-1].replace('""', '"') if enclosed else cell
+
+
+def _quotes_end_cells(path: Path) -> bool:
+    """Return whether a tab separated file's quotes enclose whole cells; else they are of captions.
+
+    Where they are not, a caption that starts with one would take the rows behind it in.
+    """
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
+        except csv.Error:
+            return False
+    return True
+
+
+def is_image_name(cell: str) -> bool:
+    """Return whether a value is an image's file name, perhaps with Flickr's `#0` behind it."""
+    return bool(_IMAGE_NAME.fullmatch(cell.strip().lower()))
+
+
+def _columnar(path: Path, where: str) -> OwnTable:
+    """Open Parquet or Arrow; images are read a few rows at a time."""
+    try:
+        import pyarrow as pa
+        from pyarrow import ipc, parquet
+    except ImportError:
+        raise ConfigError(
+            f"{where}: {path.suffix[1:].capitalize()} needs pyarrow: pip install 'vlp[data]'"
+        ) from None
+
+    def batches(wanted: Sequence[str]) -> Iterator[Any]:
+        if path.suffix.lower() == ".parquet":
+            file = parquet.ParquetFile(path)
+            groups = (file.metadata.row_group(n) for n in range(file.metadata.num_row_groups))
+            if sum(group.total_byte_size for group in groups) > most_unpacked(path):
+                raise ConfigError(f"{where}: {TOO_MUCH}")
+            yield from file.iter_batches(batch_size=_BATCH, columns=list(wanted))
+            return
+        with _arrow(path, pa, ipc) as reader:
+            for batch in reader:
+                chosen = batch.select(list(wanted))
+                for start in range(0, len(chosen), _BATCH):
+                    yield chosen.slice(start, _BATCH)
+
+    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+        number = 0
+        try:
+            for batch in batches(wanted):
+                batch.validate(full=True)  # Arrow reads where damaged offsets point
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{where}, row {number}", row
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{where}: damaged behind row {number} ({reason})") from error
+
+    try:
+        if path.suffix.lower() == ".parquet":
+            schema = parquet.read_schema(path)
+        else:
+            with _arrow(path, pa, ipc) as reader:
+                schema = reader.schema
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not a readable {path.suffix[1:]} file ({reason})") from error
+    with_bytes = tuple(field.name for field in schema if _holds_bytes(field.type, pa))
+    return OwnTable(list(schema.names), rows, with_bytes)
+
+
+def _arrow(path: Path, pa: Any, ipc: Any) -> Any:
+    """Open the stream that `datasets` writes, or an Arrow file."""
+    try:
+        return ipc.open_stream(pa.memory_map(str(path)))
+    except pa.ArrowInvalid:
+        file = ipc.open_file(pa.memory_map(str(path)))
+        return pa.RecordBatchReader.from_batches(
+            file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        )
+
+
+def _holds_bytes(kind: Any, pa: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return "bytes" in {kind.field(number).name for number in range(kind.num_fields)}
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

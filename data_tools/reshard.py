@@ -1,0 +1,289 @@
+"""New shards of another size or order from the samples of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+from typer import Option
+
+from data_tools.builder.plan import require_same_settings
+from data_tools.builder.write_shard import shard_name
+from data_tools.executor import Executor, go_on
+from data_tools.options import (
+    Folders,
+    Out,
+    WorkerOptions,
+    at_least_1,
+)
+from data_tools.shards import (
+    Numbers,
+    Shard,
+    ShardReader,
+    keys_in,
+    numbers_of,
+    prefixed,
+    repeated,
+    repeated_keys,
+    scan,
+    shards_of,
+)
+from vlp.config import ConfigError
+from vlp.data.shards.build_index import index_folder
+from vlp.data.shards.index import BLOCK, ROW, sample_rows
+from vlp.data.shards.sample_files import grouped
+from vlp.data.shards.tar import append_member, close_tar, members_in
+from vlp.io import atomic_write, parse_json, write_json
+from vlp.lock import FolderLock
+
+RESHARD_VERSION = 1
+"""Raised whenever equal arguments give other shards than before."""
+
+SETTINGS_NAME = "reshard.json"
+_PLAN_NAME = "reshard.places"
+_NAMED = 5
+
+
+class Surveyed(NamedTuple):
+    """Survey of a shard: places of its samples, numbers of their keys, the problem behind them."""
+
+    rows: NDArray[np.void]
+    keys: Numbers
+    problem: str | None
+
+
+class Piece(NamedTuple):
+    """One new shard: its samples by their number among all, and where each one comes from."""
+
+    number: int
+    samples: NDArray[np.int64]
+    sources: list[Shard]
+    source: NDArray[np.int64]
+    """Of each sample, its place in `sources`."""
+
+    def __str__(self) -> str:
+        return shard_name(self.number)
+
+
+def reshard(
+    folders: Folders,
+    out: Out,
+    samples_per_shard: Annotated[int, Option(metavar="N", help="of the new shards")],
+    workers: WorkerOptions,
+    shuffle: Annotated[
+        int | None, Option(metavar="SEED", help="deal all samples anew (default: keep order)")
+    ] = None,
+    prefix_keys: Annotated[
+        bool,
+        Option(
+            "--prefix-keys",
+            help="put the name of its folder before every key, where folders use the same ones",
+        ),
+    ] = False,
+) -> int:
+    """Deal the samples of folders of shards into new shards of another size, or in another order.
+
+        python -m data_tools reshard shards/sbu --out shards/sbu-4k --samples-per-shard 4000
+        python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
+            --samples-per-shard 1000 --shuffle 0 --prefix-keys
+
+    Every file of every sample is kept, byte for byte, those that nothing here reads too; only the
+    tar's headers are written anew, without times and users. Without --shuffle the order is that of
+    the folders, their shards and the samples in them. Files that belong to no sample (no dot in
+    their name) are left behind.
+
+    Shards appear whole. After an interruption run the same command again: finished ones stay, and
+    the result is the same. A damaged shard gives what lies before the damage; the exit code is then
+    1. Needs 10 bytes of disk a sample while it runs, and 8 bytes of memory, 16 with --shuffle.
+    """
+    at_least_1(samples_per_shard=samples_per_shard)
+    shards, executor = shards_of(folders), workers.workers()
+    if out.resolve() in {folder.resolve() for folder in folders}:
+        raise ConfigError(f"{out}: is read from; choose another --out")
+    prefixes = folder_prefixes(folders) if prefix_keys else {}
+    settings = {
+        "version": RESHARD_VERSION,
+        "folders": [str(folder.resolve()) for folder in folders],
+        "sources": _digest(shards),
+        "samples_per_shard": samples_per_shard,
+        "shuffle": shuffle,
+        "prefix_keys": prefix_keys,
+    }
+    with FolderLock(out):
+        _refuse_others(out, settings)
+        plan = out / _PLAN_NAME
+        try:
+            problems, counts = survey(shards, plan, prefixes, executor)
+            total = int(counts.sum())
+            if not total:
+                raise ConfigError("there are no samples in these folders")
+            write_json(out / SETTINGS_NAME, settings, error=ConfigError)
+            for leftover in out.glob("shard-[0-9]*.tar.tmp"):  # of a killed run
+                leftover.unlink(missing_ok=True)
+            order = Order(total, samples_per_shard, shuffle)
+            missing = [n for n in range(len(order)) if not (out / shard_name(n)).exists()]
+            pieces = (order.piece(number, shards, counts) for number in missing)
+            write = partial(write_shard, out=out, plan=plan, prefixes=prefixes)
+            with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
+                for _ in executor.map(write, pieces):
+                    bar.update()
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or out}: {error.strerror}; finished shards stay, run the same "
+                "command again to go on"
+            ) from error
+        finally:
+            plan.unlink(missing_ok=True)
+        index_folder(out, executor.map)
+    print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
+    for problem in problems:
+        print(f"  damaged: {problem}")
+    return 1 if problems else 0
+
+
+def survey(
+    shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], executor: Executor
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Write the places of all samples to `plan`, one ROW each.
+
+    Returns:
+        What is wrong with the shards, and how many samples each one has.
+    """
+    problems, counts = [], []
+    keys: list[Numbers] = []
+    work = partial(_survey, prefixes=prefixes)
+    with open(plan, "wb") as file:
+        for shard, found in scan(work, shards, executor, "survey"):
+            if found.problem:
+                problems.append(f"{shard}: {found.problem}, {len(found.rows)} samples before it")
+            counts.append(len(found.rows))
+            keys.append(found.keys)
+            file.write(found.rows.tobytes())
+    twice = repeated(keys).values
+    if len(twice):
+        raise ConfigError(_say_repeated(repeated_keys(shards, twice, executor, prefixes)))
+    return problems, np.array(counts, dtype=np.int64)
+
+
+class Order:
+    """Assignment of samples to new shards.
+
+    Args:
+        total: samples there are.
+        per_shard: samples of a new shard; the last one has what is left.
+        seed: of the shuffle; None keeps the order.
+    """
+
+    def __init__(self, total: int, per_shard: int, seed: int | None) -> None:
+        self._total = total
+        self._per_shard = per_shard
+        self._order = None if seed is None else np.random.default_rng(seed).permutation(total)
+
+    def __len__(self) -> int:
+        return -(-self._total // self._per_shard)
+
+    def piece(self, number: int, shards: Sequence[Shard], counts: NDArray[np.int64]) -> Piece:
+        """Return the new shard of a number, from old shards and their numbers of samples."""
+        start = number * self._per_shard
+        end = min(start + self._per_shard, self._total)
+        samples = np.arange(start, end) if self._order is None else self._order[start:end]
+        places = np.searchsorted(np.cumsum(counts), samples, side="right")
+        used, source = np.unique(places, return_inverse=True)
+        return Piece(number, samples, [shards[place] for place in used], source)
+
+
+def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) -> None:
+    """Write one new shard; it gets its name when it is whole and on disk."""
+    rows = np.memmap(plan, dtype=ROW, mode="r")
+    with atomic_write(out / shard_name(piece.number), durable=True) as file:
+        for sample, source in zip(piece.samples, piece.source):
+            go_on()
+            shard = piece.sources[source]
+            _copy(shard, rows[sample], prefixes.get(shard.folder, ""), file)
+        close_tar(file)
+
+
+def folder_prefixes(folders: Sequence[Path]) -> dict[Path, str]:
+    """Return a prefix for each folder's keys: as much of its path as no other one has."""
+    parts = {folder: folder.resolve().parts[1:] for folder in folders}
+    for length in range(1, max(map(len, parts.values())) + 1):
+        names = {
+            folder: "_".join(part[-length:]).replace(".", "_").replace(" ", "_") + "_"
+            for folder, part in parts.items()
+        }
+        if len(set(names.values())) == len(names):
+            return names
+    raise ConfigError("--prefix-keys: the folders' names do not tell them apart; rename one")
+
+
+def _survey(shard: Shard, prefixes: dict[Path, str]) -> Surveyed:
+    prefix = prefixes.get(shard.folder, "")
+    with ShardReader(shard.path) as opened:
+        rows = sample_rows(opened.samples, [0] * len(opened))
+        return Surveyed(rows, numbers_of(keys_in(opened, prefix)), opened.problem)
+
+
+def _copy(shard: Shard, row: np.void, prefix: str, file: IO[bytes]) -> None:
+    start, length = int(row["start"]) * BLOCK, int(row["blocks"]) * BLOCK
+    with open(shard.path, "rb") as source:
+        source.seek(start)
+        data = source.read(length)
+    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+    members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
+    samples = grouped(members)
+    if not length or problem or len(samples) != 1:
+        raise ConfigError(f"{shard}: cannot be read at byte {start}; has it changed meanwhile?")
+    for member in samples[0].files.values():
+        content = data[member.offset : member.offset + member.size]
+        append_member(file, prefixed(prefix, member.name), content)
+
+
+def _refuse_others(out: Path, settings: dict[str, object]) -> None:
+    """Refuse a folder that holds other shards than this command writes."""
+    path = out / SETTINGS_NAME
+    try:
+        found = parse_json(path.read_bytes())
+    except FileNotFoundError:
+        if any(out.glob("*.tar")):
+            raise ConfigError(f"{out}: holds shards already; choose another --out") from None
+        return
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
+    sources = settings["sources"]
+    require_same_settings(out, {**found, "sources": sources}, settings, f"delete {out}")
+    if found.get("sources") != sources:
+        raise ConfigError(
+            f"{out} was begun with other shards in these folders, or they were written "
+            f"anew since: choose another --out, or delete {out}"
+        )
+
+
+def _digest(shards: Sequence[Shard]) -> str:
+    """Return a digest of where shards lie, their sizes and times."""
+    sources = blake2b(digest_size=16)
+    for shard in shards:
+        # The size alone would not do: tars are filled up to 10 KiB.
+        found = shard.path.stat() if shard.path.is_file() else None
+        size, time = (0, 0) if found is None else (found.st_size, found.st_mtime_ns)
+        sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
+    return sources.hexdigest()
+
+
+def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
+    found: dict[str, list[Shard]] = {}
+    for shard, key in places:
+        found.setdefault(key, []).append(shard)
+    found = {key: shards for key, shards in found.items() if len(shards) > 1}
+    remedy = "--prefix-keys tells the folders apart"
+    if any(len({shard.folder for shard in shards}) < len(shards) for shards in found.values()):
+        remedy = "a folder repeats its own keys: `verify` names them all"
+    named = [f"{key} ({shards[0]}, {shards[1]})" for key, shards in list(found.items())[:_NAMED]]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{len(found)} keys come more than once: {', '.join(named)}{more}; {remedy}"

@@ -1,0 +1,214 @@
+"""Rows of annotation files: read, checked against what a converter needs, and counted if faulty."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_tools.builder.samples import Refused
+from data_tools.originals import TOO_MUCH, most_unpacked
+from vlp.config import ConfigError
+from vlp.io import parse_json
+
+Located = tuple[str, Any]
+"""Location of a row (for messages), and its content."""
+
+
+class Row(BaseModel):
+    """Base of the rows of one layout; what a converter does not read may be there or not."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+Faults = list[Refused]
+"""Faults of rows, filled while they are read; the build's manifest counts and names them."""
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, gzipped or not."""
+    try:
+        with _opened(path) as file:
+            return parse_json(file.read())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+    except json.JSONDecodeError as error:
+        hint = "; it has one object a line" if error.msg == "Extra data" else ""
+        raise ConfigError(f"{path}: not a JSON file ({error}){hint}") from error
+
+
+def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
+    """Yield the objects of a file, gzipped or not, with one a line; what is no JSON is counted."""
+    good = 0
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            if not good:
+                raise ConfigError(
+                    f"{where}: no JSON object on a line of its own ({error})"
+                ) from None
+            faults.append(Refused("line that is not JSON", where))
+            continue
+        good += 1
+        yield where, row
+
+
+def line_count(paths: Iterable[Path]) -> int:
+    """Return how many lines some files have, gzipped or not, for progress bars."""
+    return sum(1 for path in paths for _ in _lines(path))
+
+
+def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
+    """Return the members of the list in a JSON file, perhaps under a key of its object."""
+    return members(read_json(path), path, key)
+
+
+def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
+    """Yield the members of content already read; errors are those of `json_list`."""
+    rows = content.get(key) if key is not None and isinstance(content, dict) else content
+    if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
+        place = "a list" if key is None else f'an object with a list "{key}"'
+        raise ConfigError(f"{path}: this should be {place}; is it the right file?")
+    name = f"{path}" if key is None else f"{path}, {key}"
+    return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
+    """Yield rows in their layout; one that does not fit is counted."""
+    good = 0
+    for where, row in rows:
+        try:
+            fitting = layout.model_validate(row)
+        except ValidationError as error:
+            problem = f"{where}: {explained(error)}"
+            if not good:
+                raise ConfigError(f"{problem}; is it the right file?") from None
+            faults.append(Refused("row of another layout", problem))
+            continue
+        good += 1
+        yield fitting
+
+
+def explained(error: ValidationError) -> str:
+    """Return the first problem of a row: the field and what is wrong with it."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the row"
+    return f"{place}: {first['msg']}"
+
+
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that hold more than white space."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    return [line for line in text.split("\n") if line.strip()]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, of a gzipped one the content; what goes wrong meanwhile is a ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) != b"\x1f\x8b":
+                file.seek(0)
+                yield file
+                return
+        with gzip.open(path) as inside:
+            yield _Measured(inside, path)  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path}: a damaged gzip file ({error}); download it again") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+class _Measured:
+    """The content of a gzip file, of which only so much may come."""
+
+    def __init__(self, file: gzip.GzipFile, path: Path) -> None:
+        self._file, self._path, self._left = file, path, most_unpacked(path)
+
+    def read(self) -> bytes:
+        """Return all of it."""
+        data = self._file.read(self._left + 1)
+        self._take(len(data))
+        return data
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self._file.readline(self._left + 1):
+            self._take(len(line))
+            yield line
+
+    def _take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise ConfigError(f"{self._path}: {TOO_MUCH}")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with _opened(path) as file:
+        yield from file
+
+
+CHARACTERS = 1 << 24
+"""Read at once."""
+
+_BETWEEN = re.compile(r"[\s,]*")
+_BEHIND = re.compile(r"\s*[,\]]")
+
+
+def streamed_list(path: Path) -> Iterator[Located]:
+    """Yield the members of the list that a JSON file holds, each with its place for messages."""
+    decoder = json.JSONDecoder()
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(CHARACTERS)
+            at, number = _next(text, 0), 0
+            if text[at : at + 1] != "[":
+                raise ConfigError(f"{path}: this should be a list; is it the right file?")
+            at += 1
+            while True:
+                at = _next(text, at)
+                if text[at : at + 1] == "]":
+                    return
+                try:
+                    member, end = decoder.raw_decode(text, at)
+                except (ValueError, RecursionError):  # or a number of too many digits
+                    end = len(text)
+                # A number may go on in what is not read yet; what comes behind it tells.
+                if _BEHIND.match(text, end):
+                    number += 1
+                    yield f"{path}, row {number}", member
+                    at = end
+                    continue
+                # A member that is longer than what is held doubles it, so that no file takes long.
+                more = file.read(max(CHARACTERS, len(text) - at))
+                if not more:
+                    raise ConfigError(
+                        f"{path}: damaged or cut off behind row {number}; download it again"
+                    )
+                text, at = text[at:] + more, 0
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+
+
+def _next(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    assert found is not None  # it may match nothing
+    return found.end()

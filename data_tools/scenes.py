@@ -1,0 +1,309 @@
+"""The generated corpus as shards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from tqdm import tqdm
+from typer import Option
+
+from data_tools.executor import Executor, go_on
+from data_tools.options import (
+    Out,
+    WorkerOptions,
+)
+from vlp.config import ConfigError
+from vlp.data.scenes.annotation import (
+    annotation,
+    box_statement_annotation,
+    snli_ve_annotation,
+    statement_annotation,
+    swap_annotation,
+)
+from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
+from vlp.data.scenes.graph import Scene
+from vlp.data.scenes.negatives import SWAP_KINDS, SwapKind, sample_swap, swap_kinds
+from vlp.data.scenes.nlvr2 import sample_statement
+from vlp.data.scenes.nlvr_v1.box_statements import sample_box_statement
+from vlp.data.scenes.nlvr_v1.boxes import render_boxes
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import FULL, LEAST, Variety, sample_scene
+from vlp.data.scenes.snli_ve import sample_triple
+from vlp.data.scenes.splits import Split
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.io import parse_json, write_text
+from vlp.lock import FolderLock
+from vlp.process.command_line import nearest
+
+SETTINGS_NAME = "scenes.json"
+CORPUS_VERSION = 7
+"""Raised whenever equal arguments give other samples than before."""
+
+PARTS = (
+    *("train", "val", "unseen", "swaps", "twins", "nlvr2", "snli_ve", "nlvr2_val", "snli_ve_val"),
+    *("boxes", "boxes_val", "boxes_any"),
+)
+_SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
+_CHUNK = 64
+
+
+class SceneFiles(NamedTuple):
+    """Files of one key of a shard."""
+
+    key: str
+    image: bytes
+    annotation: Annotation
+    second_image: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneOptions:
+    """Numbers of samples of each part, and what all scenes have in common."""
+
+    train: Annotated[int, Option(metavar="N", help="captioned scenes to train on")] = 20_000
+    val: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="captioned scenes of held-out contents that no other one's caption fits",
+        ),
+    ] = 256
+    unseen: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="captioned scenes with relations between shapes that training never shows",
+        ),
+    ] = 0
+    swaps: Annotated[
+        int,
+        Option(metavar="N", help="hard negatives: two images, two captions, of held-out families"),
+    ] = 0
+    twins: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="scenes to train on, each followed by the one its caption's swap is true of",
+        ),
+    ] = 0
+    nlvr2: Annotated[int, Option(metavar="N", help="true or false statements about two images")] = 0
+    snli_ve: Annotated[
+        int, Option(metavar="N", help="hypotheses about an image with a curtain")
+    ] = 0
+    nlvr2_val: Annotated[
+        int, Option(metavar="N", help="statements about images of held-out contents")
+    ] = 0
+    snli_ve_val: Annotated[
+        int, Option(metavar="N", help="hypotheses about images of held-out contents")
+    ] = 0
+    boxes: Annotated[
+        int,
+        Option(
+            metavar="N", help="true or false statements about three boxes, in the manner of NLVR v1"
+        ),
+    ] = 0
+    boxes_val: Annotated[int, Option(metavar="N", help="more such statements, for validation")] = 0
+    boxes_any: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="the same, whose false images need not hold a true one's items: easier",
+        ),
+    ] = 0
+    image_size: Annotated[int, Option(metavar="N", help="side in pixels")] = 64
+    colours: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.colours
+    shapes: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.shapes
+    objects: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.objects
+    kinds: Annotated[
+        list[str] | None,
+        Option(help="of swaps and twins (default: all but distance)"),
+    ] = None
+    seed: Annotated[int, Option(help="of the corpus")] = 0
+    samples_per_shard: Annotated[int, Option(metavar="N", help="in one tar")] = 1000
+
+    def __post_init__(self) -> None:
+        least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number < smallest:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} is {number}, at least {smallest}")
+        for name, given, fewest, most in zip(Variety._fields, self.variety, LEAST, FULL):
+            if not fewest <= given <= most:
+                raise ConfigError(f"--{name} is {given}, {fewest} to {most} are possible")
+        unknown = [kind for kind in self.kinds or () if kind not in SWAP_KINDS]
+        if unknown:
+            raise ConfigError(f"--kinds {unknown[0]}: {nearest(unknown[0], SWAP_KINDS)}")
+        if self.kinds and self.variety.objects < 2 and {*self.kinds} != {"place"}:
+            raise ConfigError(f"--kinds {' '.join(self.kinds)} want --objects 2 at least")
+
+    @property
+    def variety(self) -> Variety:
+        """Return how much scenes differ."""
+        return Variety(*(getattr(self, name) for name in Variety._fields))
+
+
+def scenes(out: Out, options: SceneOptions, workers: WorkerOptions) -> int:
+    """Write the generated corpus as shards.
+
+    OUT/train and OUT/val hold captioned scenes; the other parts are written when their number is
+    given. The same arguments give the same bytes, with any number of processes and after any
+    interruption.
+    """
+    executor = workers.workers()
+    start = time.perf_counter()
+    written = 0
+    with FolderLock(out):
+        _begin(out, options)
+        for part in PARTS:
+            if getattr(options, part):
+                written += _write_part(part, out, options, executor)
+    seconds = time.perf_counter() - start
+    speed = f" in {seconds:.1f} s ({written / seconds:.0f} a second)" if written else ""
+    print(f"{out}: {written} new samples{speed}")
+    return 0
+
+
+def make_sample(
+    part: str,
+    seed: int,
+    image_size: int,
+    job: int | Scene,
+    variety: Variety = FULL,
+    kinds: Sequence[SwapKind] | None = None,
+) -> SceneFiles:
+    """Generate one sample of a part from its index, or from its scene where that is drawn already.
+
+    Swaps and twins are of the `kinds` in turn.
+
+    Raises:
+        ValueError: for an unknown part.
+    """
+    if isinstance(job, Scene):
+        return _captioned(job)
+    kinds = kinds or swap_kinds(variety)
+    if part in ("train", "unseen"):
+        split: Split = "unseen" if part == "unseen" else "train"
+        return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
+    if part == "swaps":
+        kind = kinds[job % len(kinds)]
+        pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
+        return SceneFiles(
+            _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
+        )
+    if part == "twins":
+        number, second = divmod(job, 2)
+        kind = kinds[number % len(kinds)]
+        pair = sample_swap(seed, number, kind, "train", image_size, variety)
+        scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
+        return SceneFiles(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
+    held_out: Split = "val" if part.endswith("_val") else "train"
+    if part in ("nlvr2", "nlvr2_val"):
+        told = sample_statement(seed, job, held_out, image_size)
+        return SceneFiles(
+            _key(part, seed, job), _png(told.left), statement_annotation(told), _png(told.right)
+        )
+    if part in ("snli_ve", "snli_ve_val"):
+        triple = sample_triple(seed, job, held_out, image_size)
+        return SceneFiles(_key(part, seed, job), _png(triple.scene), snli_ve_annotation(triple))
+    if part in ("boxes", "boxes_val", "boxes_any"):
+        shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
+        image = encode_png(render_boxes(shown.scene))
+        return SceneFiles(_key(part, seed, job), image, box_statement_annotation(shown))
+    raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
+
+
+def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor) -> int:
+    count, seed, image_size = getattr(options, part), options.seed, options.image_size
+    variety = options.variety
+    jobs: list[int | Scene] = list(range(count))
+    scenes: list[Scene] = []
+    keys = [_key(part, seed, index) for index in range(count)]
+    if part == "val":
+        # Which scenes are told apart from all others is decided one after the other.
+        scenes = list(distinct_scenes(seed, count, "val", image_size, variety))
+        jobs = list(scenes)
+    with ShardWriter(out / part, options.samples_per_shard) as writer:
+        missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
+        make = partial(make_sample, part, seed, image_size, variety=variety, kinds=options.kinds)
+        bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
+        with bar:
+            for sample in _mapped(make, missing, executor):
+                writer.write(
+                    sample.key, sample.image, "png", sample.annotation, sample.second_image
+                )
+                bar.update()
+    if scenes:
+        print(
+            f"{part}: {ambiguous_share(scenes):.1%} of the captions fit a second image; "
+            f"a box covers {mean_box_share(scenes):.1%} of its image on average"
+        )
+    return len(missing)
+
+
+def mean_box_share(scenes: Sequence[Scene]) -> float:
+    """Mean share of its image that an object's box covers, the chance of a random patch."""
+    shares = [
+        obj.box[2] * obj.box[3] / scene.image_size**2 for scene in scenes for obj in scene.objects
+    ]
+    return sum(shares) / max(len(shares), 1)
+
+
+def _mapped(
+    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], executor: Executor
+) -> Iterator[SceneFiles]:
+    """Yield samples in the order of their jobs; few are not worth starting processes."""
+    if len(jobs) < 8 * _CHUNK:
+        return map(make, jobs)
+    chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
+    return chain.from_iterable(executor.map(partial(_chunk, make), chunks))
+
+
+def _chunk(
+    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene]
+) -> list[SceneFiles]:
+    go_on()
+    return [make(job) for job in jobs]
+
+
+def _begin(out: Path, options: SceneOptions) -> None:
+    """Refuse a folder that holds a corpus of other settings, or shards of another command."""
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    if options.kinds:
+        settings["kinds"] = options.kinds
+    settings["version"] = CORPUS_VERSION
+    path = out / SETTINGS_NAME
+    if path.exists():
+        found = parse_json(path.read_text())
+        if found != settings:
+            raise ConfigError(
+                f"{path} says {found}, this command {settings}: choose another --out, or delete "
+                f"{out}"
+            )
+    else:
+        for part in PARTS:
+            for other in (out / part).glob("*.tar"):
+                raise ConfigError(
+                    f"{other}: a shard that `scenes` did not write; choose another --out"
+                )
+        write_text(path, json.dumps(settings) + "\n", error=ConfigError)
+
+
+def _captioned(scene: Scene) -> SceneFiles:
+    return SceneFiles(scene.key, _png(scene), annotation(scene))
+
+
+def _png(scene: Scene) -> bytes:
+    return encode_png(render(scene))
+
+
+def _key(part: str, seed: int, index: int) -> str:
+    return f"{part}-{seed}-{index}"

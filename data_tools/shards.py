@@ -1,0 +1,203 @@
+"""Shards as the data tools read them: one at a time, by any executor, and keys that repeat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from data_tools.executor import Executor, go_on
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import (
+    BadSample,
+    RawSample,
+    SampleFiles,
+    contents,
+    parse,
+    parse_annotation,
+)
+from vlp.data.shards.tar import Member
+
+Result = TypeVar("Result")
+
+
+class Shard(NamedTuple):
+    """A tar of a folder."""
+
+    folder: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the tar."""
+        return self.folder / self.name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class ShardReader:
+    """One shard open for reading: its samples in order, and what is wrong behind them.
+
+    `with ShardReader(path) as shard: shard.read(0)`. A shard that cannot be opened has no samples
+    and is `missing`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = contents(path)
+        self.samples: list[SampleFiles] = found.samples
+        self.problem = found.problem
+        self.missing = found.missing
+        self._file = -1 if found.missing else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, number: int) -> RawSample:
+        """Return a sample with its images; raises BadSample where it cannot be used."""
+        return parse(self.samples[number], self.content, self.where(number))
+
+    def annotation(self, number: int) -> Annotation:
+        """Return a sample's annotation, its images left unread; raises BadSample."""
+        return parse_annotation(self.samples[number], self.content, self.where(number))
+
+    def where(self, number: int) -> str:
+        """Return the place of a sample, for people."""
+        return f"{self.path}, {self.samples[number].key}"
+
+    def content(self, member: Member) -> bytes:
+        """Return the bytes of a member; raises BadSample where the shard ends before they do."""
+        go_on()
+        try:
+            data = os.pread(self._file, member.size, member.offset)
+        except OSError as error:
+            raise BadSample("corrupt shard", f"{self.path} ({error.strerror})") from error
+        if len(data) != member.size:
+            raise BadSample("corrupt shard", f"{self.path}: cut off inside {member.name}")
+        return data
+
+
+def shards_of(folders: Sequence[Path]) -> list[Shard]:
+    """Return every `*.tar` of the folders, in the order of the folders and of the names."""
+    seen: set[Path] = set()
+    shards: list[Shard] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder of shards")
+        if folder.resolve() in seen:
+            raise ConfigError(f"{folder}: is given twice")
+        seen.add(folder.resolve())
+        names = sorted(path.name for path in folder.glob("*.tar"))
+        if not names:
+            from vlp.data.shards.index import no_shards_in  # here, so that help needs no NumPy
+
+            raise ConfigError(no_shards_in(folder))
+        shards.extend(Shard(folder, name) for name in names)
+    return shards
+
+
+def scan(
+    work: Callable[[Shard], Result],
+    shards: Sequence[Shard],
+    executor: Executor,
+    title: str,
+    *,
+    ledger: Path | None = None,
+) -> Iterator[tuple[Shard, Result]]:
+    """Yield every shard and what `work` makes of it, with a progress bar in bytes of shards.
+
+    Args:
+        work: as of `Executor.map`.
+        shards: from `shards_of`.
+        executor: reads the shards.
+        title: of the progress bar.
+        ledger: as of `Executor.map`.
+    """
+    sizes = [shard.path.stat().st_size if shard.path.is_file() else 0 for shard in shards]
+    with tqdm(total=sum(sizes), desc=title, unit="B", unit_scale=True) as bar:
+        for shard, size, result in zip(shards, sizes, executor.map(work, shards, ledger=ledger)):
+            yield shard, result
+            bar.update(size)
+
+
+Numbers = NDArray[np.uint64]
+
+
+def number_of(name: str) -> int:
+    """Hash a name to 64 bits; among a billion names two share one with a chance of 3 %."""
+    digest = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def numbers_of(names: Iterable[str]) -> Numbers:
+    """Return `number_of` each name."""
+    return np.fromiter((number_of(name) for name in names), dtype=np.uint64)
+
+
+class Repeated(NamedTuple):
+    """Number of different numbers, and those of them that came more than once (sorted)."""
+
+    distinct: int
+    values: Numbers
+
+
+def repeated(numbers: Sequence[Numbers]) -> Repeated:
+    """Count different numbers, and find those that come more than once."""
+    found, counts = np.unique(
+        np.concatenate([np.empty(0, np.uint64), *numbers]), return_counts=True
+    )
+    return Repeated(len(found), found[counts > 1])
+
+
+def prefixed(prefix: str, name: str) -> str:
+    """Put a prefix before the last part of a key or file name; folders in it stay folders."""
+    folder, slash, own = name.rpartition("/")
+    return f"{folder}{slash}{prefix}{own}"
+
+
+def keys_in(shard: ShardReader, prefix: str = "") -> list[str]:
+    """Return the keys of a shard in order."""
+    return [prefixed(prefix, sample.key) for sample in shard.samples]
+
+
+def repeated_keys(
+    shards: Sequence[Shard],
+    repeated: Numbers,
+    executor: Executor,
+    prefixes: Mapping[Path, str] | None = None,
+) -> Iterator[tuple[Shard, str]]:
+    """Yield every occurrence of the keys that come more than once, in order.
+
+    Args:
+        shards: all shards.
+        repeated: numbers of keys (`number_of`) of which some come more than once.
+        executor: reads the headers.
+        prefixes: of the keys of each folder.
+    """
+    work = partial(_repeated, repeated=repeated, prefixes=prefixes or {})
+    for shard, names in scan(work, shards, executor, "repeated keys"):
+        for name in names:
+            yield shard, name
+
+
+def _repeated(shard: Shard, repeated: Numbers, prefixes: Mapping[Path, str]) -> list[str]:
+    with ShardReader(shard.path) as opened:
+        names = keys_in(opened, prefixes.get(shard.folder, ""))
+    return [names[number] for number in np.flatnonzero(np.isin(numbers_of(names), repeated))]

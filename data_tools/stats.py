@@ -1,0 +1,329 @@
+"""Statistics of shards; counts of many shards add up in bounded memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from typer import Option
+
+from data_tools.executor import open_ledger
+from data_tools.options import (
+    Folders,
+    WorkerOptions,
+)
+from data_tools.shards import (
+    Numbers,
+    Shard,
+    ShardReader,
+    keys_in,
+    numbers_of,
+    repeated,
+    scan,
+    shards_of,
+)
+from vlp.config import ConfigError
+from vlp.data.image.decode import open_image, reading
+from vlp.data.schema import captions_of
+from vlp.data.shards.sample_files import BadSample, RawSample
+from vlp.io import write_json
+
+
+def stats(
+    folders: Folders,
+    out: Annotated[Path, Option(metavar="FILE", help="JSON to write")],
+    workers: WorkerOptions,
+    max_tokens: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="count captions of more tokens, or of more words without --vocabulary",
+        ),
+    ] = 30,
+    vocabulary: Annotated[
+        str | None, Option(help="folder with tokenizer.json, or a name on the hub")
+    ] = None,
+) -> int:
+    """Say what shards hold: captions and their lengths, images and their sizes, sources.
+
+        python -m data_tools stats shards/cc3m shards/sbu --out stats.json
+        python -m data_tools stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
+            --max-tokens 30
+
+    FILE has the histograms too. Words are runs of letters and digits in lower case; with
+    --vocabulary captions are counted in its tokens too, [CLS] and [SEP] included. Of images the
+    headers are read; `verify` decodes them. Interrupted, it writes what was counted so far and says
+    so; run again, it counts the rest. Memory: some 24 bytes a sample.
+    """
+    shards_of(folders)
+    if vocabulary is not None:
+        _tokens(vocabulary)
+    work = partial(_tally, vocabulary=vocabulary, limit=max_tokens)
+    unit = "words" if vocabulary is None else "tokens"
+    count = _Count(out, folders, f"{max_tokens} {unit}")
+    try:
+        with open_ledger(out.with_name(f"{out.name}.tasks")) as ledger:
+            for folder in folders:
+                shards = shards_of([folder])
+                executor, title = workers.workers(), f"stats {folder}"
+                count.add(found for _, found in scan(work, shards, executor, title, ledger=ledger))
+    except KeyboardInterrupt:
+        count.write(complete=False)
+        print(f"\n{out}: what was counted before the interruption")
+        raise
+    summary = count.write(complete=True)
+    print_summary(summary)
+    print(f"{out} tells more")
+    return 0
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the main numbers of a summary."""
+    samples = summary["samples"]
+    without = summary["samples without caption"]
+    print(
+        f"{samples} samples in {summary['shards']} shards, {summary['captions']} captions, "
+        f"{summary['images']} images of {summary['bytes of images'] / 1e6:.1f} MB"
+    )
+    print(f"  without caption: {without} ({without / max(samples, 1):.1%})")
+    longer = summary["captions that are too long"]
+    print(f"  of more than {summary['limit']}: {longer} captions")
+    for name, quantity in summary["quantities"].items():
+        percentiles = quantity["percentiles"]
+        low, middle, high = (percentiles[share] for share in ("5", "50", "95"))
+        print(f"  {name}: {low:g} to {high:g}, median {middle:g} {quantity['unit']}")
+    print(f"  different words: {summary['vocabulary size']}")
+    for what in ("formats", "sources", "bad samples"):
+        shown = list(summary[what].items())
+        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        print(f"  {what}: {', '.join(f'{name} {count}' for name, count in shown[:8])}{more}")
+    repeated = summary["repeated"]
+    print(
+        f"  keys that a folder has more than once: {repeated['keys']}; images (source and "
+        f"image_id) of more than one sample: {repeated['images']} of {repeated['named images']}"
+    )
+
+
+class _Count:
+    """Counts of all shards so far."""
+
+    def __init__(self, out: Path, folders: Sequence[Path], limit: str) -> None:
+        self._out, self._folders, self._limit = out, folders, limit
+        self._tally = Tally()
+        self._names: list[Numbers] = []
+        self._words: set[int] = set()
+        self._repeated_keys = self._shards = 0
+
+    def add(self, found: Iterable[ShardTally]) -> None:
+        """Count the shards of a folder."""
+        keys: list[Numbers] = []
+        for one in found:
+            self._shards += 1
+            self._tally.add(one.tally)
+            self._names.append(one.names)
+            self._words.update(one.words.tolist())
+            keys.append(one.keys)
+        self._repeated_keys += len(repeated(keys).values)
+
+    def write(self, complete: bool) -> dict[str, Any]:
+        """Write the JSON; returns what it holds."""
+        names = repeated(self._names)
+        counted = ("samples", "captions", "images", "bytes of images")
+        counts = (*counted, "samples without caption", "captions that are too long")
+        summary = {
+            "folders": [str(folder) for folder in self._folders],
+            "complete": complete,
+            "shards": self._shards,
+            "limit": self._limit,
+            **dict.fromkeys(counts, 0),
+            **self._tally.summary(),
+            "vocabulary size": len(self._words),
+            "repeated": {
+                "keys": self._repeated_keys,
+                "named images": names.distinct,
+                "images": len(names.values),
+            },
+        }
+        write_json(self._out, summary, indent=1, error=ConfigError, ensure_ascii=False)
+        return summary
+
+
+def _tally(shard: Shard, vocabulary: str | None, limit: int) -> ShardTally:
+    with ShardReader(shard.path) as opened:
+        return tally_shard(opened, None if vocabulary is None else _tokens(vocabulary), limit)
+
+
+@cache
+def _tokens(vocabulary: str) -> Callable[[str], int]:
+    # Imported here: it brings torch along, which counting words does not need.
+    from vlp.data.text.tokenizer import TextProcessor
+
+    tokenizer = TextProcessor.load(vocabulary, max_tokens=512).tokenizer
+    return lambda caption: len(tokenizer.encode(caption).ids)
+
+
+WORD = re.compile(r"\w+(?:['’]\w+)*")
+"""A word: letters and digits, apostrophes within."""
+
+QUANTITIES = {
+    "captions per sample": "captions",
+    "words per caption": "words",
+    "tokens per caption": "tokens",
+    "width": "pixels",
+    "height": "pixels",
+    "shorter side": "pixels",
+    "aspect ratio": "width / height",
+    "image size": "bytes",
+}
+"""Quantities with a histogram, and their units."""
+
+_MOST_NAMES = 1000
+_OTHERS = "(others)"
+_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+
+
+class Tally:
+    """Counts, histograms and the most frequent names; `add` another one to it.
+
+    Histograms hold whole numbers as they are, and others to two digits: so they stay small
+    whatever the number of samples.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.histograms: dict[str, Counter[float]] = {name: Counter() for name in QUANTITIES}
+        self.formats: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
+        self.bad: Counter[str] = Counter()
+
+    def add(self, other: Tally) -> None:
+        """Add what another one counted."""
+        self.counts.update(other.counts)
+        for name, histogram in other.histograms.items():
+            self.histograms[name].update(histogram)
+        self.formats.update(other.formats)
+        self.bad.update(other.bad)
+        self.sources.update(other.sources)
+        if len(self.sources) > _MOST_NAMES:
+            rest = self.sources.total() - self.sources[_OTHERS]
+            most = Counter(dict(self.sources.most_common(_MOST_NAMES // 2)))
+            most[_OTHERS] += rest - (most.total() - most[_OTHERS])
+            self.sources = most
+
+    def summary(self) -> dict[str, Any]:
+        """Return all of it as JSON; histograms as [value, count] in order of value."""
+        return {
+            **self.counts,
+            "formats": dict(self.formats.most_common()),
+            "sources": dict(self.sources.most_common()),
+            "bad samples": dict(self.bad.most_common()),
+            "quantities": {
+                name: {"unit": QUANTITIES[name], **describe(histogram)}
+                for name, histogram in self.histograms.items()
+                if histogram
+            },
+        }
+
+
+class ShardTally(NamedTuple):
+    """Counts of a shard, and its keys, image names and words as numbers."""
+
+    tally: Tally
+    keys: Numbers
+    names: Numbers
+    words: Numbers
+
+
+def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:
+    """Count what a shard holds; images are read up to their headers.
+
+    Args:
+        shard: open shard.
+        tokens: the number of tokens of a caption; None counts no tokens.
+        limit: captions of more tokens are counted; of more words, where there are no tokens.
+    """
+    tally = Tally()
+    names: list[str] = []
+    words: set[str] = set()
+    for number in range(len(shard)):
+        tally.counts["samples"] += 1
+        try:
+            sample = shard.read(number)
+        except BadSample as bad:
+            tally.bad[bad.kind] += 1
+            continue
+        if sample.annotation.source and sample.annotation.image_id:
+            names.append(f"{sample.annotation.source}\0{sample.annotation.image_id}")
+        tally.sources[sample.annotation.source or "(none)"] += 1
+        _count_captions(tally, captions_of(sample.annotation), words, tokens, limit)
+        _count_images(tally, sample)
+    if shard.problem:
+        tally.bad["missing shard" if shard.missing else "corrupt shard"] += 1
+    return ShardTally(tally, numbers_of(keys_in(shard)), numbers_of(names), numbers_of(words))
+
+
+def describe(histogram: Counter[float]) -> dict[str, Any]:
+    """Count, mean, extremes and percentiles of a histogram, and the histogram itself."""
+    values = np.array(sorted(histogram), dtype=float)
+    counts = np.array([histogram[value] for value in sorted(histogram)], dtype=np.int64)
+    below = np.cumsum(counts)
+    places = [np.searchsorted(below, below[-1] * share / 100) for share in _PERCENTILES]
+    return {
+        "count": int(below[-1]),
+        "mean": float((values * counts).sum() / below[-1]),
+        "min": values[0],
+        "max": values[-1],
+        "percentiles": {str(share): values[p] for share, p in zip(_PERCENTILES, places)},
+        "histogram": [[value, int(count)] for value, count in zip(values.tolist(), counts)],
+    }
+
+
+def _count_captions(
+    tally: Tally,
+    captions: list[str],
+    vocabulary: set[str],
+    tokens: Callable[[str], int] | None,
+    limit: int,
+) -> None:
+    tally.counts["captions"] += len(captions)
+    tally.counts["samples without caption"] += not captions
+    tally.histograms["captions per sample"][len(captions)] += 1
+    for caption in captions:
+        words = WORD.findall(caption.lower())
+        vocabulary.update(words)
+        length = len(words)
+        tally.histograms["words per caption"][length] += 1
+        if tokens is not None:
+            length = tokens(caption)
+            tally.histograms["tokens per caption"][length] += 1
+        tally.counts["captions that are too long"] += length > limit
+
+
+def _count_images(tally: Tally, sample: RawSample) -> None:
+    for data in (sample.image, sample.second_image):
+        if data is None:
+            continue
+        tally.counts["images"] += 1
+        tally.counts["bytes of images"] += len(data)
+        tally.histograms["image size"][rounded(len(data))] += 1
+        try:
+            with reading(sample.key), open_image(data, sample.key) as image:
+                (width, height), kind = image.size, image.format or "?"
+        except BadSample as bad:
+            tally.bad[bad.kind] += 1
+            continue
+        tally.formats[kind] += 1
+        tally.histograms["width"][width] += 1
+        tally.histograms["height"][height] += 1
+        tally.histograms["shorter side"][min(width, height)] += 1
+        tally.histograms["aspect ratio"][rounded(width / height)] += 1
+
+
+def rounded(value: float) -> float:
+    """Return a positive number to two digits."""
+    return float(f"{value:.1e}") if value else 0.0

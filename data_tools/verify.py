@@ -1,0 +1,410 @@
+"""Checks of shards against themselves, their index and their manifest; new indexes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from tqdm import tqdm
+from typer import Argument, Option
+
+from data_tools.executor import Executor, open_ledger
+from data_tools.options import (
+    Folders,
+    WorkerOptions,
+)
+from data_tools.shards import (
+    Numbers,
+    Shard,
+    ShardReader,
+    keys_in,
+    numbers_of,
+    repeated,
+    repeated_keys,
+    scan,
+    shards_of,
+)
+from vlp.config import ConfigError
+from vlp.data.image.decode import decode_image, open_image
+from vlp.data.schema import captions_of
+from vlp.data.shards.build_index import Survey, index_folder
+from vlp.data.shards.index import INDEX_NAME, ShardTable, map_samples, read_table, sample_rows
+from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.io import sha256_of
+from vlp.lock import FolderLock
+
+
+class Examined(NamedTuple):
+    """A shard, or what is wrong with a folder as a whole (`found` is None)."""
+
+    damage: list[Damage]
+    found: ShardContents | None = None
+    images: int = 0
+    keys: Numbers = np.empty(0, np.uint64)
+
+
+def verify(
+    folders: Folders,
+    workers: WorkerOptions,
+    quick: Annotated[
+        bool, Option("--quick", help="headers and structure only: no content is read")
+    ] = False,
+    fix: Annotated[bool, Option("--fix", help="index anew where the index is wrong")] = False,
+    report: Annotated[Path | None, Option(metavar="FILE", help="write all damage here")] = None,
+    places: Annotated[int, Option(metavar="N", help="print so many a kind")] = 10,
+) -> int:
+    """Check shards: every tar, every annotation, every image, the index and the manifest.
+
+        python -m data_tools verify shards/cc3m shards/sbu
+        python -m data_tools verify shards/cc3m --quick       # headers only, no image is decoded
+        python -m data_tools verify shards/cc3m --fix         # and index anew where it is wrong
+
+    Damage is printed as it is found and counted by kind at the end; --report FILE keeps all of it,
+    one line each: kind, tab, place, and with it an interrupted check goes on where it was. The exit
+    code is 1 if any is left. Only --fix writes into a folder, and nothing but its index. A flipped
+    byte that leaves an image decodable shows only against the sha256 of a manifest.json.
+    """
+    executor = workers.workers()
+    counts: Counter[str] = Counter()
+    fixed: Counter[str] = Counter()
+    images = samples = 0
+    with ExitStack() as stack:
+        file = ledger = None
+        if report is not None:
+            file = stack.enter_context(_opened(report))
+            ledger = stack.enter_context(open_ledger(Path(f"{report}.tasks")))
+        for folder in _distinct(folders):
+            before = counts.copy()
+            for examined in check(folder, quick, executor, ledger):
+                images += examined.images
+                samples += examined.found.samples if examined.found else 0
+                for damage in examined.damage:
+                    counts[damage.kind] += 1
+                    _tell(damage, counts[damage.kind], places, file)
+            repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
+            if fix and any(repairs.values()):
+                with FolderLock(folder):
+                    index_folder(folder, executor.map)
+                print(f"{folder}: indexed anew")
+                fixed.update(repairs)
+    print(f"{samples} samples, {images} images {'listed' if quick else 'decoded'}")
+    for kind, count in sorted(counts.items()):
+        print(f"  {kind}: {count}{', repaired' if fixed[kind] == count else ''}")
+    if counts and report is not None:
+        print(f"{report} names every one of them")
+    left = (counts - fixed).total()
+    print(f"damaged in {left} places" if left else "no damage")
+    return 1 if left else 0
+
+
+def index(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="holds the *.tar files")],
+    workers: WorkerOptions,
+) -> int:
+    """Write index.npz for a folder of WebDataset shards, as img2dataset and others make them.
+
+    The exit code is 1 if shards are damaged; each is indexed as far as it can be read.
+    """
+    executor = workers.workers()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder of shards")
+    with FolderLock(folder), open_ledger(folder / ".index.tasks") as ledger:
+
+        def surveys(work: Callable[[Path], Survey], shards: Sequence[Path]) -> Iterator[Survey]:
+            found = executor.map(work, shards, ledger=ledger)
+            yield from tqdm(found, total=len(shards), unit="shard", disable=None)
+
+        problems = index_folder(folder, surveys)
+    shards = ShardIndex.open(folder).shards
+    captions, without = int(shards.captions.sum()), int(shards.uncaptioned.sum())
+    print(f"{folder}: {len(shards)} shards, {shards.total} samples, {captions} captions")
+    if without:
+        print(f"  {without} samples have no caption; a pretraining skips and counts them")
+    for problem in problems:
+        print(f"  {problem}")
+    return int(any(not problem.endswith(": empty") for problem in problems))
+
+
+def check(
+    folder: Path, quick: bool, executor: Executor, ledger: Path | None = None
+) -> Iterator[Examined]:
+    """Examine a folder: its shards one by one, then what they say together.
+
+    Shards whose result is in the ledger are not read again.
+    """
+    shards = []
+    # Where no shard is left, an index or a manifest may still say what there should be.
+    listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
+    if not listed or any(folder.glob("*.tar")):
+        shards = shards_of([folder])
+    manifest, damage = read_manifest(folder)
+    hashed = not quick and any(entry.sha256 for entry in manifest or ())
+    work = partial(examine, quick=quick, hashed=hashed)
+    found: dict[str, ShardContents] = {}
+    keys: list[Numbers] = []
+    for shard, examined in scan(work, shards, executor, f"verify {folder}", ledger=ledger):
+        yield examined
+        keys.append(examined.keys)
+        if examined.found is not None:
+            found[shard.name] = examined.found
+    damage += against_index(folder, found)
+    if manifest is not None:
+        damage += against_manifest(folder, manifest, found)
+    yield Examined(damage)
+    twice = repeated(keys).values
+    if len(twice):
+        yield Examined(list(_duplicates(shards, twice, executor)))
+
+
+def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined:
+    """Read one shard to its end.
+
+    Args:
+        shard: the shard.
+        quick: read headers only.
+        hashed: take the sha256 of the whole tar too.
+    """
+    with ShardReader(shard.path) as opened:
+        if opened.missing:
+            return Examined([Damage("missing shard", f"{shard} ({opened.problem})")])
+        damage, captions, images = _damage_of(opened), [], 0
+        for number, sample in enumerate(opened.samples):
+            images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
+            look = _structure if quick else _content
+            damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, number))
+            captions.append(0 if quick else _captions(opened, sample))
+        places, rows = found_rows(opened.samples, captions)
+        keys = numbers_of(keys_in(opened))
+        found = ShardContents(len(opened), shard.path.stat().st_size, places)
+        if not quick:
+            found = found._replace(captions=sum(captions), rows=rows)
+        if hashed:
+            found = found._replace(sha256=sha256_of(shard.path))
+        return Examined(damage, found, images, keys)
+
+
+def _duplicates(shards: Sequence[Shard], twice: Numbers, executor: Executor) -> Iterator[Damage]:
+    seen: set[str] = set()
+    for shard, name in repeated_keys(shards, twice, executor):
+        if name in seen:
+            yield Damage("duplicate key", f"{shard}, {name} (came before)")
+        seen.add(name)
+
+
+def _damage_of(shard: ShardReader) -> list[Damage]:
+    if shard.problem:
+        place = f"{shard.path}: {shard.problem}, {len(shard)} samples before it"
+        return [Damage("corrupt shard", place)]
+    return [] if len(shard) else [Damage("empty shard", str(shard.path))]
+
+
+def _structure(shard: ShardReader, number: int) -> Iterator[BadSample]:
+    files = shard.samples[number].files
+    if not any(name in IMAGES for name in files):
+        yield BadSample("missing image", shard.where(number))
+    for name, member in files.items():
+        if name.removeprefix("1.") in IMAGES and member.size == 0:
+            yield BadSample("unreadable image", f"{shard.where(number)}.{name} (0 bytes)")
+
+
+def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
+    # A key that came before is found over all shards; here its files count like any others.
+    files = shard.samples[number]._replace(repeated=False)
+    try:
+        sample = parse(files, shard.content, shard.where(number))
+    except BadSample as bad:
+        yield bad
+        return
+    for data in (sample.image, sample.second_image):
+        if data is not None:
+            try:
+                decode_image(data, shard.where(number))
+                _check_sums(data, shard.where(number))
+            except BadSample as bad:
+                yield bad
+
+
+def _captions(shard: ShardReader, sample: SampleFiles) -> int:
+    """Count captions as the index does."""
+    try:
+        return len(captions_of(parse_annotation(sample, shard.content, sample.key)))
+    except BadSample:
+        return 0
+
+
+def _check_sums(data: bytes, where: str) -> None:
+    """Verify the checksums of a PNG's chunks, which decoding alone does not look at."""
+    if data.startswith(b"\x89PNG"):
+        try:
+            with open_image(data, where) as image:
+                image.verify()
+        except Exception as error:  # as in decode_image: all of them mean the same
+            raise BadSample("unreadable image", f"{where} ({error})") from error
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _tell(damage: Damage, count: int, limit: int, report: IO[str] | None) -> None:
+    if report is not None:
+        report.write(f"{damage.kind}\t{damage.where}\n")
+        report.flush()
+    if count <= limit:
+        tqdm.write(f"{damage.kind}: {damage.where}")
+    elif count == limit + 1:
+        tqdm.write(f"{damage.kind}: more of them, which are counted")
+
+
+def _distinct(folders: Sequence[Path]) -> list[Path]:
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder of shards")
+    return list({folder.resolve(): folder for folder in folders}.values())
+
+
+MANIFEST_NAME = "manifest.json"
+INDEX_KINDS = ("missing index", "unusable index", "index differs")
+"""Kinds of damage that a new index repairs."""
+
+
+class Damage(NamedTuple):
+    """Kind of damage (one of few) and its location."""
+
+    kind: str
+    where: str
+
+
+class ShardContents(NamedTuple):
+    """Contents found in a shard; None for what was not looked for.
+
+    `rows` and `places` are digests of the index rows of its samples, with captions and without.
+    """
+
+    samples: int
+    bytes: int
+    places: str
+    captions: int | None = None
+    rows: str | None = None
+    sha256: str | None = None
+
+
+class ManifestShard(BaseModel):
+    """A shard as its builder wrote it; what a manifest does not say is not compared."""
+
+    name: str
+    samples: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+class _Manifest(BaseModel):
+    shards: list[ManifestShard]
+
+
+def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple[str, str]:
+    """Return `places` and `rows` of `ShardContents`."""
+    return _digests(sample_rows(samples, captions))
+
+
+def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
+    """Find the places where the index and the shards differ.
+
+    Args:
+        folder: of the shards.
+        found: by name, every shard that is there.
+    """
+    path = folder / INDEX_NAME
+    remedy = "--fix writes a new one"
+    try:
+        with path.open("rb") as file:
+            shards = read_table(file, str(path), remedy)
+        rows = map_samples(folder / shards.file, shards, check=False)
+    except FileNotFoundError:
+        return [Damage("missing index", f"{path} ({remedy})")]
+    except OSError as error:
+        return [Damage("unusable index", f"{path} ({error.strerror})")]
+    except ConfigError as error:
+        return [Damage("unusable index", str(error))]
+    listed = {entry.name for entry in shards}
+    damage = [
+        Damage("index differs", f"{folder / name}: is not in {INDEX_NAME}")
+        for name in sorted(found.keys() - listed)
+    ]
+    if rows is None:
+        damage.append(Damage("unusable index", f"{folder / shards.file}: is not there"))
+    for entry, start in zip(shards, _starts(shards)):
+        there = found.get(entry.name)
+        if there is None:
+            damage.append(Damage("index differs", f"{folder / entry.name}: is not there"))
+            continue
+        difference = _difference(entry, there, ("samples", "bytes", "captions"))
+        if difference is None and rows is not None:
+            places, whole = _digests(rows[start : start + entry.samples])
+            if places != there.places or there.rows not in (None, whole):
+                difference = "its samples lie elsewhere, or have other captions"
+        if difference is not None:
+            damage.append(Damage("index differs", f"{folder / entry.name}: {difference}"))
+    return damage
+
+
+def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage]]:
+    """Return the shards of `manifest.json` (None without one) and damage to it."""
+    path = folder / MANIFEST_NAME
+    try:
+        return _Manifest.model_validate_json(path.read_bytes()).shards, []
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        return None, [Damage("unusable manifest", f"{path} ({reason})")]
+
+
+def against_manifest(
+    folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, ShardContents]
+) -> list[Damage]:
+    """Find the places where manifest and shards differ; arguments as in `against_index`."""
+    damage = []
+    for entry in manifest:
+        there = found.get(entry.name)
+        difference = "is not there"
+        if there is not None:
+            difference = _difference(entry, there, ("samples", "bytes", "sha256")) or ""
+        if difference:
+            damage.append(Damage("manifest differs", f"{folder / entry.name}: {difference}"))
+    for name in sorted(found.keys() - {entry.name for entry in manifest}):
+        damage.append(Damage("manifest differs", f"{folder / name}: is not in {MANIFEST_NAME}"))
+    return damage
+
+
+def _difference(said: object, there: ShardContents, fields: Sequence[str]) -> str | None:
+    """Return the first field that is known of both and not the same."""
+    for field in fields:
+        expected, is_there = getattr(said, field), getattr(there, field)
+        if expected is not None and is_there is not None and expected != is_there:
+            return f"{field}: {is_there}, {expected} is written"
+    return None
+
+
+def _starts(shards: ShardTable) -> list[int]:
+    """Return the number of each shard's first row."""
+    starts: list[int] = (np.cumsum(shards.samples) - shards.samples).tolist()
+    return starts
+
+
+def _digests(rows: NDArray[np.void]) -> tuple[str, str]:
+    places = np.stack((rows["start"], rows["blocks"]))
+    return tuple(blake2b(part.tobytes(), digest_size=8).hexdigest() for part in (places, rows))  # type: ignore[return-value]

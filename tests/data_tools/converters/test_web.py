@@ -1,0 +1,258 @@
+"""CC3M, CC12M and SBU: lists of URLs, joined with images that were downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+from benchmark_files import failures_of, samples_of, tar_of
+from raw_images import files_of, raw_image
+
+from data_tools.__main__ import main
+from data_tools.converters.web import image_id_of
+from data_tools.originals import Originals
+from vlp.data.schema import captions_of
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+
+URL = "http://x.org/{}.jpg"
+
+
+@pytest.fixture
+def tsv(tmp_path: Path) -> Path:
+    """Twelve rows in CC3M's layout; 3 holds a URL alone, 5 nothing, and 7 is no row."""
+    captions = [f"image &amp; {number}" for number in range(12)]
+    captions[3], captions[5] = "www.x.org", " "
+    lines = [f"{caption}\t{URL.format(number)}" for number, caption in enumerate(captions)]
+    lines[7] = "one\ttwo\tthree"
+    path = tmp_path / "cc3m.tsv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def downloaded(folder: Path, numbers: list[list[int]], url: bool = True) -> Path:
+    """Tars as img2dataset 1.47 writes them: KEY of the tar and the place in it, three files each.
+
+    A tar of five has keys 000000 to 000004, the next one 000010 and on.
+    """
+    folder.mkdir()
+    for shard, members in enumerate(numbers):
+        files: dict[str, bytes] = {}
+        for place, number in enumerate(members):
+            key = f"{shard:05d}{place}"
+            data = raw_image(number)
+            about = {
+                "caption": f"image &amp; {number}",
+                "url": URL.format(number),
+                "key": key,
+                "status": "success",
+                "error_message": None,
+                "width": 24,
+                "height": 16,
+                "original_width": 24,
+                "original_height": 16,
+                "exif": "{}",
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+            if not url:
+                del about["url"]
+            files[f"{key}.jpg"] = data
+            files[f"{key}.json"] = json.dumps(about, indent=4).encode()
+            files[f"{key}.txt"] = str(about["caption"]).encode()
+        tar_of(folder / f"{shard:05d}.tar", files)
+        (folder / f"{shard:05d}_stats.json").write_text("{}")
+        (folder / f"{shard:05d}.parquet").write_bytes(b"PAR1")
+    return folder
+
+
+def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
+    folder = downloaded(tmp_path / "got", [[4, 0, 2], [11, 8, 3], [1, 9]])
+    out = tmp_path / "out"
+    arguments = ["cc3m", "--annotations", str(tsv), "--img2dataset", str(folder)]
+    arguments += ["--samples-per-shard", "4", "--processes", "2"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    samples = samples_of(out)
+    assert list(samples) == [f"cc3m-{number:08d}" for number in (0, 1, 2, 4, 8, 9, 11)]
+    for key, sample in samples.items():
+        number = int(key[-8:])
+        assert sample.image == raw_image(number)
+        assert captions_of(sample.annotation) == [f"image & {number}"]
+        assert sample.annotation.source == "cc3m"
+        assert sample.annotation.image_id == image_id_of(URL.format(number))
+        assert sample.annotation.model_extra == {"url": URL.format(number)}
+    assert failures_of(out) == {
+        "caption of a URL alone": ["cc3m-00000003"],
+        "empty caption": ["cc3m-00000005"],
+        "line of another layout": ["line 8"],
+        "missing image": ["cc3m-00000006", "cc3m-00000010"],
+    }
+
+
+def test_downloads_are_shards_as_they_are(tmp_path: Path) -> None:
+    folder = downloaded(tmp_path / "got", [[4, 0], [1]])
+    assert index_folder(folder) == []
+    sample = ShardIndex.open(folder).read(0, 1)
+    assert (sample.key, sample.image) == ("000001", raw_image(0))
+    assert captions_of(sample.annotation) == ["image &amp; 0"]
+
+
+def test_downloads_that_are_damaged_or_name_no_url(
+    tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = downloaded(tmp_path / "got", [[0, 1], [2, 4]])
+    path = folder / "00001.tar"
+    path.write_bytes(path.read_bytes()[:-9000])
+    arguments = ["cc3m", "--annotations", str(tsv), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--img2dataset", str(folder)]) == 0
+    assert "damaged: " in capsys.readouterr().out
+    without = downloaded(tmp_path / "without", [[0, 1]], url=False)
+    arguments[-1] = str(tmp_path / "other")
+    assert main([*arguments, "--img2dataset", str(without)]) == 1
+    printed = capsys.readouterr().out
+    assert "00000.tar: 2 images without a url" in printed
+    assert "no sample was written" in printed
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main([*arguments, "--img2dataset", str(empty)]) == 2
+    assert "--output_format webdataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (None, "00000002.jpg"),
+        ("{row}", "2.webp"),
+        ("{row}_{crc32}", f"2_{zlib.crc32(URL.format(2).encode())}"),
+        ("{md5}", hashlib.md5(URL.format(2).encode()).hexdigest() + ".jpeg"),
+        ("{sha256}", "ab/cd/" + hashlib.sha256(URL.format(2).encode()).hexdigest() + ".png"),
+        ("{file}", "2.jpg"),
+    ],
+)
+def test_images_named_by_a_rule(tsv: Path, tmp_path: Path, rule: str | None, name: str) -> None:
+    place = tmp_path / "images" / name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(raw_image(2))
+    arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path / "images")]
+    arguments += ["--out", str(tmp_path / "out")] + (["--names", rule] if rule else [])
+    assert main(arguments) == 0
+    assert list(samples_of(tmp_path / "out")) == ["cc3m-00000002"]
+
+
+def test_a_rule_that_cannot_be(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path)]
+    for rule in ("{rows}", "{row", "{}", "{row.x}"):
+        assert main([*arguments, "--names", rule, "--out", str(tmp_path / "out")]) == 2
+        assert "only row, md5, sha256, crc32, file may stand" in capsys.readouterr().err
+
+
+def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    quoted = tsv.read_text() + f'a "quoted" word\t{URL.format(12)}\n'
+    tsv.write_text(quoted)
+    said = tmp_path / "said.txt"
+    said.write_text(f"{URL.format(4)}\ncc3m-00000006\n")
+    arguments = ["cc3m", "--annotations", str(tsv), "--urls-only", "--take-down", str(said)]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out" / "urls.tsv").read_text().splitlines()
+    assert lines[0] == "url\tcaption"
+    assert lines[1:] == [
+        *(f"{URL.format(number)}\timage & {number}" for number in (0, 1, 2, 8, 9, 10, 11)),
+        f'{URL.format(12)}\t"a ""quoted"" word"',
+    ]
+    printed = capsys.readouterr().out
+    assert "urls.tsv: 8 URLs" in printed
+    assert "taken down: 2" in printed
+    assert "img2dataset --url_list" in printed
+
+
+def test_urls_that_cannot_be_written(tsv: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["cc3m", "--annotations", str(tsv), "--urls-only", "--out", str(tsv)]) == 2
+    assert f"{tsv / 'urls.tsv'}: cannot be written" in capsys.readouterr().err
+
+
+def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
+    path = shared / "data" / "web_formats" / "cc3m_val_400.tsv"
+    images = {f"{number:08d}.jpg": raw_image(number) for number in range(400)}
+    tar_of(tmp_path / "images.tar", images)
+    arguments = ["cc3m", "--annotations", str(path), "--images", str(tmp_path / "images.tar")]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert len(samples) == 400
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, (caption, url) in enumerate(rows):
+        sample = samples[f"cc3m-{number:08d}"]
+        assert captions_of(sample.annotation) == [" ".join(caption.split())]
+        assert (sample.annotation.model_extra or {})["url"] == url
+        assert sample.image == images[f"{number:08d}.jpg"]
+
+
+def test_cc12m(tmp_path: Path) -> None:
+    path = tmp_path / "cc12m.tsv.gz"
+    rows = [f"{URL.format(number)}\t<PERSON> and image {number}\r\n" for number in range(3)]
+    path.write_bytes(gzip.compress("".join(rows).encode()))
+    folder = downloaded(tmp_path / "got", [[0, 2]])
+    arguments = ["cc12m", "--annotations", str(path), "--img2dataset", str(folder)]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert {key: captions_of(sample.annotation) for key, sample in samples.items()} == {
+        "cc12m-00000000": ["person and image 0"],
+        "cc12m-00000002": ["person and image 2"],
+    }
+
+
+def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = shared / "data" / "web_formats" / "sbu_schema.json"
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "b.jpg").write_bytes(raw_image(1))
+    arguments = ["sbu", "--annotations", str(path), "--images", str(tmp_path / "images")]
+    arguments += ["--names", "{file}"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    [sample] = samples_of(tmp_path / "out").values()
+    assert captions_of(sample.annotation) == ["Dog asleep under the kitchen table"]
+    assert sample.annotation.model_extra == {"url": "http://example.org/b.jpg", "user_id": "u2"}
+    content = json.loads(path.read_text())
+    content["captions"].pop()
+    path = tmp_path / "sbu.json"
+    path.write_text(json.dumps(content))
+    arguments[2] = str(path)
+    assert main([*arguments, "--out", str(tmp_path / "other")]) == 2
+    assert "2 image_urls, 1 captions and 2 user_ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b"", "holds no rows"),
+        (b"a caption without a url\n", "line 1: this should be caption<TAB>url"),
+        (b"http://x.org/a.jpg\ta caption\n", "line 1: this should be caption<TAB>url"),
+        (b"\xff\tnothing\n", "not UTF-8"),
+    ],
+)
+def test_lists_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "list.tsv"
+    if content is not None:
+        path.write_bytes(content)
+    for how in (["--urls-only"], ["--images", str(tmp_path)]):
+        arguments = ["cc3m", "--annotations", str(path), *how]
+        assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "list.tsv" in error
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_same_bytes_from_downloads_and_from_named_images(tsv: Path, tmp_path: Path) -> None:
+    folder = downloaded(tmp_path / "got", [[0, 1, 2]])
+    images = tar_of(tmp_path / "p.tar", {f"{n}.jpg": raw_image(n) for n in range(3)})
+    arguments = ["cc3m", "--annotations", str(tsv), "--out"]
+    assert main([*arguments, str(tmp_path / "a"), "--img2dataset", str(folder)]) == 0
+    named = ["--images", str(images), "--names", "{row}"]
+    assert main([*arguments, str(tmp_path / "b"), *named]) == 0
+    tar = "shard-000000.tar"
+    assert files_of(tmp_path / "a")[tar] == files_of(tmp_path / "b")[tar]
+    assert Originals([images]).read("2.jpg") == raw_image(2)

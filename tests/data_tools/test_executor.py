@@ -1,0 +1,218 @@
+"""Executors: results, order, retries, ledger, and what is left of them when they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import operator
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from every_tool import run_every_tool, sources
+from made_shards import jpeg, write
+
+from data_tools import verify
+from data_tools.__main__ import main
+from data_tools.executor import Executor, open_ledger
+from vlp.config import ConfigError
+
+PROGRAM = """
+import os, sys, time
+from data_tools.executor import go_on
+from data_tools.executor import Executor
+
+def work(number):
+    open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
+    while number:  # the first job alone has an end
+        go_on()
+        time.sleep(0.01)
+
+for _ in Executor(3).map(work, range(9)):
+    print("first", flush=True)
+"""
+
+
+def double(number: int) -> int:
+    time.sleep(0.002 * (number % 3))
+    return 2 * number
+
+
+def fail(number: int) -> int:
+    if number == 5:
+        raise ConfigError("five")
+    return number
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_results_come_in_the_order_of_the_jobs(processes: int) -> None:
+    assert list(Executor(processes).map(double, range(40))) == [2 * n for n in range(40)]
+    assert list(Executor(processes).map(double, [])) == []
+    assert list(Executor(processes).map(double, [4])) == [8]
+
+
+def test_jobs_are_taken_as_they_are_needed() -> None:
+    taken = []
+
+    def jobs() -> object:
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    results = Executor(2).map(double, jobs())  # type: ignore[arg-type]
+    assert next(results) == 0
+    assert len(taken) < 20
+    results.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failure_of_the_work_is_its_own(processes: int, fresh: bool) -> None:
+    with pytest.raises(ConfigError, match="five"):
+        list(Executor(processes, fresh).map(fail, range(40)))
+
+
+def state(number: int) -> tuple[int, bool]:
+    return os.getpid(), hasattr(operator, "of_the_parent")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_fresh_processes_have_nothing_of_this_one(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "of_the_parent", 1, raising=False)
+    assert list(Executor(processes).map(state, [0])) == [(os.getpid(), True)]
+    found = list(Executor(processes, fresh=True).map(state, range(4)))
+    assert os.getpid() not in dict(found)
+    assert not any(copied for _, copied in found)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_no_process_outlives_the_command(tmp_path: Path, number: int, code: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"first\n"
+    while len(list(tmp_path.iterdir())) < 3:
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=120) in (code, -number)
+    workers = [path.name for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 60
+    while any(map(runs, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(process: str) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_ctrl_c_while_the_pool_starts_is_a_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if type(thread).__name__ == "_ExecutorManagerThread":
+            signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(Executor(2, fresh=fresh).map(double, range(10)))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert multiprocessing.active_children() == []
+
+
+def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="--processes is 0"):
+        Executor(0)
+    write(tmp_path / "shards", {"a": jpeg(1)})
+    assert main(["index", str(tmp_path / "shards"), "--executor", "spark"]) == 2
+    assert "--executor spark: local, ray or ray://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
+    given = sources(tmp_path)
+    one = run_every_tool(given, tmp_path / "one", "--processes", "1")
+    assert len(one) > 20
+    assert run_every_tool(given, tmp_path / "two", "--processes", "2") == one
+
+
+def once(job: Path) -> str:
+    """Leave a mark; a job may be told to fail."""
+    with job.open("a") as file:
+        file.write("done ")
+    if job.name == "7" and not (job.parent / "go").exists():
+        raise ConfigError("seven")
+    return job.name
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finished_tasks_are_not_done_again(tmp_path: Path, processes: int) -> None:
+    jobs = [tmp_path / str(number) for number in range(10)]
+    executor, folder = Executor(processes), tmp_path / "ledger"
+
+    def run() -> list[str]:
+        with open_ledger(folder) as ledger:
+            return list(executor.map(once, jobs, ledger=ledger))
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="seven"):
+            run()
+    assert jobs[7].read_text() == "done done "
+    (tmp_path / "go").touch()
+    assert run() == [str(number) for number in range(10)]
+    assert not folder.exists()
+    assert jobs[7].read_text() == "done done done "
+
+
+def test_a_changed_file_is_another_task(tmp_path: Path) -> None:
+    job = tmp_path / "shard"
+    job.write_text("one")
+    with open_ledger(tmp_path / "ledger") as ledger:
+        map_ = partial(Executor(1).map, ledger=ledger)
+        assert list(map_(Path.read_text, [job])) == ["one"]
+        assert len(list(ledger.iterdir())) == 1
+        job.write_text("two!")
+        assert list(map_(Path.read_text, [job])) == ["two!"]
+        assert list(map_(Path.read_bytes, [job])) == [b"two!"]
+        assert len(list(ledger.iterdir())) == 3
+
+
+def test_a_stopped_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, report = sources(tmp_path) / "first", tmp_path / "report"
+    command = ["verify", str(folder), "--report", str(report), "--processes", "1"]
+    assert main(command) == 1
+    whole, decode, calls = report.read_text(), verify.decode_image, []
+
+    def stopped(data: bytes, where: str) -> object:
+        calls.append(where)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return decode(data, where)
+
+    monkeypatch.setattr(verify, "decode_image", stopped)
+    assert main(command) == 130
+    assert main(command) == 1
+    assert report.read_text() == whole
+    # Of 30 images 18 lay in finished shards.
+    assert len(calls) == 20 + 12

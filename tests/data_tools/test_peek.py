@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_shards import cut, encoded, jpeg, photo, write, write_tar
+from PIL import Image, ImageFont
+
+from data_tools import peek
+from data_tools.__main__ import main
+from data_tools.peek import WIDTH, Card, draw_sheet, sample_card, wrapped
+from data_tools.shards import ShardReader
+from vlp.data.schema import Annotation, Expression, Question
+from vlp.data.shards.shard_index import ShardWriter
+
+RED = (214, 39, 40)
+"""The colour of the first frame."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "shards", {f"k{number}": jpeg(number) for number in range(10)})
+
+
+def sheet(folder: Path, *options: str) -> Image.Image:
+    out = folder.parent / "made" / "sheet.png"
+    assert main(["peek", str(folder), "--out", str(out), *options]) == 0
+    return Image.open(out).convert("RGB")
+
+
+def columns_of(image: Image.Image) -> int:
+    return image.width // WIDTH
+
+
+def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    index = peek.read_index(folder)
+    assert peek.choose(index, 5, None) == [("shard-000000.tar", n) for n in range(4)] + [
+        ("shard-000001.tar", 0)
+    ]
+    drawn = {tuple(peek.choose(index, 5, seed)) for seed in range(8)}
+    assert len(drawn) > 4
+    assert all(len(set(each)) == 5 for each in drawn)
+    assert peek.choose(index, 5, 3) == peek.choose(index, 5, 3)
+    everything = peek.choose(index, 99, 0)
+    assert everything == peek.choose(index, 99, None)
+    assert len(everything) == 10
+
+    assert columns_of(sheet(folder, "--count", "5", "--columns", "4", "--first")) == 4
+    assert "5 of 10 samples\n" in capsys.readouterr().out
+    assert columns_of(sheet(folder, "--count", "2")) == 2
+
+
+def test_the_image_is_on_the_sheet(tmp_path: Path) -> None:
+    write(tmp_path / "shards", {"a": encoded(Image.new("RGB", (40, 40), (10, 200, 30)))})
+    pixels = np.asarray(sheet(tmp_path / "shards")).astype(int)
+    same = (abs(pixels - (10, 200, 30)).max(-1) < 8).sum()
+    assert same == pytest.approx(WIDTH**2, rel=0.02)
+
+
+def test_damaged_samples_are_grey_cards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    files = [
+        ("cut.jpg", jpeg(1)[:-200]),
+        ("cut.txt", b"a caption"),
+        ("alone.txt", b"no image"),
+        ("bad.jpg", jpeg(2)),
+        ("bad.json", b"{"),
+        ("good.jpg", jpeg(3)),
+        ("late.jpg", jpeg(4)),
+    ]
+    broken = tmp_path / "broken"
+    write_tar(broken / "0.tar", files)
+    assert main(["index", str(broken)]) == 0
+    cut(broken / "0.tar")
+    with ShardReader(broken / "0.tar") as shard:
+        cards = [sample_card(shard, number) for number in range(5)]
+    problems = ["unreadable image", "missing image", "bad annotation", "", "corrupt shard"]
+    assert [card.problem for card in cards] == problems
+    assert [card.image is None for card in cards] == [True, True, True, False, True]
+    assert cards[0].title == "cut"
+    assert "truncated" in cards[0].texts[0]
+    assert cards[0].texts[1] == "a caption"
+    sheet(broken)
+    assert "4 of them damaged" in capsys.readouterr().out
+
+    (folder / "shard-000001.tar").unlink()
+    sheet(folder, "--first")
+    assert "10 of 10 samples, 4 of them damaged" in capsys.readouterr().out
+
+
+def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
+    grey = encoded(Image.new("RGB", (200, 100), "grey"), "png")
+    known = Annotation(expressions=[Expression(id="1", text="a box", box=[100, 25, 80, 50])])
+    with ShardWriter(tmp_path / "shards") as writer:
+        writer.write("a", grey, "png", known)
+    plain = np.asarray(sheet(tmp_path / "shards"))
+    assert not (plain == RED).all(-1).any()
+    framed = np.asarray(sheet(tmp_path / "shards", "--boxes"))
+    # The image is enlarged by 1.2 and centred in its card, 8 pixels from the edge of the sheet;
+    # the text in the frame's colour stands below it.
+    rows, columns = np.nonzero((framed[: WIDTH + 8] == RED).all(-1))
+    assert (columns.min(), columns.max()) == pytest.approx((8 + 120, 8 + 216), abs=1)
+    assert (rows.min(), rows.max()) == pytest.approx((8 + 60 + 30, 8 + 60 + 90), abs=1)
+    assert (framed[WIDTH + 8 :] == RED).all(-1).any()
+
+
+def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path) as writer:
+        known = Annotation(statement="two dogs", label=True)
+        writer.write("pair", jpeg(1), "jpg", known, encoded(photo(2, (50, 90))))
+        asked = [Question.model_validate({"id": "1", "question": "why?", "answers": []})]
+        writer.write("asked", jpeg(3), "jpg", Annotation(questions=asked))
+        writer.write("silent", jpeg(4), "jpg", Annotation(boxes=[[1, 2, 3, 4]]))
+    with ShardReader(tmp_path / "shard-000000.tar") as shard:
+        pair, question, silent = (sample_card(shard, number, boxes=True) for number in range(3))
+    assert list(pair.texts) == ["statement: two dogs", "label: True"]
+    assert pair.image is not None
+    assert pair.image.size == (96 + 50 + 4, 90)
+    assert list(question.texts) == ["why?"]
+    assert list(silent.texts) == ["(no caption)"]
+    assert [frame.text for frame in silent.frames] == ["box 0"]
+
+
+def test_long_and_odd_texts(tmp_path: Path) -> None:
+    texts = ["word " * 300, "l" * 500, "", "日本語 ελληνικά 🙂", "$x^2$ {a}"]
+    card = Card("a_very_long_key_" * 9, photo(1), texts)
+    out = draw_sheet([card, Card("k", None, problem="x " * 50)], tmp_path / "new" / "sheet.png")
+    assert columns_of(Image.open(out)) == 2
+
+
+@pytest.mark.parametrize("text", ["one two three four five six", "l" * 80, "a " + "b" * 60 + " c"])
+def test_lines_fit(text: str) -> None:
+    font = ImageFont.load_default(11)
+    assert isinstance(font, ImageFont.FreeTypeFont)
+    lines = wrapped(text, 90, font)
+    assert all(font.getlength(line) <= 90 for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_wrong_arguments_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    refused: Callable[..., int] = lambda *options: main(  # noqa: E731
+        ["peek", *map(str, options), "--out", str(tmp_path / "x.png")]
+    )
+    assert refused(folder, "--count", 0) == 2
+    assert "--count is 0" in capsys.readouterr().err
+    (folder / "index.npz").unlink()
+    assert refused(folder) == 2
+    assert "make one with: python -m data_tools index" in capsys.readouterr().err
+    write_tar(tmp_path / "empty" / "0.tar", [])
+    main(["index", str(tmp_path / "empty")])
+    assert refused(tmp_path / "empty") == 2
+    assert "its shards are empty" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_shards import cut, jpeg, run, write, write_tar
+
+from data_tools import reshard
+from data_tools.__main__ import main
+from vlp.data.shards.shard_index import ShardIndex
+
+Members = list[tuple[str, bytes]]
+
+
+def members(folder: Path) -> Members:
+    """Names and bytes of all files of all shards, in order."""
+    found: Members = []
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                assert content is not None
+                found.append((member.name, content.read()))
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def keys(folder: Path) -> list[str]:
+    return list(dict.fromkeys(name.split(".")[0] for name, _ in members(folder)))
+
+
+def sizes(folder: Path) -> list[int]:
+    return [entry.samples for entry in ShardIndex.open(folder).shards]
+
+
+def deal(*arguments: object, per_shard: int = 4) -> int:
+    return run("reshard", *arguments, "--samples-per-shard", per_shard)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "shards", {f"k{n}": jpeg(n) for n in range(11)}, 3)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Shards of another maker, with all that may lie in one."""
+    long = "a_very_long_key_" * 10
+    folder = tmp_path / "foreign"
+    write_tar(
+        folder / "00000.tar",
+        [
+            ("README", b"no sample"),
+            ("folder/one.jpg", jpeg(1)),
+            ("folder/one.txt", b"first"),
+            ("folder/one.cls", b"7"),
+            ("folder/one.seg.npy", bytes(range(256)) * 5),
+            ("alone.json", b"{}"),
+            (f"{long}.JPG", jpeg(2)),
+            (f"{long}.1.jpg", jpeg(3)),
+            ("ünï.png", b""),
+        ],
+    )
+    write_tar(folder / "00001.tar", [("last.jpg", b"damaged"), ("last.json", b"{")])
+    return folder
+
+
+@pytest.mark.parametrize("per_shard", [1, 4, 100])
+def test_order_and_bytes_are_kept(folder: Path, tmp_path: Path, per_shard: int) -> None:
+    out = tmp_path / "out"
+    assert deal(folder, "--out", out, per_shard=per_shard) == 0
+    assert members(out) == members(folder)
+    assert sizes(out) == [per_shard] * (11 // per_shard) + ([11 % per_shard] * (per_shard > 1))
+    assert run("verify", out) == 0
+    assert not list(out.glob("*.tmp"))
+    assert not (out / "reshard.places").exists()
+
+
+def test_extra_files_come_along(foreign: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert deal(foreign, "--out", out, per_shard=2) == 0
+    assert members(out) == [each for each in members(foreign) if each[0] != "README"]
+    assert sizes(out) == [2, 2, 1]
+
+
+def test_folders_are_merged_in_order(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert deal(foreign, folder, "--out", out) == 0
+    assert members(out) == members(foreign)[1:] + members(folder)
+    sources = {ShardIndex.open(out).read_annotation(3, n).source for n in range(4)}
+    assert sources == {"shards"}
+
+
+def test_shuffled(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    orders = {}
+    for name, seed in {"a": 0, "b": 0, "c": 1}.items():
+        out = tmp_path / name
+        assert deal(folder, foreign, "--out", out, "--shuffle", seed) == 0
+        orders[name] = keys(out)
+        assert sorted(members(out)) == sorted(members(folder) + members(foreign)[1:])
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert orders["a"] != orders["c"]
+    assert orders["a"] != keys(folder) + keys(foreign)[1:]
+    ordered = reshard.Order(10_000, 100, 7)
+    counts = np.array([5000, 5000])
+    shards = reshard.shards_of([folder])[:2]
+    dealt = [ordered.piece(number, shards, counts) for number in range(len(ordered))]
+    assert sorted(np.concatenate([piece.samples for piece in dealt]).tolist()) == [*range(10_000)]
+    # Of each new shard about half comes from either old one: 50 +- 5 of 100, at most 5 sigma.
+    assert all(25 < (piece.source == 0).sum() < 75 for piece in dealt)
+
+
+def test_processes_write_the_same_bytes(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    command = ["reshard", str(folder), str(foreign), "--samples-per-shard", "3", "--shuffle", "5"]
+    for processes in ("1", "3"):
+        out = str(tmp_path / processes)
+        assert main([*command, "--out", out, "--processes", processes]) == 0
+    assert files(tmp_path / "1") == files(tmp_path / "3")
+
+
+def test_repeated_keys_are_refused_by_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = write(tmp_path / "deep.er" / "shards", {"k3": jpeg(77), "x": jpeg(78)})
+    out = tmp_path / "out"
+    assert deal(folder, other, "--out", out) == 2
+    message = capsys.readouterr().err
+    assert "1 keys come more than once: k3 (" in message
+    assert str(folder / "shard-000001.tar") in message
+    assert "--prefix-keys" in message
+    assert not list(out.glob("*.tar"))
+
+    assert deal(folder, other, "--out", out, "--prefix-keys") == 0
+    prefix = f"{tmp_path.name}_shards_".replace(".", "_")
+    assert keys(out) == [prefix + key for key in keys(folder)] + ["deep_er_shards_k3",
+                                                                  "deep_er_shards_x"]  # fmt: skip
+    assert [content for _, content in members(out)] == [
+        content for _, content in members(folder) + members(other)
+    ]
+    assert len(ShardIndex.open(out)) == 13
+
+    inside = tmp_path / "inside"
+    write_tar(inside / "0.tar", [("a.jpg", jpeg(1)), ("b.jpg", jpeg(2)), ("a.jpg", jpeg(3))])
+    assert deal(inside, "--out", tmp_path / "never", "--prefix-keys") == 2
+    assert "a folder repeats its own keys" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_gives_what_it_has(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = members(folder)
+    cut(folder / "shard-000001.tar")
+    out = tmp_path / "out"
+    assert deal(folder, "--out", out) == 1
+    assert "damaged: " in capsys.readouterr().out
+    assert members(out) == whole[:11] + whole[12:]
+    assert run("verify", out) == 0
+
+
+def test_interrupted_and_run_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--shuffle", 3)
+    assert deal(folder, "--out", tmp_path / "whole", *options) == 0
+    out = tmp_path / "out"
+    calls, append = 0, reshard.append_member
+
+    def stop(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 11:
+            raise KeyboardInterrupt
+        append(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reshard, "append_member", stop)
+    assert deal(folder, "--out", out, *options) == 130
+    assert [path.name for path in out.glob("shard*")] == ["shard-000000.tar"]
+    first = (out / "shard-000000.tar").stat()
+    assert deal(folder, "--out", out, *options) == 0
+    assert files(out) == files(tmp_path / "whole")
+    assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
+    assert deal(folder, "--out", out, *options) == 0  # nothing is left to do
+    assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
+
+
+def test_sources_of_the_same_size_that_were_written_anew_are_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, source = tmp_path / "out", folder / "shard-000001.tar"
+    assert deal(folder, "--out", out) == 0
+    before = source.stat()
+    source.write_bytes(source.read_bytes().replace(b"number 4", b"changed "))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert source.stat().st_size == before.st_size
+    assert deal(folder, "--out", out) == 2
+    assert "or they were written anew since" in capsys.readouterr().err
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    folder = write(tmp_path / "shards", {f"k{n}": os.urandom(20_000) for n in range(24)}, 20)
+    command = ["reshard", str(folder), "--samples-per-shard", "3", "--shuffle", "1"]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main([*command, "--out", str(whole), "--processes", "1"]) == 0
+    expected = files(whole)
+    # Slowed down, so that there is a moment between any two shards.
+    program = (
+        "import sys, time\nfrom data_tools import reshard\n"
+        "from data_tools.__main__ import main\n"
+        "append = reshard.append_member\n"
+        "def slow(*given): time.sleep(0.02); append(*given)\n"
+        "reshard.append_member = slow; sys.exit(main(sys.argv[1:]))"
+    )
+    started = [sys.executable, "-c", program, *command, "--out", str(out), "--processes", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for shards in (1, 4):
+        process = subprocess.Popen(started, env=environment, stderr=subprocess.DEVNULL)
+        while len(list(out.glob("*.tar"))) < shards and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        # Nothing under a final name is unfinished, also what its workers wrote as they left.
+        time.sleep(0.7)
+        there = {path.name: path.read_bytes() for path in out.glob("*.tar")}
+        assert shards <= len(there) < 8
+        assert there.items() <= expected.items()
+    assert main([*command, "--out", str(out), "--processes", "1"]) == 0
+    assert files(out) == expected
+
+
+def test_what_cannot_be_done_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    assert deal(folder, "--out", out) == 0
+
+    def refused(*arguments: object, **options: int) -> str:
+        before = files(out)
+        assert deal(*arguments, **options) == 2
+        assert files(out) == before
+        return capsys.readouterr().err
+
+    assert "was begun with samples_per_shard 4, this command says 5" in refused(
+        folder, "--out", out, per_shard=5
+    )
+    assert "was begun with shuffle None" in refused(folder, "--out", out, "--shuffle", 1)
+    assert "is read from" in refused(folder, "--out", folder)
+    assert "holds shards already" in refused(out, "--out", folder)
+    assert "at least 1" in refused(folder, "--out", out, per_shard=0)
+    (out / "reshard.json").write_text("{")
+    assert "not JSON" in refused(folder, "--out", out)
+    write_tar(tmp_path / "empty" / "0.tar", [])
+    assert "no samples" in refused(tmp_path / "empty", "--out", tmp_path / "new")
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    assert "file: cannot be written (File exists)" in refused(folder, "--out", file)
+    assert len(ShardIndex.open(tmp_path / "out"))

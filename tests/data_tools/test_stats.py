@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_shards import cut, encoded, images_of, jpeg, photo, run, write, write_tar
+
+from data_tools import stats as tally
+from data_tools.__main__ import main
+from data_tools.stats import Tally, describe, rounded
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+
+CAPTIONS = {
+    "a": ["A dog runs.", "The dog's ball, a red one"],
+    "b": ["a cat"],
+    "c": [],
+    "d": ["a dog"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with ShardWriter(tmp_path / "shards", 2) as writer:
+        for number, (key, captions) in enumerate(CAPTIONS.items()):
+            known = Annotation(captions=captions, source=f"s{number % 2}", image_id="1")
+            size = (100, 50) if number else (60, 90)
+            kind = "png" if key == "b" else "jpeg"
+            image = encoded(photo(number, size), kind)
+            second = jpeg(7) if key == "d" else None
+            writer.write(key, image, "jpg", known, second)
+    return tmp_path / "shards"
+
+
+def stats(*arguments: object) -> dict[str, Any]:
+    assert run("stats", *arguments) == 0
+    out = Path(str(arguments[arguments.index("--out") + 1]))
+    return json.loads(out.read_text())
+
+
+def test_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = stats(folder, "--out", tmp_path / "stats.json", "--max-tokens", 3)
+    assert found["complete"] is True
+    assert (found["shards"], found["samples"], found["captions"], found["images"]) == (2, 4, 4, 5)
+    assert found["samples without caption"] == 1
+    assert found["captions that are too long"] == 1
+    assert found["limit"] == "3 words"
+    assert found["formats"] == {"JPEG": 4, "PNG": 1}
+    assert found["sources"] == {"s0": 2, "s1": 2}
+    assert found["bad samples"] == {}
+    words = {"a", "dog", "runs", "the", "dog's", "ball", "red", "one", "cat"}
+    assert found["vocabulary size"] == len(words)
+    assert found["repeated"] == {"keys": 0, "named images": 2, "images": 2}
+    quantities = found["quantities"]
+    assert quantities["words per caption"]["histogram"] == [[2, 2], [3, 1], [6, 1]]
+    assert quantities["captions per sample"]["histogram"] == [[0, 1], [1, 2], [2, 1]]
+    assert quantities["width"]["histogram"] == [[60, 1], [96, 1], [100, 3]]
+    assert quantities["shorter side"]["max"] == 72
+    assert quantities["aspect ratio"]["min"] == rounded(60 / 90)
+    assert "tokens per caption" not in quantities
+    printed = capsys.readouterr().out
+    for line in ("4 samples in 2 shards", "without caption: 1 (25.0%)", "different words: 9"):
+        assert line in printed
+
+
+def test_tokens_of_a_vocabulary(folder: Path, tmp_path: Path) -> None:
+    text = TextProcessor(train_wordpiece(["a dog runs", "a cat"] * 9, 40), 4)
+    text.save(tmp_path / "words")
+    options = ("--vocabulary", tmp_path / "words", "--max-tokens", 5)
+    found = stats(folder, "--out", tmp_path / "stats.json", *options)
+    long = TextProcessor(text.tokenizer, 200)
+    lengths = [len(long.words(each)) for captions in CAPTIONS.values() for each in captions]
+    histogram = found["quantities"]["tokens per caption"]["histogram"]
+    assert histogram == [[length, lengths.count(length)] for length in sorted(set(lengths))]
+    assert found["limit"] == "5 tokens"
+    assert found["captions that are too long"] == sum(length > 5 for length in lengths)
+
+
+def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_tar(
+        first / "0.tar",
+        [
+            ("a.jpg", jpeg(1)),
+            ("b.jpg", b"no image"),
+            ("b.txt", b"a caption"),
+            ("c.txt", b"alone"),
+            ("d.jpg", jpeg(2)),
+            ("d.json", b"["),
+        ],
+    )
+    write_tar(first / "1.tar", [("a.jpg", jpeg(3)), ("a.txt", b"x")])
+    write(second, {"a": jpeg(4), "z": jpeg(5)})
+    cut(second / "shard-000000.tar")
+    found = stats(first, second, "--out", tmp_path / "new" / "stats.json")
+    assert found["bad samples"] == {
+        "unreadable image": 1,
+        "missing image": 1,
+        "bad annotation": 1,
+        "corrupt shard": 1,
+    }
+    assert found["repeated"]["keys"] == 1  # within a folder
+    assert found["sources"] == {"(none)": 4, "second": 1}  # the JSON of z is cut off
+
+
+def test_real_images(shared: Path, tmp_path: Path) -> None:
+    originals = images_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 79)
+    found = stats(write(tmp_path / "coco", originals, 30), "--out", tmp_path / "stats.json")
+    assert found["quantities"]["shorter side"]["histogram"] == [[256, 79]]
+    assert found["bytes of images"] == sum(map(len, originals.values()))
+
+
+@pytest.mark.integration
+def test_processes_count_the_same(folder: Path, tmp_path: Path) -> None:
+    written = []
+    for processes in ("1", "2"):
+        out = tmp_path / f"{processes}.json"
+        assert main(["stats", str(folder), "--out", str(out), "--processes", processes]) == 0
+        written.append(out.read_text())
+    assert written[0] == written[1]
+
+
+def test_interrupted(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    calls = 0
+    find = tally.captions_of
+
+    def stop(known: Annotation) -> list[str]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return find(known)
+
+    monkeypatch.setattr(tally, "captions_of", stop)
+    out = tmp_path / "stats.json"
+    assert run("stats", folder, "--out", out) == 130
+    found = json.loads(out.read_text())
+    assert (found["complete"], found["shards"], found["samples"]) == (False, 1, 2)
+    assert "before the interruption" in capsys.readouterr().out
+
+
+def test_histograms_are_described() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 50, 1001)
+    found = describe(Counter(values.tolist()))
+    assert found["mean"] == pytest.approx(values.mean())
+    assert (found["min"], found["max"], found["count"]) == (values.min(), values.max(), 1001)
+    for share, value in found["percentiles"].items():
+        assert value == np.percentile(values, float(share), method="inverted_cdf")
+
+
+def test_histograms_and_sources_stay_small() -> None:
+    whole = Tally()
+    for start in range(0, 5000, 100):
+        part = Tally()
+        for number in range(start, start + 100):
+            part.sources[f"source {number}"] += 1
+            part.histograms["image size"][rounded(1000 + 7 * number)] += 1
+        part.sources["common"] += 10
+        whole.add(part)
+    assert len(whole.sources) <= 1100
+    assert whole.sources.total() == 5000 + 500
+    assert whole.sources["common"] == 500
+    assert whole.sources["(others)"] > 3000
+    assert len(whole.histograms["image size"]) < 130
+    assert whole.histograms["image size"].total() == 5000
+
+
+def test_words() -> None:
+    assert tally.WORD.findall("a dog's t-shirt, 'quoted' naïve 3rd") == [
+        "a", "dog's", "t", "shirt", "quoted", "naïve", "3rd",
+    ]  # fmt: skip
+    assert re.fullmatch(tally.WORD, "l’eau")
+
+
+def test_wrong_arguments_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = ("--out", tmp_path / "stats.json", "--vocabulary", tmp_path)
+    assert run("stats", folder, *options) == 2
+    assert "holds neither tokenizer.json" in capsys.readouterr().err
