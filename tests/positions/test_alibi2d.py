@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
 from vlp.positions.alibi2d import DirectionalDistance, bias, slopes
 from vlp.positions.base import PositionContext
 
@@ -142,68 +140,3 @@ def test_the_bias_is_made_once_for_all_layers():
         one("bias", query.float(), key.float(), PositionContext((3, 4), 1)).dtype == torch.float32
     )
     assert not list(one.parameters())
-
-
-def test_inside_attention():
-    position = DirectionalDistance(HEADS, grid=(2, 3))
-    layer = Attention(WIDTH, HEADS, positions=[position]).double()
-    x = torch.randn(2, 7, WIDTH).double()
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    logits = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
-    logits[..., 1:, 1:] += by_loop(2, 3, slopes(HEADS).tolist())
-    expected = layer.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
-    for fused in (False, True):
-        layer.fused = fused
-        for context in (PositionContext((2, 3), 1), PositionContext(None, 1)):
-            torch.testing.assert_close(layer(x, context=context), expected)
-
-
-def test_bfloat16_autocast_stays_near_float64():
-    layer = Attention(WIDTH, HEADS, positions=[DirectionalDistance(HEADS)]).double()
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = low(x.float(), context=context)
-    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.05)
-    out.float().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in low.parameters())
-
-
-def test_training_works_after_inference_mode_saw_the_same_grid():
-    layer = Attention(WIDTH, HEADS, positions=[DirectionalDistance(HEADS)], fused=True).double()
-    x, context = torch.randn(2, 21, WIDTH).double(), PositionContext((3, 7))
-    with torch.inference_mode():
-        layer(x, context=context)
-    layer(x, context=context).square().sum().backward()  # fused attention keeps the bias
-    assert layer.query.weight.grad.abs().sum() > 0
-
-
-def test_tokens_that_are_not_the_grid_are_an_error():
-    position = DirectionalDistance(HEADS)
-    query, key = states(7)
-    with pytest.raises(ValueError, match="alibi-2d needs a grid"):
-        position("bias", query, key, PositionContext(None, 1))
-    with pytest.raises(
-        ValueError, match=r"1 prefix tokens and a 3 x 3 grid are 10 .* not 7 queries"
-    ):
-        position("bias", query, key, PositionContext((3, 3), 1))
-    with pytest.raises(ValueError, match=r"are 7 tokens .* not 7 queries and 6 keys"):
-        position("bias", query, key[:, :, 1:], PositionContext((2, 3), 1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"heads": 0}, "at least one head, not 0"),
-        ({"ratio": "half"}, "ratio 'half'; one of paper, code"),
-        ({"variant": "one"}, "variant 'one'; one of two-slope, four-diagonal"),
-        ({"grid": (0, 3)}, "0 x 3 has no patches"),
-    ],
-)
-def test_impossible_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        DirectionalDistance(**{"heads": 2} | options)

@@ -101,18 +101,3 @@ def test_reach_none_goes_by_the_grid():
     assert reach(grid=(1, 1)) == 1
     assert ClippedPosition(**options()).size == 50
     assert ClippedPosition(**options(prefix_bucket=False)).size == 49
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"offsets": "axes"}, "clipped: unknown offsets 'axes'; one of product, raster"),
-        ({"heads": 3}, "clipped: 3 heads do not divide width 8"),
-        ({"grid": (0, 3)}, "clipped: a grid of 0 x 3 has no patches"),
-        ({"reach": None}, "clipped needs a reach, or a grid to take it from"),
-        ({"reach": 0}, "clipped: the reach of clipped offsets .* 0"),
-    ],
-)
-def test_impossible_options_are_named(changed, message):
-    with pytest.raises(ValueError, match=message):
-        ClippedPosition(**options(**changed))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 import timm
 import torch
@@ -16,12 +13,9 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,
     PositionEncoding,
-    acts_on_tokens,
     attach,
-    create_fitting_position,
     create_position,
     list_positions,
-    position_options,
 )
 
 NAMES = list_positions()
@@ -62,17 +56,6 @@ def test_the_names_are_those_of_the_design():
         create_position("rope")
     with pytest.raises(ValueError, match="options: "):
         create_position("rope-axial", width=8, heads=2, wrong=1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sources_are_named(name):
-    sizes = {"width": 16, "heads": 2, "grid": (4, 4)}
-    options = {"groups": 2, "roles": ("key",)} if name in ("anchor", "uniform") else {}
-    made = create_fitting_position(name, sizes, **options)
-    text = inspect.getdoc(type(made)) + inspect.getdoc(inspect.getmodule(type(made)))
-    assert re.search(r"\b20[12]\d\b|Eqs?\.? \d|\bet al\.|ViTARC|the paper", text), text
-    assert acts_on_tokens(name) == ("tokens" in made.hooks)
-    assert position_options(name) >= {"width"} or name in ("alibi-2d", "alignment")
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])

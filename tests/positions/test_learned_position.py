@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.positions import PositionContext, create_position, list_positions
+from vlp.positions import PositionContext, create_position
 from vlp.positions.coordinates import patch_boxes
 from vlp.positions.learned import LearnedBoxPosition
 
@@ -61,20 +61,6 @@ def test_the_start_has_the_asked_deviation(name, size):
     assert next(default.parameters()).std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize(("name", "size"), [("learned-1d", {"length": 6}), ("learned-2d", {})])
-def test_the_kind_of_the_tokens_stays_and_gradients_reach_the_tables(name, size):
-    position = create_position(name, width=4, **(size or {"grid": (2, 3)}))
-    for kind in (torch.bfloat16, torch.float32, torch.float64):
-        position.zero_grad()
-        x = torch.zeros(3, 7, 4, dtype=kind)
-        out = position("tokens", x, PositionContext((2, 3), 1))
-        assert out.dtype == kind
-        out.sum().backward()
-        # every table row serves as many (batch, place) pairs as its share of the six patches
-        for table in position.parameters():
-            assert table.grad.eq(18 / len(table)).all()
-
-
 def test_too_many_or_too_few_tokens_are_an_error():
     position = create_position("learned-1d", width=4, length=5)
     with pytest.raises(
@@ -103,25 +89,6 @@ def test_a_grid_beyond_the_tables_is_an_error():
             position("tokens", torch.zeros(1, grid[0] * grid[1], 4), PositionContext(grid))
     with pytest.raises(ValueError, match=r"learned-2d: 1 prefix .* 2 x 3 grid are 7 tokens, not 6"):
         position("tokens", torch.zeros(1, 6, 4), PositionContext((2, 3), 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("learned-1d", {}, "needs a positive length or a grid"),
-        ("learned-1d", {"length": 0}, "not length 0"),
-        ("learned-1d", {"length": 5, "grid": (2, 3)}, r"not length 5 and grid \(2, 3\)"),
-        ("learned-1d", {"length": 5, "deviation": -1}, "learned-1d: the deviation .* not -1"),
-        ("learned-2d", {"grid": (2, 3), "width": 5}, "width 5 has no halves"),
-        ("learned-2d", {"grid": (2, 3), "combine": "product"}, "combine 'product'"),
-        ("learned-2d", {"grid": (0, 3)}, "0 x 3 has no patches"),
-        ("learned-2d", {"grid": (2, 3), "deviation": -1}, "learned-2d: the deviation .* not -1"),
-        ("learned-2d", {"length": 6}, "'learned-2d': .*options: width, grid"),
-    ],
-)
-def test_impossible_options_are_named(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        create_position(name, **{"width": 4} | options)
 
 
 def boxed(**options):
@@ -175,14 +142,6 @@ def test_a_patch_is_its_own_box(grid):
             torch.testing.assert_close(out[0, row * columns + column], torch.cat(vectors))
 
 
-def test_the_grid_of_the_options_stands_in_for_a_missing_one():
-    position = boxed(grid=(2, 4))
-    tokens = torch.zeros(1, 8, 8).double()
-    named = position("tokens", tokens, PositionContext((2, 4)))
-    assert torch.equal(position("tokens", tokens, PositionContext()), named)
-    assert not torch.equal(position("tokens", tokens, PositionContext((4, 2))), named)
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_every_edge_of_any_grid_finds_its_line(kind):
     """n + 1 places serve an n x n grid edge by edge: no rounding error moves one."""
@@ -214,20 +173,6 @@ def test_a_box_table_starts_and_learns_like_the_others():
     assert position.table_bottom.grad[:, 0].tolist() == [0, 0, 3, 0, 3]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": 6}, "learned-4d: width 6 has no quarters"),
-        ({"combine": "product"}, "learned-4d: unknown combine 'product'"),
-        ({"places": 1}, "learned-4d needs two places at least, not 1"),
-        ({"deviation": -1}, "learned-4d: the deviation .* not -1"),
-    ],
-)
-def test_impossible_box_tables_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        boxed(**options)
-
-
 def test_edges_just_outside_belong_to_the_last_lines():
     position = boxed(places=2000)
     boxes = torch.tensor([[[-0.0009, 0.0, 1.0, 1.0009]]]).double()
@@ -245,9 +190,3 @@ def test_boxes_that_do_not_fit_are_an_error():
         boxed()("tokens", tokens, PositionContext(coordinates=torch.rand(1, 6, 2)))
     with pytest.raises(ValueError, match=r"learned-4d: .* in \[0, 1\], not 7 to 7"):
         boxed()("tokens", tokens, PositionContext(coordinates=torch.full((1, 6, 4), 7.0)))
-
-
-def test_registered_names():
-    assert {"anchor", "uniform", "learned-1d", "learned-2d", "irpe-product"} <= set(
-        list_positions()
-    )

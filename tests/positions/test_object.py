@@ -161,23 +161,3 @@ def test_patches_of_one_object_share_half_of_their_channels():
     assert torch.equal(out[0, 0, :8], out[1, 1, :8])
     assert not torch.equal(out[0, 0, :8], out[0, 2, :8])
     assert not torch.equal(out[0, 0, 8:], out[1, 1, 8:])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": 12}, "width 12 is not a multiple of 8"),
-        ({"layout": "thirds"}, "layout 'thirds'"),
-        ({"temperature": 0}, "temperature must be positive, not 0"),
-    ],
-)
-def test_impossible_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        ObjectPosition(**{"width": 8} | options)
-
-
-def test_a_grid_that_does_not_fit_is_an_error():
-    with pytest.raises(ValueError, match="object needs a grid"):
-        encode(ObjectPosition(8), PositionContext(), 6)
-    with pytest.raises(ValueError, match=r"object: .* 2 x 3 grid are 7 tokens, not 6"):
-        encode(ObjectPosition(8, (2, 3)), PositionContext(prefix_tokens=1), 6)

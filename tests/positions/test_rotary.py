@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
 from vlp.positions.base import PositionContext
 from vlp.positions.rotary import (
     RotaryAxial,
@@ -166,18 +165,6 @@ def test_mixed_angles():
     assert mixed_angles(places[None], frequencies).shape == (1, 3, 5, 4)
 
 
-def test_gradients():
-    x = torch.randn(6, 8).double().requires_grad_()
-    frequencies = torch.randn(2, 3, 4).double().requires_grad_()
-    places = grid_places(2, 3)
-
-    def run(x, frequencies):
-        angles = mixed_angles(places, frequencies)
-        return rotate(x, angles), rotate(x, angles, "half")
-
-    assert torch.autograd.gradcheck(run, (x, frequencies))
-
-
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
@@ -203,27 +190,6 @@ def test_encodings_rotate_every_head_and_leave_the_prefix(form, prefix, layout):
                     rtol=0,
                     atol=1e-12,
                 )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_logits_depend_on_offsets_alone(form):
-    """The same states at another place, and on a larger grid than before, meet the same logits."""
-    position = made(form)
-    query, key = states(6)
-    small, large = PositionContext((2, 3)), PositionContext((7, 3))
-    if form is not RotarySequence:
-        large = PositionContext((7, 5))
-    columns = large.grid[1]
-    inside = (torch.arange(2)[:, None] * columns + torch.arange(3)).flatten() + 3 * columns
-    inside += columns - 3
-    wide = [torch.zeros(2, HEADS, 7 * columns, 8).double() for _ in range(2)]
-    for old, new in zip((query, key), wide, strict=True):
-        new[:, :, inside] = old
-    near, far = position("rotate", query, key, small), position("rotate", *wide, large)
-    expected = near[0] @ near[1].transpose(-2, -1)
-    logits = (far[0] @ far[1].transpose(-2, -1))[:, :, inside][..., inside]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
-    assert (logits - query @ key.transpose(-2, -1)).abs().max() > 0.1
 
 
 def test_a_sequence_is_as_long_as_its_tokens():
@@ -299,57 +265,6 @@ def test_coordinates_of_a_batch_differ():
         assert torch.equal(out[sample : sample + 1], expected)
 
 
-@pytest.mark.parametrize("form", GRID_FORMS)
-def test_the_grid_of_the_options_stands_in_for_a_missing_one(form):
-    position = made(form, grid=(2, 3))
-    query, key = states(6)
-    named, _ = position("rotate", query, key, PositionContext((2, 3)))
-    assert torch.equal(position("rotate", query, key, PositionContext())[0], named)
-    other, _ = position("rotate", query, key, PositionContext((3, 2)))
-    assert not torch.equal(other, named)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_inside_attention(form):
-    position = made(form)
-    layer = Attention(WIDTH, HEADS, positions=[position]).double()
-    x, context = torch.randn(2, 7, WIDTH).double(), PositionContext((2, 3), 1)
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    query, key = position("rotate", query, key, context)
-    weights = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1)
-    expected = layer.output((weights @ value).transpose(1, 2).flatten(-2))
-    for fused in (False, True):
-        layer.fused = fused
-        torch.testing.assert_close(layer(x, context=context), expected)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_autocast_stays_near_float64(form):
-    layer = Attention(WIDTH, HEADS, positions=[made(form)]).double()
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        query, key = (torch.randn(2, HEADS, 13, 8).bfloat16() for _ in range(2))
-        out = low.positions[0]("rotate", query, key, context)
-        exact = layer.positions[0]("rotate", query.double(), key.double(), context)
-        for one, other in zip(out, exact, strict=True):
-            assert one.dtype == torch.bfloat16
-            # float32 angles: a result next to the middle of two bfloat16 may fall to either
-            torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
-        low_out = low(x.float(), context=context)
-        torch.testing.assert_close(low_out.double(), expected, rtol=0.05, atol=0.05)
-    low_out.float().sum().backward()
-    for parameter in low.parameters():
-        assert parameter.grad.isfinite().all()
-    for parameter in low.positions.parameters():
-        assert parameter.grad.dtype == torch.float32
-        assert parameter.grad.abs().sum() > 0
-
-
 def test_bfloat16_weights_of_mixed_are_multiplied_in_float32():
     position = RotaryMixed(WIDTH, HEADS).bfloat16()
     query, key = (x.bfloat16() for x in states(40 * 40, batch=1))
@@ -357,38 +272,6 @@ def test_bfloat16_weights_of_mixed_are_multiplied_in_float32():
     exact = copy.deepcopy(position).double()
     expected, _ = exact("rotate", query.double(), key.double(), PositionContext((40, 40)))
     torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_training_works_after_inference_mode_saw_the_same_grid(form):
-    position = made(form, theta=77.0)
-    query, key = states(6)
-    with torch.inference_mode():
-        position("rotate", query, key, PositionContext((2, 3)))
-    query.requires_grad_()
-    out, _ = position("rotate", query, key, PositionContext((2, 3)))
-    out.square().sum().backward()
-    torch.testing.assert_close(query.grad, 2 * query.detach())  # lengths are kept
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_impossible_options_are_named(form):
-    name = {RotarySequence: "1d", RotaryAxial: "axial", RotaryMixed: "mixed"}[form]
-    divisor = 2 if form is RotarySequence else 4
-    with pytest.raises(ValueError, match=f"rope-{name}: 3 heads do not divide width 16"):
-        form(16, 3)
-    message = f"rope-{name} needs a head width that {divisor} divides, not {divisor + 1} "
-    with pytest.raises(ValueError, match=message):
-        form(2 * (divisor + 1), 2)
-    with pytest.raises(ValueError, match="theta must be positive, not 0"):
-        form(16, 2, theta=0)
-    with pytest.raises(ValueError, match="layout 'quarter'; one of interleaved, half"):
-        form(16, 2, layout="quarter")
-    if form is not RotarySequence:
-        with pytest.raises(ValueError, match=f"rope-{name}: rescale needs the trained grid"):
-            form(16, 2, rescale=True)
-        with pytest.raises(ValueError, match=f"rope-{name}: a grid of 0 x 3"):
-            form(16, 2, grid=(0, 3))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,11 +7,8 @@ import copy
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
-from vlp.positions.clipped import clipped_ids
-from vlp.positions.lookup import dense
-from vlp.positions.sasa import SasaPosition, sasa_lookups
+from vlp.positions.sasa import SasaPosition
 
 WIDTH, HEADS, DEPTH = 8, 2, 4
 
@@ -65,21 +62,6 @@ def test_bias_is_equation_12(reach, shared):
         )
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_inside_attention(fused):
-    position = filled()
-    layer = Attention(WIDTH, HEADS, positions=[position], fused=fused).double()
-    x = torch.randn(2, 13, WIDTH).double()
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    keys = key[:, :, None] + pair_vectors(position, (3, 4), 1)
-    logits = torch.einsum("bhid,bhijd->bhij", query, keys) / DEPTH**0.5
-    out = (logits.softmax(-1) @ value).transpose(1, 2).flatten(-2)
-    torch.testing.assert_close(layer(x, context=PositionContext((3, 4), 1)), layer.output(out))
-
-
 def test_the_first_half_of_the_channels_is_horizontal():
     position = filled()
     query, key = states(12)
@@ -116,49 +98,3 @@ def test_tables_of_14_x_14_patches():
     position = SasaPosition(384, 6, (14, 14))
     assert position.table_x.shape == position.table_y.shape == (1, 28, 32)
     assert SasaPosition(384, 6, reach=5, shared_heads=False).table_x.shape == (6, 12, 32)
-
-
-def test_the_start_changes_nothing():
-    plain = Attention(WIDTH, HEADS)
-    position = SasaPosition(WIDTH, HEADS, (2, 3))
-    layer = Attention(WIDTH, HEADS, positions=[position])
-    layer.load_state_dict(plain.state_dict(), strict=False)
-    x, context = torch.randn(2, 7, WIDTH), PositionContext((2, 3), 1)
-    assert position.hooks == {"bias"}
-    assert torch.equal(layer(x, context=context), plain(x))
-    layer(x, context=context).square().sum().backward()
-    assert all(table.grad.abs().sum() > 0 for table in position.parameters())
-
-
-def test_gradients():
-    query = states(5)[0][:1].requires_grad_()
-    table_x, table_y = (x.requires_grad_() for x in torch.randn(2, HEADS, 4, 2).double())
-    ids, _ = clipped_ids("axes", 2, 2, 1, 1)
-    assert torch.autograd.gradcheck(
-        lambda query, x, y: dense(sasa_lookups(query, x, y, ids)), (query, table_x, table_y)
-    )
-
-
-def test_bfloat16_autocast_stays_near_float64():
-    layer = Attention(WIDTH, HEADS, positions=[filled()]).double()
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = low(x.float(), context=context)
-    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.1)
-    out.float().sum().backward()
-    for table in low.positions.parameters():
-        assert table.grad.dtype == torch.float32
-        assert table.grad.isfinite().all()
-
-
-def test_wrong_tokens_and_options_are_named():
-    with pytest.raises(ValueError, match=r"sasa: 1 prefix .* 2 x 3 grid are 7 tokens .* not 6"):
-        filled()("bias", *states(6), PositionContext((2, 3), 1))
-    with pytest.raises(ValueError, match="sasa: head width 3 has no halves for x and y"):
-        SasaPosition(6, 2, (2, 3))
-    with pytest.raises(ValueError, match="sasa needs a reach, or a grid"):
-        SasaPosition(WIDTH, HEADS)
-    with pytest.raises(ValueError, match=r"sasa: the reach .* 0"):
-        SasaPosition(WIDTH, HEADS, reach=0)

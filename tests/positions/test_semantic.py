@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -160,13 +159,6 @@ def test_open_gates_count_tokens_and_closed_gates_none():
                 torch.testing.assert_close(closed[i, j], query[i] @ table[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_cope(causal):
-    query, key = (x[0].requires_grad_() for x in states(4))
-    table = torch.randn(HEADS, 3, DIM).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: cope_bias(*x, causal), (query, key, table))
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -199,19 +191,6 @@ def test_cope_takes_any_length_and_shares_the_last_row_beyond_its_table():
     torch.testing.assert_close(found[..., :8], last.expand(1, HEADS, 9, 8))
     assert not torch.allclose(found[..., 8], last)
     assert position("bias", query[:, :, :0], open_keys[:, :, :0], PositionContext()).numel() == 0
-
-
-def test_cope_starts_without_effect_and_learns():
-    position = ContextualPosition(WIDTH, HEADS, grid=(2, 3))
-    plain, layer = Attention(WIDTH, HEADS), Attention(WIDTH, HEADS, positions=[position])
-    layer.load_state_dict(plain.state_dict() | position.state_dict(prefix="positions.0."))
-    x = torch.randn(2, 7, WIDTH)
-    out = layer(x, context=PositionContext((2, 3), 1))
-    assert torch.equal(out, plain(x))
-    out.square().sum().backward()
-    # gates are above 0, so some place is next to every row but those that no sum of six reaches
-    assert (position.table.grad[:, :4].abs().sum(-1) > 0).all()
-    assert "table" in position.no_weight_decay()
 
 
 # SaPE
@@ -522,44 +501,6 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
-def test_inside_attention(make):
-    position = make()
-    layer = layers(position)
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    logits = query @ key.transpose(-2, -1) / DIM**0.5 + position("bias", query, key, context)
-    expected = layer.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
-    for fused in (False, True):
-        layer.fused = fused
-        torch.testing.assert_close(layer(x, context=context), expected)
-
-
-@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
-def test_bfloat16_autocast_stays_near_float64(make):
-    layer = layers(make())
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        query, key = (torch.randn(2, HEADS, 13, DIM).bfloat16() for _ in range(2))
-        bias = low.positions[0]("bias", query, key, context)
-        exact = layer.positions[0]("bias", query.double(), key.double(), context)
-        assert bias.dtype == torch.bfloat16
-        # inside it is float32: what is left is the rounding of the result
-        torch.testing.assert_close(bias.double(), exact, rtol=2**-8, atol=1e-4)
-        out = low(x.float(), context=context)
-    torch.testing.assert_close(out.double(), expected, rtol=0.1, atol=0.1)
-    out.float().sum().backward()
-    for parameter in low.positions.parameters():
-        assert parameter.grad.dtype == torch.float32
-        assert parameter.grad.isfinite().all()
-        assert parameter.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
 def test_gradients_are_finite_for_equal_zero_and_single_patches(make, kind):
@@ -618,33 +559,3 @@ def test_impossible_inputs_of_cope_are_named():
         position("bias", query, key[:, :, 1:], PositionContext(None, 1))
     with pytest.raises(ValueError, match="cope: 5 queries and 5 keys, 6 of them prefix"):
         position("bias", query, key, PositionContext(None, 6))
-
-
-def test_tokens_that_are_not_the_grid_are_an_error():
-    position = SemanticPosition(WIDTH, HEADS, (2, 3))
-    query, key = states(7)
-    with pytest.raises(
-        ValueError, match=r"sape: 1 prefix tokens and a 3 x 3 grid are 10 .* not 7 q"
-    ):
-        position("bias", query, key, PositionContext((3, 3), 1))
-    with pytest.raises(ValueError, match=r"2 x 3 grid are 7 tokens .* not 7 queries and 6 keys"):
-        position("bias", query, key[:, :, 1:], PositionContext((2, 3), 1))
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (ContextualPosition, {"heads": 3, "length": 4}, "cope: 3 heads do not divide width 8"),
-        (ContextualPosition, {}, "not length None and grid None"),
-        (ContextualPosition, {"length": 0}, "not length 0"),
-        (ContextualPosition, {"length": 5, "grid": (2, 3)}, r"not length 5 and grid \(2, 3\)"),
-        (SemanticPosition, {"heads": 3, "grid": (2, 3)}, "sape: 3 heads do not divide width 8"),
-        (SemanticPosition, {"grid": (2, 0)}, "sape: a grid of 2 x 0 has no patches"),
-        (SemanticPosition, {"grid": (2, 3), "mode": "value"}, "'value'; one of key, query, both"),
-        (SemanticPosition, {"grid": (2, 3), "summation": "all"}, "summation 'all'"),
-        (SemanticPosition, {"grid": (2, 3), "deviation": -1}, "must be positive, not -1"),
-    ],
-)
-def test_impossible_options_are_named(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**{"width": WIDTH, "heads": HEADS} | options)

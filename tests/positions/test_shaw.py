@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.irpe import RelativePosition
 from vlp.positions.shaw import ShawPosition
@@ -76,23 +73,6 @@ def test_keys_and_values_are_equations_7_and_8(reach, offsets, shared):
         )
 
 
-def test_inside_attention():
-    position, grid = filled(reach=2), (2, 3)
-    layer = Attention(WIDTH, HEADS, positions=[position]).double()
-    x = torch.randn(2, 7, WIDTH).double()
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    on_key, on_value = (pair_vectors(position.tables[r], grid, 1, 2) for r in ("key", "value"))
-    keys = key[:, :, None] + on_key  # the sums of Eqs 7 and 8 as printed
-    logits = torch.einsum("bhid,bhijd->bhij", query, keys) / DEPTH**0.5
-    values = value[:, :, None] + on_value
-    out = torch.einsum("bhij,bhijd->bhid", logits.softmax(-1), values)
-    expected = layer.output(out.transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(layer(x, context=PositionContext(grid, 1)), expected)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_images_it_is_the_product_method_with_the_clip_function(shared):
     position = filled(shared_heads=shared)
@@ -125,17 +105,6 @@ def test_offsets_beyond_the_reach_share_a_row():
     assert not torch.allclose(row[:, :, 2, 2], row[:, :, 2, 3])
 
 
-@pytest.mark.parametrize("shift", [(0, 0), (1, 2), (3, 2)])
-def test_places_do_not_matter_offsets_do(shift):
-    position = filled()
-    query, key = states(30)
-    inside = ((torch.arange(2)[:, None] + shift[0]) * 6 + torch.arange(3) + shift[1]).flatten()
-    query[:, :, inside], key[:, :, inside] = states(6)
-    large = position("bias", query, key, PositionContext((5, 6)))[:, :, inside][..., inside]
-    small = position("bias", query[:, :, inside], key[:, :, inside], PositionContext((2, 3)))
-    torch.testing.assert_close(large, small, rtol=0, atol=1e-12)
-
-
 def test_rows_of_the_papers():
     """DeiT-S: 50 rows of 64 channels per role and layer; text: 2k + 1."""
     position = ShawPosition(384, 6)
@@ -153,60 +122,3 @@ def test_roles_decide_hooks_and_tables():
         position = ShawPosition(WIDTH, HEADS, roles=(role,))
         assert position.hooks == {hook}
         assert [name for name, _ in position.named_parameters()] == [f"tables.{role}"]
-
-
-def test_the_start_changes_nothing():
-    plain = Attention(WIDTH, HEADS)
-    layer = Attention(WIDTH, HEADS, positions=[ShawPosition(WIDTH, HEADS)])
-    layer.load_state_dict(plain.state_dict(), strict=False)
-    x, context = torch.randn(2, 7, WIDTH), PositionContext((2, 3), 1)
-    assert torch.equal(layer(x, context=context), plain(x))
-    layer(x, context=context).square().sum().backward()
-    for table in layer.positions.parameters():
-        assert table.grad.abs().sum() > 0
-
-
-def test_gradients():
-    position = filled(reach=1, shared_heads=False)
-    context = PositionContext((2, 2), 1)
-    query, key = (x[:1].requires_grad_() for x in states(5))
-    attention = torch.rand(1, HEADS, 5, 5).double().requires_grad_()
-
-    def run(query, key, attention, *tables):
-        named = dict(zip(("tables.key", "tables.value"), tables))
-        call = torch.func.functional_call
-        bias = call(position, named, ("bias", query, key, context))
-        return bias, call(position, named, ("value", attention, context))
-
-    assert torch.autograd.gradcheck(run, (query, key, attention, *position.tables.values()))
-
-
-def test_bfloat16_autocast_stays_near_float64():
-    layer = Attention(WIDTH, HEADS, positions=[filled()]).double()
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = low(x.float(), context=context)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.1)
-    out.float().sum().backward()
-    for table in low.positions.parameters():
-        assert table.grad.dtype == torch.float32
-        assert table.grad.isfinite().all()
-
-
-def test_wrong_tokens_and_options_are_named():
-    query, key = states(6)
-    with pytest.raises(ValueError, match=r"shaw: 1 prefix .* 2 x 3 grid are 7 tokens .* not 6"):
-        filled()("bias", query, key, PositionContext((2, 3), 1))
-    with pytest.raises(ValueError, match=r"shaw: 1 prefix .* 2 x 3 grid are 7 tokens .* not 6"):
-        filled()("value", query @ key.mT, PositionContext((2, 3), 1))
-    with pytest.raises(ValueError, match="shaw needs a grid"):
-        filled()("bias", query, key, PositionContext())
-    with pytest.raises(ValueError, match=r"shaw: roles \('query',\) are not some of"):
-        filled(roles=("query",))
-    with pytest.raises(ValueError, match=r"shaw: roles \(\)"):
-        filled(roles=())
-    with pytest.raises(ValueError, match="shaw: unknown offsets 'axes'; one of product, raster"):
-        filled(offsets="axes")

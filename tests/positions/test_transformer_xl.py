@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.clipped import clipped_ids
 from vlp.positions.lookup import dense
@@ -84,20 +82,6 @@ def test_logits_are_equation_10(reach, offsets, shared):
         )
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_inside_attention(fused):
-    position = filled()
-    layer = Attention(WIDTH, HEADS, positions=[position], fused=fused).double()
-    x = torch.randn(2, 7, WIDTH).double()
-    query, key, value = (
-        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for part in (layer.query, layer.key, layer.value)
-    )
-    logits = equation_10(position, query, key, (2, 3), 1)
-    out = (logits.softmax(-1) @ value).transpose(1, 2).flatten(-2)
-    torch.testing.assert_close(layer(x, context=PositionContext((2, 3), 1)), layer.output(out))
-
-
 def test_options_of_the_sinusoid_reach_the_bias():
     """The layout is a permutation of W^R's rows; temperature and width are others' sinusoids."""
     halves, context = filled(sinusoid_width=6), PositionContext((2, 3), 1)
@@ -127,16 +111,6 @@ def test_where_the_count_begins_is_absorbed():
     torch.testing.assert_close(
         sinusoid(numbers, 6) @ projection, sinusoid(numbers - shift, 6) @ turned
     )
-
-
-@pytest.mark.parametrize("offsets", ["product", "axes"])
-def test_one_encoding_serves_every_grid(offsets):
-    position = filled(offsets=offsets)
-    query, key = states(48)
-    inside = ((torch.arange(2)[:, None] + 3) * 8 + torch.arange(3) + 4).flatten()
-    large = position("bias", query, key, PositionContext((6, 8)))[:, :, inside][..., inside]
-    small = position("bias", query[:, :, inside], key[:, :, inside], PositionContext((2, 3)))
-    torch.testing.assert_close(large, small, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("offsets", OFFSETS)
@@ -172,40 +146,6 @@ def test_sizes():
     assert sizes(sinusoid_width=64)["projection"] == (1, 64, 64)
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
-def test_the_start_changes_nothing(offsets):
-    plain = Attention(WIDTH, HEADS)
-    position = TransformerXLPosition(WIDTH, HEADS, offsets=offsets)
-    layer = Attention(WIDTH, HEADS, positions=[position])
-    layer.load_state_dict(plain.state_dict(), strict=False)
-    x, context = torch.randn(2, 7, WIDTH), PositionContext((2, 3), 1)
-    assert position.hooks == {"bias"}
-    assert torch.equal(layer(x, context=context), plain(x))
-    layer(x, context=context).square().sum().backward()
-    for name in ("projection", "u", "prefix"):
-        assert getattr(position, name).grad.abs().sum() > 0
-    # v waits for W^R, which moves first
-    assert position.v.grad.eq(0).all()
-    with torch.no_grad():
-        position.projection -= position.projection.grad
-    layer(x, context=context).square().sum().backward()
-    assert position.v.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("offsets", OFFSETS)
-def test_gradients(offsets):
-    position = filled(reach=1, offsets=offsets, shared_heads=False)
-    context = PositionContext((2, 2), 1)
-    query, key = (x[:1].requires_grad_() for x in states(5))
-    names, parameters = zip(*position.named_parameters())
-
-    def run(query, key, *parameters):
-        named = dict(zip(names, parameters))
-        return torch.func.functional_call(position, named, ("bias", query, key, context))
-
-    assert torch.autograd.gradcheck(run, (query, key, *parameters))
-
-
 def test_the_pure_function_knows_no_sinusoids():
     query, key = states(4)
     relative = torch.randn(1, 3, DEPTH).double()
@@ -216,55 +156,3 @@ def test_the_pure_function_knows_no_sinusoids():
     torch.testing.assert_close(
         dense(transformer_xl_lookups(query, key, relative, ids, u, v)), expected / DEPTH**0.5
     )
-
-
-@pytest.mark.parametrize("offsets", OFFSETS)
-def test_bfloat16_autocast_stays_near_float64(offsets):
-    position = filled(offsets=offsets)
-    with torch.no_grad():
-        position.projection /= WIDTH**0.5
-    layer = Attention(WIDTH, HEADS, positions=[position]).double()
-    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
-    expected = layer(x, context=context)
-    low = copy.deepcopy(layer).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = low(x.float(), context=context)
-    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.1)
-    out.float().sum().backward()
-    for parameter in low.positions.parameters():
-        assert parameter.grad.dtype == torch.float32
-        assert parameter.grad.isfinite().all()
-
-
-def test_training_works_after_inference_mode_saw_the_same_grid():
-    position = filled()
-    query, key = states(35)
-    with torch.inference_mode():
-        position("bias", query, key, PositionContext((5, 7)))
-    position("bias", query, key, PositionContext((5, 7))).sum().backward()
-    assert position.projection.grad.abs().sum() > 0
-
-
-def test_wrong_tokens_are_named():
-    message = r"transformer-xl: 1 prefix .* 2 x 3 grid are 7 tokens .* not 6"
-    with pytest.raises(ValueError, match=message):
-        filled()("bias", *states(6), PositionContext((2, 3), 1))
-    with pytest.raises(ValueError, match=r"transformer-xl: 1 prefix .* prefix_bucket is False"):
-        filled(prefix_bucket=False)("bias", *states(7), PositionContext((2, 3), 1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offsets": "cross"}, "transformer-xl: unknown offsets 'cross'; one of product, axes"),
-        ({"sinusoid_width": 5}, "sinusoids of product need a multiple of 2 channels, not 5"),
-        ({"sinusoid_width": 0}, "multiple of 2 channels, not 0"),
-        ({"sinusoid_width": 6, "offsets": "axes"}, "sinusoids of axes need a multiple of 4 ch"),
-        ({"temperature": 0.0}, "temperature must be positive, not 0.0"),
-        ({"layout": "pairs"}, "layout 'pairs'"),
-        ({"heads": 3}, "transformer-xl: 3 heads do not divide width 8"),
-    ],
-)
-def test_impossible_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        TransformerXLPosition(**{"width": WIDTH, "heads": HEADS} | options)
