@@ -17,6 +17,8 @@ from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
+_EXAMPLES = 20  # bad samples of one kind that the report names
+
 
 @dataclass
 class Progress:
@@ -67,9 +69,6 @@ def on_cpu(outcomes: list[Outcome]) -> list[Outcome]:
             leaves[place] = number
     read: list[Outcome] = tree_unflatten(leaves, form)
     return read
-
-
-_EXAMPLES = 20  # bad samples of one kind that the report names
 
 
 class Meter:

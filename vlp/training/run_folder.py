@@ -29,6 +29,23 @@ from vlp.training.config_differences import compare
 from vlp.training.engines.engine import Engine
 from vlp.training.progress import Progress
 
+logger = logging.getLogger(__name__)
+
+PACKAGES = (
+    *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
+    *("webdataset", "numpy", "pillow", "simplejpeg"),
+)
+# A text that something called a key or password is set to, and keys that show by their beginning.
+_SECRET = re.compile(
+    r"""((?:key|token|secret|password|passwd)\w*["']?\s*[:=]\s*["'])[^"'\s]{8,}"""
+    r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
+    re.IGNORECASE,
+)
+_LONGEST_DIFF = 1 << 20
+_GIT_SECONDS = 10
+_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+_STATUS = ("status", "--porcelain", "--untracked-files=normal")
+
 
 class RunFolder:
     """Places of a run's files.
@@ -183,22 +200,6 @@ def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, bad
 
 
-PACKAGES = (
-    *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
-    *("webdataset", "numpy", "pillow", "simplejpeg"),
-)
-# A text that something called a key or password is set to, and keys that show by their beginning.
-_SECRET = re.compile(
-    r"""((?:key|token|secret|password|passwd)\w*["']?\s*[:=]\s*["'])[^"'\s]{8,}"""
-    r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
-    re.IGNORECASE,
-)
-_LONGEST_DIFF = 1 << 20
-_GIT_SECONDS = 10
-_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
-_STATUS = ("status", "--porcelain", "--untracked-files=normal")
-
-
 def record_start(
     folder: RunFolder,
     step: int,
@@ -312,9 +313,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-logger = logging.getLogger(__name__)
 
 
 def write_report(

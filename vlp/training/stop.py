@@ -33,6 +33,9 @@ GRACE = 20.0
 PATIENCE = 240.0
 """Seconds to finish validating or saving once asked; a rank for which it waits may be gone."""
 
+SECONDS = 4.0
+"""About how long ranks train between two looks at each other's stop signals."""
+
 _POLL = 1.0
 # What torchrun (and so accelerate and `vlp train`) and DeepSpeed set in every rank they start.
 _LAUNCHED = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
@@ -163,10 +166,6 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError):
             stream.flush()
     os._exit(code)
-
-
-SECONDS = 4.0
-"""About how long ranks train between two looks at each other's stop signals."""
 
 
 class StopTogether:

@@ -18,6 +18,12 @@ from vlp.tasks.task import StepOutput
 
 # A checkpoint's files and the names in them, the same for every engine.
 WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
+LOSS_SCALE = "loss_scale"
+"""Name of the state among the optimiser's in a checkpoint."""
+
+FIRST_SCALE = 2.0**16
+INTERVAL = 2000
+"""Applied steps in a row after which the scale doubles."""
 
 
 class Update(NamedTuple):
@@ -79,14 +85,6 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict()
     return {name: tensor for name, tensor in state.items() if name not in parameters}
-
-
-LOSS_SCALE = "loss_scale"
-"""Name of the state among the optimiser's in a checkpoint."""
-
-FIRST_SCALE = 2.0**16
-INTERVAL = 2000
-"""Applied steps in a row after which the scale doubles."""
 
 
 class LossScale:
