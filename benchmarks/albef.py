@@ -43,7 +43,6 @@ EQUAL, ANCHORED = "ours, equal work", "ours with ACE-RPE"
 ALL, ALL_ACE = "all losses", "all losses, layout ace"
 BERT_WIDTH, BERT_VOCABULARY = 768, 30522
 ALPHA, MOMENTUM, MASKED = 0.4, 0.995, 0.15
-WARM_UP = 2
 _PAD, _CLS, _MASK = 0, 2, 4
 
 
@@ -340,7 +339,7 @@ def measure(
     tasks |= {name: OwnStep(config, batch, device) for name, config in configs.items()}
     losses = {name: task.losses() for name, task in tasks.items()}
     steps = {name: task.step for name, task in tasks.items()}
-    return Speeds(losses, harness.interleave(steps, turns, WARM_UP))
+    return Speeds(losses, harness.interleave(steps, turns, warm_up=2))
 
 
 def table(found: Speeds) -> str:

@@ -57,7 +57,6 @@ from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
 
 T = TypeVar("T")
-PACKAGES = ("torch", "deepspeed", "timm", "transformers")
 WORDS = 15
 WAYS: tuple[Compile, ...] = ("none", "blocks")
 # Calls of CUDA's runtime and driver that give the GPU something to do.
@@ -67,7 +66,6 @@ ENGINES = ("ddp", "0", "1", "2", "3")
 ROWS, STEPS = 4, 4
 """Pairs of a rank, and steps, of parts that measure no speed."""
 LOG_EVERY = 4
-_WARNING = "called a synchronizing CUDA operation"
 
 
 class Setting(NamedTuple):
@@ -143,9 +141,8 @@ def rates(setting: Setting) -> Iterator[CheckedFigure]:
 
 def versions() -> list[str]:
     """List versions of packages, CUDA and cuDNN."""
-    found: dict[str, object] = {package: version(package) for package in PACKAGES}
-    found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
-    return [f"{name} {number}" for name, number in found.items()]
+    found = [f"{package} {version(package)}" for package in ("torch", "deepspeed", "timm")]
+    return [*found, f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
 
 
 def losses(setting: Setting) -> Iterator[CheckedFigure]:
@@ -216,7 +213,8 @@ def counted_waits(device: torch.device) -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [f"{one.filename}:{one.lineno}" for one in caught if _WARNING in str(one.message)]
+    warning = "called a synchronizing CUDA operation"
+    found += [f"{one.filename}:{one.lineno}" for one in caught if warning in str(one.message)]
 
 
 class _Reads(TorchDispatchMode):
