@@ -31,14 +31,18 @@ REFERENCE = re.compile(r"\$\{(\w+)\}")
 # A path's way of writing a URL drops one of the slashes. Letters before http are those of
 # `git+https` or of a text. In a path of a store `?` is a wildcard unless a key and `=` follow.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}"
+# A password may hold slashes and blanks, where a port and a text behind it have none before an @.
+_PASSWORD = rf"[^\s/:@?#\[]+:(?!\d{{1,5}}(?:[^\w]|$))(?=\S)(?:(?!{_SCHEME})[^@\n\"'<>]){{1,256}}@"
 _URL = re.compile(
-    rf"((?:[A-Za-z][A-Za-z0-9+.-]{{0,25}})?(https?|ftps?):/{{1,2}}|{_SCHEME})([^\s/?#]*@)?"
+    rf"((?:[A-Za-z][A-Za-z0-9+.-]{{0,25}})?(https?|ftps?):/{{1,2}}|{_SCHEME})"
+    rf"((?:{_PASSWORD})?(?:[^\s/?#]*@)?)"
     rf"((?:(?!{_SCHEME})[^\s?#\"<>]|(?(2)(?!)|[?#](?![^\s?#\"<>,:/]*=)))*)"
     r"([?#][^\s\"<>]+)?"
 )
 # One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec. The hub's data sets and
 # timm's models have prefixes that may be followed by a path here.
 _PLACE = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
+_PARAMETER = re.compile(r";[\w.~-]+=(?!\$\{\w+\})[^;/\s]+")
 _NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
 _NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
 _LONG_TEXT, _LONG_BYTES = re.compile(r"\d{19}"), re.compile(rb"\d{19}")
@@ -329,7 +333,7 @@ def write_tensors(
 
 
 def redacted(text: str) -> str:
-    """Return a text with user info, query and fragment of every URL in it replaced by `***`.
+    """Return a text with `***` for user info, parameters, query and fragment of every URL in it.
 
     Beyond the web (http, https, ftp) a user without a password is a revision (`hf://model@main`),
     and a query without `=` a wildcard; both stay.
@@ -359,6 +363,7 @@ def _redact(url: re.Match[str]) -> str:
     scheme, web, user, place, query = (part or "" for part in url.groups())
     if user and (web or ":" in user) and not _NAMED_USER.fullmatch(user):
         user = f"{HIDDEN}@"
+    place = _PARAMETER.sub(f";{HIDDEN}", place)
     if query and not _NAMED_QUERY.fullmatch(query):
         query = query[0] + HIDDEN
     return f"{scheme}{user}{place}{query}"

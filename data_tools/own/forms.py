@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -38,6 +39,8 @@ FORMS = (
 
 BAD_ANNOTATION = "bad annotation"
 """Kind of the faults of files beside images."""
+
+OUTSIDE = "image outside the folder of its table, which --images may name"
 
 _SIDES = (".txt", ".caption", ".json")
 _KINDS = {
@@ -124,7 +127,7 @@ def recognise(
     found, refused = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
-        karpathy = _karpathy(on_disk, path, tree, beside)
+        karpathy = _karpathy(on_disk, path, tree, beside, faults)
         if karpathy is not None:
             return karpathy
         table = open_table(on_disk, path, named, faults)
@@ -211,20 +214,30 @@ def _table_images(
                 if said in (None, "") or isinstance(said, list | dict):
                     faults.append(Refused("row without one image", where))
                     continue
-                image = _resolved(str(said), folder, tree, beside)
+                try:
+                    image = _resolved(str(said), folder, tree, beside)
+                except BadSample as bad:
+                    faults.append(Refused(bad.kind, f"{where}: {bad.where}"))
+                    continue
             split = row.get(one.columns.split) if one.columns.split else one.split
             yield OwnImage(image, captions, said_split(split))
 
 
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
-    """Return the path of an image that a table names; the name itself where it is nowhere."""
+    """Return the path of an image that a table names; the name itself where it is nowhere.
+
+    Raises:
+        BadSample: it lies outside the table's folder: the table may be a stranger's.
+    """
     for said in (name, name.partition("#")[0]):
         if beside is None:
             path = tree.path_of(said, folder)
             if path is not None:
                 return path
-        elif (beside / said).is_file():
-            return tree.add_file(beside / said, said)
+        elif (path := Path(os.path.abspath(beside / said))).is_file():
+            if not path.is_relative_to(os.path.abspath(beside)):
+                raise BadSample(OUTSIDE, name)
+            return tree.add_file(path, said)
     return name
 
 
@@ -298,7 +311,9 @@ def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[l
     return lines, content
 
 
-def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> Form | None:
+def _karpathy(
+    on_disk: Path, path: str, tree: FileTree, beside: Path | None, faults: Faults
+) -> Form | None:
     if _suffix(path) != ".json" or b'"sentences"' not in _start_of(on_disk):
         return None
     content = read_json(on_disk)
@@ -309,7 +324,11 @@ def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> 
 
     def read() -> Iterator[OwnImage]:
         for entry in entries:
-            image = _resolved(entry.filename, folder, tree, beside)
+            try:
+                image = _resolved(entry.filename, folder, tree, beside)
+            except BadSample as bad:
+                faults.append(Refused(bad.kind, bad.where))
+                continue
             yield OwnImage(image, entry.captions, entry.split)
 
     took = [f"{path}: filename, sentences and split"]
@@ -379,6 +398,7 @@ def _stem(path: str) -> str:
 
 
 PREFIX = "hub:"
+_ARCHIVES = {"zip", "tar", "gzip", "bz2", "xz", "zstd", "lz4"}
 
 
 def hub_form(
@@ -440,7 +460,7 @@ def hub_form(
                     raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
                 try:
                     image = value_image(
-                        _with_bytes(row[columns.image]), f"{split}-{number:08d}", tree
+                        _with_bytes(row[columns.image], name), f"{split}-{number:08d}", tree
                     )
                 except (BadSample, OSError) as error:
                     faults.append(Refused(getattr(error, "kind", "missing image"), where))
@@ -474,11 +494,29 @@ def _is_image(kind: Any) -> bool:
     return type(kind).__name__ == "Image"
 
 
-def _with_bytes(value: Any) -> Any:
-    """Return the value with its bytes, which a data set of single files only points at."""
+def _with_bytes(value: Any, name: str) -> Any:
+    """Return the value with its bytes, which a data set of single files only points at.
+
+    Raises:
+        BadSample: it points at something that is no file of the data set.
+    """
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec
 
+    if not _is_own(str(value["path"]), name):
+        raise BadSample("image outside the data set", str(value["path"]))
     with fsspec.open(value["path"], "rb") as file:
         return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}
+
+
+def _is_own(path: str, name: str) -> bool:
+    """Return whether a path, perhaps into an archive (`zip://a.jpg::PLACE`), is of a data set."""
+    *inside, place = path.split("::")
+    if any(one.partition("://")[0] not in _ARCHIVES for one in inside):
+        return False
+    if Path(name).is_dir():
+        folder = os.path.abspath(name)
+        return Path(os.path.abspath(place.removeprefix("file://"))).is_relative_to(folder)
+    starts = f"hf://datasets/{name}@", f"hf://datasets/{name}/"
+    return place.startswith((*starts, f"https://huggingface.co/datasets/{name}/"))

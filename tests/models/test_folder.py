@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -368,3 +370,71 @@ def test_a_start_that_does_not_fit_is_an_error(saved):
         start_from(other_cross(folder, layers=3), folder)
     with pytest.raises(FileNotFoundError, match="no model folder"):
         start_from(other_cross(folder), "./nowhere")
+
+
+TOWER = {
+    "model_type": "bert",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"text": {"layers": 10**7}}, "text.layers is more than the weights"),
+        ({"image": {"image_size": 16 * 8192}}, "image.image_size makes more than 65,536 tokens"),
+        ({"image": {"image_size": 16 * 128}}, "does not fit"),
+        ({"embed_dim": 10**9}, "does not fit"),
+        ({"text": {"vocab_size": 2**31}}, "does not fit"),
+        ({"text": {"architecture": TOWER | {"num_hidden_layers": 10**6}}}, "num_hidden_layers is"),
+        ({"text": {"architecture": TOWER | {"hidden_size": 10**5}}}, "does not fit|match"),
+        (
+            {"text": {"architecture": TOWER | {"attn_implementation": "someone/kernel"}}},
+            "attn_implementation 'someone/kernel' may name code of others",
+        ),
+        (
+            {"text": {"architecture": TOWER | {"_attn_implementation": "someone/kernel"}}},
+            "may name code of others",
+        ),
+        (
+            {
+                "image": {
+                    "architecture": "vit_tiny_patch16_224",
+                    "architecture_options": {"checkpoint_path": "/etc/passwd"},
+                }
+            },
+            "architecture_options.checkpoint_path",
+        ),
+    ],
+)
+def test_a_strangers_configuration_takes_no_memory_and_runs_no_code(saved, changes, said):
+    folder, _ = saved
+    plain = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        plain[key] = plain[key] | value if isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(plain))
+    used, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(ConfigError, match=said):
+        vlp.load(folder)
+    assert time.monotonic() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 500_000  # KiB
+
+
+def test_a_strangers_files_beside_the_weights_take_no_memory(saved):
+    folder, _ = saved
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["zzzz"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="a token of id 4000000000, more than"):
+        vlp.load(folder)
+    del vocabulary["zzzz"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    Preprocessing(100_000).save(folder)
+    with pytest.raises(ConfigError, match="prepares images of 100000 px for a model of 16 px"):
+        vlp.load(folder)

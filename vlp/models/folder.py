@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,6 +46,9 @@ _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
+_MOST_TOKENS = 2**16
+_MOST_TABLES = 2**30
+"""Bytes of buffers, such as tables of relative positions, that any model may have."""
 Placed = TypeVar("Placed", bound=nn.Module)
 
 
@@ -145,7 +149,12 @@ def from_pretrained(
     folder = local_folder(folder_or_name, revision)
     model = placed(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
-    return Loaded(model, text, Preprocessing.load(folder), read_heads(folder), folder)
+    preprocess, side = Preprocessing.load(folder), model.config.image.image_size
+    if preprocess.image_size != side:
+        raise ConfigError(
+            f"{folder}: prepares images of {preprocess.image_size} px for a model of {side} px"
+        )
+    return Loaded(model, text, preprocess, read_heads(folder), folder)
 
 
 def placed(
@@ -194,6 +203,7 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
             raise FileNotFoundError(_no_model(folder, folder, file.name))
     config = config or read_config(config_file)
     _require_room(config, config_file, weights_file)
+    _require_shapes(config, config_file, weights_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
     try:
@@ -340,32 +350,68 @@ def plain_config(file: Path) -> dict[str, Any]:
 
 
 def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require that no matrix of a configuration is larger than all weights.
+    """Require numbers of layers and tokens that the weights can be of, before any is made.
 
     Raises:
-        ConfigError: one is; a model of such sizes may not fit this machine.
+        ConfigError: there are more.
     """
-    text, image, cross = config.text, config.image, config.cross
-    sizes = {
-        "text.width": text.width**2,
-        "text.layers": text.layers,
-        "text.intermediate": text.intermediate * text.width,
-        "text.vocab_size": text.vocab_size * text.width,
-        "text.max_positions": text.max_positions * text.width,
-        "image.width": image.width**2,
-        "image.layers": image.layers,
-        "image.intermediate": image.intermediate * image.width,
-        "image.image_size": (image.image_size // image.patch_size) ** 2 * image.width,
-        "image.patch_size": image.patch_size**2 * image.width,
-        "cross.layers": cross.layers,
-        "cross.intermediate": cross.intermediate * text.width,
-        "embed_dim": config.embed_dim * text.width,
+    with _opened(weights) as tensors:
+        most = len(tensors.keys())
+    settings = config.text.architecture
+    numbers = dict(settings) if isinstance(settings, Mapping) else {}
+    named = {
+        **{f"text.architecture.{name}": number for name, number in numbers.items()},
+        "text.layers": config.text.layers,
+        "image.layers": config.image.layers,
+        "cross.layers": config.cross.layers,
     }
-    unused = {"text": text.architecture, "image": image.architecture}
-    bytes_of_weights = weights.stat().st_size
-    for name, size in sizes.items():
-        if size > bytes_of_weights and not unused.get(name.partition(".")[0]):
+    for name, number in named.items():
+        if "layers" in name and isinstance(number, int) and number > most:
             raise ConfigError(f"{file}: {name} is more than the weights of {weights.name} hold")
+    patches = (config.image.image_size // config.image.patch_size) ** 2
+    for name, number in (
+        ("text.max_tokens", config.text.max_tokens),
+        ("image.image_size", patches),
+    ):
+        if number > _MOST_TOKENS:
+            raise ConfigError(f"{file}: {name} makes more than {_MOST_TOKENS:,} tokens")
+
+
+def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
+    """Require that a model has the shapes of the weights, before it takes memory.
+
+    Raises:
+        ConfigError: it has others, or buffers that are much larger than they.
+    """
+    with _opened(weights) as tensors:
+        there = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    try:
+        with torch.device("meta"):
+            model = VLPModel(config)
+    except ConfigError:
+        raise
+    except Exception:  # of an encoding or a tower of others, which need not know such tensors
+        return
+    for name, tensor in model.state_dict().items():
+        if name in there and list(tensor.shape) != there[name]:
+            raise ConfigError(
+                f"{weights} does not fit {file}: {name} has the shape {there[name]}, not "
+                f"{list(tensor.shape)}"
+            )
+    tables = sum(buffer.nbytes for buffer in model.buffers())
+    if tables > _MOST_TABLES + 4 * weights.stat().st_size:
+        raise ConfigError(
+            f"{file}: its position tables take {tables / 1e9:.0f} GB, far more than the weights"
+        )
+
+
+@contextmanager
+def _opened(weights: Path) -> Iterator[Any]:
+    try:
+        with safe_open(weights, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: damaged ({error})") from error
 
 
 def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -31,6 +31,10 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     import timm
 
     name = str(config.architecture)
+    if found := _FILES & config.architecture_options.keys():
+        raise ConfigError(
+            f"image.architecture_options.{min(found)}: would read weights of its own; leave it out"
+        )
     try:
         tower: Any = timm.create_model(
             name,
@@ -85,6 +89,7 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 _EMBEDS = ("patch_embed", "embeds")
+_FILES = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
 
 def require_editable(config: ImageConfig) -> None:
@@ -106,6 +111,9 @@ def require_editable(config: ImageConfig) -> None:
 # They say where a configuration comes from, or in which type its weights are stored.
 _LEFT_OUT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
 _CONFIG = "config.json"
+# What has no code of others behind it. Quantised weights have kernels of their own.
+_ATTENTIONS = (None, "eager", "sdpa", True, False)
+_CODE = {"quantization_config", "custom_pipelines", "trust_remote_code", "use_kernels"}
 
 
 def with_architecture(config: ModelConfig) -> ModelConfig:
@@ -183,6 +191,12 @@ def transformers_config(config: TextConfig) -> Any:
     if not isinstance(config.architecture, Mapping):
         raise ConfigError(f"text.architecture {config.architecture!r} is no mapping of settings")
     plain = {key: value for key, value in config.architecture.items() if key not in _LEFT_OUT}
+    for key, value in plain.items():
+        # transformers would fetch a kernel of that name from the hub, and run it.
+        if ("implementation" in key and value not in _ATTENTIONS) or key in _CODE:
+            raise ConfigError(
+                f"text.architecture.{key} {value!r} may name code of others; leave it out"
+            )
     try:
         return AutoConfig.for_model(plain.pop("model_type"), **plain)
     except Exception as error:  # of the name or any value

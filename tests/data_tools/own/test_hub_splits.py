@@ -61,3 +61,31 @@ def test_splits_that_cannot_be_chosen(
     assert "--splits: there is no 'gone', only train, test, extra" in capsys.readouterr().err
     assert main(["import", str(tmp_path), *command[2:], "--splits", "train"]) == 2
     assert "is no data set of the hub" in capsys.readouterr().err
+
+
+def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = structs()[:8]
+    private = tmp_path / "private" / "me.jpg"
+    private.parent.mkdir()
+    private.write_bytes(rows[0]["image"]["bytes"])
+    for row, path in zip(rows, (f"{private}", f"file://{private}", "http://127.0.0.1:9/me.jpg")):
+        row["image"] = {"bytes": None, "path": path}
+    (tmp_path / "set").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "set" / "train.parquet")
+    out = tmp_path / "out"
+    command = ["import", f"hub:{tmp_path / 'set'}", "--out", str(out), "--processes", "1"]
+    assert main([*command, "--split", "1", "0", "0"]) == 0
+    manifest = json.loads((out / "train" / "manifest.json").read_text())
+    assert manifest["samples"] == 5
+    assert manifest["failures"]["image outside the data set"]["count"] == 3
+    assert hub._is_own("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
+    for path in (
+        "file:///etc/x::hf://datasets/me/set@abc/a.zip",
+        "hf://datasets/me/setting@abc/a.jpg",
+        "https://example.org/a.jpg",
+        "/etc/a.jpg",
+    ):
+        assert not hub._is_own(path, "me/set")

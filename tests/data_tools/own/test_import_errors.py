@@ -350,3 +350,23 @@ def test_without_an_extra(
 
 def test_a_data_set_that_is_not_on_the_hub(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "`datasets` cannot open it (" in refused(f"hub:{tmp_path}/nowhere")
+
+
+def test_rows_of_a_table_that_lead_out_of_its_folder_are_counted_and_not_read(
+    tmp_path: Path,
+) -> None:
+    """A stranger's table would otherwise bring private images into shards that are shared."""
+    named = rows()
+    private = write(tmp_path / "private", {"me.jpg": images()[named[0]["image"]]}) / "me.jpg"
+    named[0]["image"], named[1]["image"] = str(private), "../private/me.jpg"
+    named[2]["image"] = f"{tmp_path / 'mine'}/{named[2]['image']}"  # absolute, and its own
+    place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(named)})
+    out = tmp_path / "out"
+    command = ["import", str(place / "table.csv"), "--out", str(out), "--split", "1", "0", "0"]
+    assert main(command) == 0
+    manifest = json.loads((out / "train" / "manifest.json").read_text())
+    assert manifest["samples"] == len(images()) - 1  # the first two rows are of one image
+    [(kind, failed)] = manifest["failures"].items()
+    assert kind.startswith("image outside the folder of its table")
+    assert failed["count"] == 2
+    assert any("../private/me.jpg" in place for place in failed["ids"])

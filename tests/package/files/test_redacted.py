@@ -39,6 +39,17 @@ from vlp.io import redacted
         ("s3://b/shard-0000?.tar", "s3://b/shard-0000?.tar"),
         ("s3://b/x.tar?versionId=secret", "s3://b/x.tar?***"),
         ("a?b=c user:name@host /folder/file.tar", "a?b=c user:name@host /folder/file.tar"),
+        ("s3://KEY:se/cr+et@bucket/x", "s3://***@bucket/x"),
+        ("https://user:pass word@host/x", "https://***@host/x"),
+        ("ftp://user:a/b?c#d e@host/x", "ftp://***@host/x"),
+        ("zip://a.jpg::s3://key:se/cret@b/c", "zip://a.jpg::s3://***@b/c"),
+        ("https://host/x;token=secret/y?z", "https://host/x;***/y?***"),
+        ("s3://bucket/x;token=secret", "s3://bucket/x;***"),
+        ("s3://${K}:${S}@b/x;token=${T}", "s3://${K}:${S}@b/x;token=${T}"),
+        ("https://h:80/x of me@host", "https://h:80/x of me@host"),
+        ("https://h:80: refused me@host", "https://h:80: refused me@host"),
+        ("https://h: refused me@host", "https://h: refused me@host"),
+        ("https://h/a@2x.png, s3://b/c@2x.png", "https://h/a@2x.png, s3://b/c@2x.png"),
     ],
 )
 def test_secrets_are_left_out(text: str, left: str) -> None:
@@ -48,7 +59,18 @@ def test_secrets_are_left_out(text: str, left: str) -> None:
 
 def test_long_texts_take_no_time() -> None:
     began = time.monotonic()
-    for letter in ("a", "a1", "a:/", "${a}", "@", "?", "s3://a?", "s3://a?b=,"):
+    for letter in (
+        "a",
+        "a1",
+        "a:/",
+        "${a}",
+        "@",
+        "?",
+        "s3://a?",
+        "s3://a?b=,",
+        "a:b ",
+        "s3://a:b ",
+    ):
         redacted("https://" + letter * 20_000 + "!")
         redacted(letter * 20_000)
     assert time.monotonic() - began < 5

@@ -18,6 +18,9 @@ from vlp.io import may_be_on_hub, parse_json, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+MOST_TOKENS = 2**24
+"""Rows of an embedding table beyond which a token's id is a mistake or an attack."""
+
 # The same as RoBERTa, XLM-R and MPNet name them.
 _OTHERS = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
 
@@ -56,6 +59,10 @@ class TextProcessor:
         ids = {name: vocabulary[own] for name, own in self._names.items()}
         # Rows that an embedding table needs; asking the library copies the whole vocabulary.
         self.vocab_size: int = max(vocabulary.values()) + 1
+        if self.vocab_size > MOST_TOKENS:
+            raise ConfigError(
+                f"the vocabulary has a token of id {self.vocab_size - 1}, more than {MOST_TOKENS:,}"
+            )
         self.pad_id: int = ids[PAD]
         self.unk_id: int = ids[UNK]
         self.cls_id: int = ids[CLS]
