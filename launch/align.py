@@ -7,7 +7,7 @@ Reads the pairs of a pretraining configuration once or several times, and writes
 whose projections are the regularised canonical correlation of the pooled states; every tenth image
 is held out to tell how strongly. Its recall is what any training of the same towers must beat. A
 frozen image tower that would see every image several times, with each of its captions, sees it
-once, plain: OUT/features holds what it says until the model is written, 2 bytes a channel of a
+once, plain: OUT/.features holds what it says until the model is written, 2 bytes a channel of a
 token; a command that was interrupted goes on from there.
 """
 
@@ -37,6 +37,7 @@ from vlp.objectives.canonical_correlation import (
     PairMoments,
     mean_reciprocal_rank,
 )
+from vlp.process.lock import FolderLock
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.environment import advise, prepare_environment
 
@@ -81,7 +82,7 @@ def align(
     if not task.model.image_encoder.frozen or not _pays(config, data, total):
         return _align(config, task, data, total, out, shrinkage)
     del task, data
-    folder = out / "features"
+    folder = out / ".features"
     half = config.training.precision == "bf16"
     writer = feature_writer(
         config, folder, dtype="bfloat16", precision="bf16" if half else "float32"
@@ -208,7 +209,8 @@ def run_align(
     try:
         config = load_config(path, PretrainConfig, overrides)
         put_in_force(config.limits)
-        count, model = align(config, out, epochs, shrinkage)
+        with FolderLock(out):
+            count, model = align(config, out, epochs, shrinkage)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

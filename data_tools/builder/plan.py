@@ -57,6 +57,7 @@ class Journal:
         self.records: dict[int, Record] = {}
         self._path = folder / JOURNAL_NAME
         self._settings = settings
+        was_there = self._path.exists()
         self._file = open(self._path, "ab", opener=unfollowed)  # noqa: SIM115
         try:
             begun = self._read()
@@ -73,6 +74,8 @@ class Journal:
                 self._append({"settings": settings})
         except BaseException:
             self._file.close()
+            if not was_there:
+                self._path.unlink()
             raise
 
     def add(self, record: Record) -> None:
@@ -97,8 +100,9 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()
-        if self._is_new and not self.records and kind in (ConfigError, GeneratorExit):
-            self._path.unlink()  # what was refused has not begun
+        is_refused = kind is not None and issubclass(kind, (Exception, GeneratorExit))
+        if self._is_new and not self.records and is_refused:
+            self._path.unlink()  # what was refused has not begun; what was interrupted has
 
     def _read(self) -> bool:
         """Read what is there; whether a build began."""

@@ -155,7 +155,7 @@ def test_memory_that_a_loader_lacks_is_named(capsys: pytest.CaptureFixture[str])
     assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in said[1]
 
 
-def bad_shards(folder: Path, good: int, bad: int) -> None:
+def bad_shards(folder: Path, good: int, bad: int, per_shard: int = 1000) -> None:
     """Shards with `good` samples, and `bad` ones each of three kinds."""
     image = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(image, "JPEG")
@@ -165,7 +165,7 @@ def bad_shards(folder: Path, good: int, bad: int) -> None:
         (b"no image at all", Annotation(caption="a red circle")),
         (whole, Annotation()),
     ]
-    with ShardWriter(folder) as writer:
+    with ShardWriter(folder, per_shard) as writer:
         for number in range(good):
             writer.write(f"good{number}", whole, "jpg", Annotation(caption="a red circle"))
         for number in range(bad):
@@ -195,6 +195,70 @@ def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
     assert "error on rank 0" in said
     assert "are bad" in said
     assert "Traceback" not in said
+
+
+def ended(arguments: list[str]) -> tuple[int, str]:
+    ((code, said),) = ranks.finish(ranks.start([COMMAND, *arguments], 1))
+    assert "Traceback" not in said, said
+    return code, said
+
+
+@pytest.mark.distributed
+def test_a_missing_local_shard_ends_the_run_unless_it_may_be_skipped(lab: Lab) -> None:
+    folder = lab.folder / "two_shards"
+    shutil.copytree(lab.folder / "scenes" / "train", folder)
+    [first] = folder.glob("*.tar")
+    shutil.copy(first, folder / "shard-000001.tar")
+    index_folder(folder)
+    (folder / "shard-000001.tar").unlink()
+    sources = f"data.sources=[{{path: {folder}}}]"
+    code, said = ended(lab.arguments("lost_shard", sources))
+    assert code == 2
+    assert "1 of 2 shards of its index are missing, shard-000001.tar for one; restore them" in said
+    skip = "data.outages.policy=skip"
+    ranks.run([COMMAND, *lab.arguments("lost_shard", sources, skip, "training.steps=50")])
+    assert lab.report("lost_shard")["skipped_samples"].keys() == {"missing shard"}
+
+
+@pytest.mark.distributed
+def test_a_start_within_an_outage_is_a_pause_where_that_is_the_policy(lab: Lab) -> None:
+    store = f"http://127.0.0.1:{ranks.free_port()}/shards"
+    cache = f"data.cache={{folder: {lab.folder / 'cache'}, limit: 1GB}}"
+    arguments = lab.arguments("outage", f"data.sources=[{{path: {store}}}]", cache)
+    for policy, expected in (("pause", REQUEUE), ("fail", 2)):
+        outages = f"data.outages={{seconds: 0, policy: {policy}}}"
+        code, said = ended([*arguments, outages])
+        assert code == expected, said
+    assert not lab.output("outage").exists()
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_few_open_files_are_refused_and_enough_are_enough(lab: Lab) -> None:
+    """Nine sources of 30 shards, read by two worker processes."""
+    sources = []
+    for number in range(9):
+        folder = lab.folder / f"source_{number}"
+        bad_shards(folder, good=60, bad=0, per_shard=2)
+        sources.append(f"{{path: {folder}}}")
+    arguments = lab.arguments("files", f"data.sources=[{', '.join(sources)}]", "data.workers=2")
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        said = f"ulimit -n {limit}; exec {sys.executable} {COMMAND} " + '"$@"'
+        return subprocess.run(
+            ["bash", "-c", said, "pretrain", *arguments, "training.steps=60"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ranks.ROOT,
+        )
+
+    few = run(64)
+    assert few.returncode == 2
+    assert "only 64 open files are allowed (ulimit -n); 256 are needed" in few.stderr
+    enough = run(256)
+    assert enough.returncode == 0, enough.stderr
+    assert not lab.report("files")["skipped_samples"]
 
 
 @pytest.mark.integration

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -162,7 +164,7 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
 
     Args:
         loaded: from `vlp.load`, on the CPU.
-        out: folder, made if missing; files of the same name are replaced.
+        out: folder, made if missing; files of the same name are replaced when all are written.
         form: "onnx" (opset of the installed torch) or "torch", which `torch.export.load` reads.
 
     Returns:
@@ -170,6 +172,7 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
 
     Raises:
         ConfigError: a package that ONNX needs is not installed.
+        OSError: the disk is full, say; files that were there stay as they were.
     """
     if form == "onnx":
         for package in _NEEDED:
@@ -179,18 +182,30 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                     "--format torch"
                 )
     out.mkdir(parents=True, exist_ok=True)
-    files = []
-    with _quiet():
-        for part in export_parts(loaded):
-            program, file = exported_program(part), out / f"{part.name}{SUFFIXES[form]}"
-            if form == "torch":
-                torch.export.save(program, file)
-            else:
-                write_onnx(program, part, file)
-            files.append(file)
-    loaded.text.save(out)
-    loaded.preprocess.save(out)
-    return files
+    names = []
+    # A kind of file knows its own name, so they are written under it in a folder beside.
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
+        folder = Path(name)
+        with _quiet():
+            for part in export_parts(loaded):
+                program, file = exported_program(part), folder / f"{part.name}{SUFFIXES[form]}"
+                if form == "torch":
+                    _write_program(program, file)
+                else:
+                    write_onnx(program, part, file)
+                names.append(file.name)
+        loaded.text.save(folder)
+        loaded.preprocess.save(folder)
+        for file in folder.iterdir():
+            file.replace(out / file.name)
+    return [out / name for name in names]
+
+
+def _write_program(program: ExportedProgram, file: Path) -> None:
+    """Write a traced part as PyTorch does; raises OSError where the disk is full."""
+    content = BytesIO()
+    torch.export.save(program, content)  # to a file it would say nothing of the reason
+    file.write_bytes(content.getbuffer())
 
 
 def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:

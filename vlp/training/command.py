@@ -32,6 +32,7 @@ from vlp.training.engines.blocks import checkpoint_activations
 from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import (
     advise,
+    allow_open_files,
     prepare_environment,
     start_deepspeed,
 )
@@ -45,6 +46,9 @@ _LOADER = {
     "killed by signal: Bus error": _SHARED,
     "killed by signal: Killed": "where memory ran out, lower the workers of the data or the batch",
 }
+
+# Sockets, pipes of loader processes and tensors on their way take most of them.
+_FEWEST_FILES = 256
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 Build = Callable[[AnyRun], tuple[Any, Any]]
@@ -79,6 +83,10 @@ def run_training(
         return _refuse(str(error))
     if "MASTER_ADDR" not in os.environ:
         return _refuse("MASTER_ADDR is not set; on several nodes it is the name of the first one")
+    if (files := allow_open_files()) < _FEWEST_FILES:
+        return _refuse(
+            f"only {files} open files are allowed (ulimit -n); {_FEWEST_FILES} are needed"
+        )
     put_in_force(config.limits)
     try:
         with StopSignals() as signals:

@@ -410,7 +410,9 @@ def test_bad_samples_leave_their_slots_empty_and_are_named(
 ) -> None:
     good = ShardIndex.open(make_shards(count=24, per_shard=24))
     write_bad_shards(tmp_path / "bad", lambda number: good.read(0, number).image)
-    data = make_data(tmp_path / "bad", max_skipped_share=0.7, workers=workers)
+    data = make_data(
+        tmp_path / "bad", max_skipped_share=0.7, workers=workers, outages={"policy": "skip"}
+    )
     assert data.samples_in_epoch(0) == 24
     batches = list(data.batches(stop_after=3))
     batch = joined(batch for batch, _ in batches)

@@ -23,6 +23,8 @@ from broken_shards import (
 )
 
 from vlp.config import ConfigError
+from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.outages import OutageConfig
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.shards.tar import Member, read_members
@@ -215,8 +217,11 @@ def test_a_shard_that_becomes_no_file(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
-    with pytest.raises(BadSample, match="missing shard"):
+    with pytest.raises(DataError, match="missing shard"):
         index.read(0, 0)
+    if kind != "nowhere":
+        with pytest.raises(BadSample, match="missing shard"):
+            ShardIndex.open(tmp_path, outages=OutageConfig(policy="skip")).read(0, 0)
 
 
 def test_members_lie_where_they_are_said_to(tmp_path: Path) -> None:

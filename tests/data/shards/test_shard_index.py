@@ -17,6 +17,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.index import ShardTable
 from vlp.data.shards.locations import LocalFolder
+from vlp.data.shards.outages import OutageConfig
 from vlp.data.shards.shard_index import BadSample, ShardEntry, ShardIndex, ShardWriter, index_folder
 
 MakeShards = Callable[..., Path]
@@ -330,8 +331,10 @@ def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
     write(tmp_path, range(8))
     (tmp_path / "shard-000000.tar").write_bytes(os.urandom(4096))
     (tmp_path / "shard-000001.tar").unlink()
+    with pytest.raises(ConfigError, match=r"1 of 2 shards of its index are missing, shard-000001"):
+        ShardIndex.open(tmp_path)
     expected = ["corrupt shard"] * 4 + ["missing shard"] * 4
-    assert read_all(ShardIndex.open(tmp_path)) == expected
+    assert read_all(ShardIndex.open(tmp_path, outages=OutageConfig(policy="skip"))) == expected
 
 
 def test_a_sample_without_image_or_with_a_bad_annotation(tmp_path: Path) -> None:

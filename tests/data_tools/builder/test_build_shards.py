@@ -526,6 +526,15 @@ def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_p
     for _ in range(2):  # the first one leaves nothing that lets the second one in
         with pytest.raises(ConfigError, match="did not write"):
             build(places, other)
+    assert [path.name for path in other.iterdir()] == ["shard-000000.tar"]
+
+    def damaged() -> Iterator[SampleSpec]:
+        yield wanted(0)
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    with pytest.raises(UnicodeDecodeError):
+        build(places, tmp_path / "new", samples=damaged())
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"cannot be written .Not a directory"):
         build(places, places / "1.jpg" / "out")
 

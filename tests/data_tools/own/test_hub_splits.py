@@ -81,11 +81,11 @@ def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path:
     manifest = json.loads((out / "train" / "manifest.json").read_text())
     assert manifest["samples"] == 5
     assert manifest["failures"]["image outside the data set"]["count"] == 3
-    assert hub._is_own("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
+    assert forms._is_own("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
     for path in (
         "file:///etc/x::hf://datasets/me/set@abc/a.zip",
         "hf://datasets/me/setting@abc/a.jpg",
         "https://example.org/a.jpg",
         "/etc/a.jpg",
     ):
-        assert not hub._is_own(path, "me/set")
+        assert not forms._is_own(path, "me/set")

@@ -22,6 +22,7 @@ from vlp.objectives.canonical_correlation import (
     PairMoments,
     mean_reciprocal_rank,
 )
+from vlp.process.lock import FolderLock
 from vlp.training.config import PretrainConfig
 
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
@@ -73,13 +74,16 @@ def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypat
     seen = towers_images(monkeypatch)
     frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     config = settings(lab, *frozen)
+    (tmp_path / "model" / "features").mkdir(parents=True)
+    (tmp_path / "model" / "features" / "mine.txt").write_text("of the user")
     images = sum(source.shards.total for source in build(config)[1].sources)
     seen.clear()
     _, model = align(config, tmp_path / "model")
     assert sum(seen) == images + 1  # and a blank one, which tells the features' size
     size = 2 * images * (1 + prod(config.model.image.grid)) * config.model.image.width
     assert f"features: {size / 1e9:.2g} GB" in capsys.readouterr().out
-    assert not (tmp_path / "model" / "features").exists()
+    assert not (tmp_path / "model" / ".features").exists()
+    assert (tmp_path / "model" / "features" / "mine.txt").read_text() == "of the user"
     writer = feature_writer(config, tmp_path / "features", dtype="bfloat16")
     writer.write(8, 0)
     stored = settings(lab, *frozen, f"data.features={tmp_path / 'features'}")
@@ -138,6 +142,10 @@ def test_the_command_says_what_it_did(lab, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 2
     assert "already holds a model" in capsys.readouterr().err
+    with FolderLock(tmp_path / "other"):
+        assert main(["align", *arguments, "--out", str(tmp_path / "other")]) == 2
+    assert "is being written by process" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, -1.0, float("nan")])

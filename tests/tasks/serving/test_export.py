@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,24 @@ def test_torch_export(folder, tmp_path, examples, monkeypatch, capsys):
     inputs, expected, _ = examples["image"]
     for ours, theirs in zip(expected, torch.export.load(tmp_path / "image.pt2").module()(**inputs)):
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+
+
+def test_a_full_disk_is_said_and_leaves_what_was_there(folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(module, "export_parts", lambda loaded: export_parts(loaded)[:1])
+    (tmp_path / "image.pt2").write_text("of before")
+    arguments = ["--model", str(folder), "--out", str(tmp_path), "--format", "torch"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        code = main(["export", *arguments])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert code == 2
+    assert "File too large" in capfd.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["image.pt2"]
+    assert (tmp_path / "image.pt2").read_text() == "of before"
 
 
 def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):

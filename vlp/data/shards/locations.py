@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.cache import CachedFile, ShardCache
 from vlp.data.shards.index import ShardEntry, ShardTable, map_samples, table_bytes
+from vlp.data.shards.outages import given_up
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import BadSample
 
@@ -31,10 +33,12 @@ class OpenShard(NamedTuple):
 class ShardLocation:
     """Place where the shards of a `ShardIndex` lie.
 
-    `folder / name` names a shard in messages; `is_remote` says that files are fetched first.
+    `folder / name` names a shard in messages; `is_remote` says that files are fetched first;
+    `policy` says what follows where a shard cannot be had (see `OutageConfig`).
     """
 
     folder: Path | RemoteFolder
+    policy: str
     is_remote = False
 
     def open(self, entry: ShardEntry) -> OpenShard:
@@ -60,25 +64,32 @@ class LocalFolder(ShardLocation):
 
     folder: Path
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, policy: str) -> None:
+        self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> OpenShard:
         """Open a shard.
 
         Raises:
-            BadSample: there is none.
+            BadSample, DataError: it cannot be read; which of the two, the policy says.
+            OSError: this process, or the system, can open no more files.
         """
         path = self.folder / entry.name
         try:
             # Without waiting: a pipe of that name would otherwise wait for a writer for ever.
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise BadSample("missing shard", f"{path} ({error.strerror})") from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            bad = BadSample("missing shard", f"{path} ({error.strerror})")
+            may_pass = not isinstance(error, FileNotFoundError)
+            raise given_up(bad, self.policy, may_pass) from error
         status = os.fstat(handle)
         if not S_ISREG(status.st_mode):
             os.close(handle)
-            raise BadSample("missing shard", f"{path} (it is no file)")
+            raise given_up(
+                BadSample("missing shard", f"{path} (it is no file)"), self.policy, False
+            )
         return OpenShard(handle, status.st_size)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
@@ -99,7 +110,7 @@ class CachedFolder(ShardLocation):
     is_remote = True
 
     def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:
-        self.folder, self.cache = folder, cache
+        self.folder, self.cache, self.policy = folder, cache, folder.outages.policy
         self._digests = digests
         self._asked = False
 

@@ -11,7 +11,14 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 import numpy as np
 
 from vlp.config import ConfigError
-from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig, Unreachable, patiently
+from vlp.data.shards.outages import (
+    DEFAULT_OUTAGES,
+    OutageConfig,
+    Unreachable,
+    given_up,
+    patiently,
+)
+from vlp.data.shards.sample_files import BadSample
 from vlp.io import HIDDEN, REFERENCE, parse_json, redacted
 
 MANIFEST_NAME = "manifest.json"
@@ -61,6 +68,7 @@ class RemoteFolder:
 
         Raises:
             ConfigError: it cannot be fetched.
+            PausedDataError: the store does not answer, and the policy is to pause.
         """
 
         def attempt() -> bytes:
@@ -76,6 +84,9 @@ class RemoteFolder:
                 return None
             raise ConfigError(f"{self / name}: the store refuses it ({error})") from error
         except Unreachable as error:
+            if self.outages.policy == "pause":  # a start within an outage is one more pause
+                bad = BadSample("missing shard", f"{self / name} ({error})")
+                raise given_up(bad, self.outages.policy) from error
             raise ConfigError(f"{self / name}: cannot be fetched ({error})") from error
 
     def fetch(self, name: str, target: str) -> None:

@@ -7,12 +7,15 @@ order needs, and where each one lies; where it does not, the tar's own headers a
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -32,7 +35,7 @@ from vlp.data.shards.index import (
 )
 from vlp.data.shards.locations import CachedFolder, LocalFolder, OpenShard, ShardLocation
 from vlp.data.shards.lru import LRUCache
-from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig
+from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig, given_up
 from vlp.data.shards.remote import RemoteFolder, is_url
 from vlp.data.shards.sample_files import (
     IMAGES,
@@ -63,6 +66,9 @@ _SCANS_KEPT = 1024
 _FILES_KEPT = 128
 # An open file of the cache is one that no process may remove.
 _CACHED_FILES_KEPT = 2
+
+# Of all indexes of this process: where the system opens no more files, all close theirs.
+_OPEN: WeakSet[LRUCache[OpenShard]] = WeakSet()
 
 # A longer sample is read file by file, as far as `vlp.data.shards.sample_files` wants it.
 _BYTES_AT_ONCE = 2**20
@@ -96,8 +102,12 @@ class ShardIndex:
         self._scans: LRUCache[_Scan] = LRUCache(_SCANS_KEPT)
         self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
         self._paths: LRUCache[str] = LRUCache(_SCANS_KEPT)
-        kept = _CACHED_FILES_KEPT if isinstance(place, CachedFolder) else _FILES_KEPT
+        kept = _CACHED_FILES_KEPT
+        if not isinstance(place, CachedFolder):
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            kept = _FILES_KEPT if soft < 0 else max(2, min(_FILES_KEPT, soft // 16))
         self._files: LRUCache[OpenShard] = LRUCache(kept, dispose=_close)
+        _OPEN.add(self._files)
         place.when_full(self._files.clear)
 
     @classmethod
@@ -133,13 +143,20 @@ class ShardIndex:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         with os.scandir(os.fsencode(folder)) as files:
-            tars = (file.name for file in files if file.name.endswith(b".tar"))
-            unknown = min(shards.unknown(tars), default=None)
+            tars = [file.name for file in files if file.name.endswith(b".tar")]
+        unknown = min(shards.unknown(tars), default=None)
         if unknown is not None:
             raise ConfigError(
                 f"{path}: does not know {os.fsdecode(unknown)}, it is too old; {remedy}"
             )
-        index = cls(LocalFolder(folder), shards)
+        if len(tars) < len(shards) and outages.policy != "skip":
+            missing = np.setdiff1d(shards.names, np.array(tars, dtype=shards.names.dtype))
+            raise ConfigError(
+                f"{folder}: {len(missing)} of {len(shards)} shards of its index are missing, "
+                f"{missing[0].decode()} for one; restore them, or go on without their samples by "
+                f"data.outages.policy=skip, or {remedy}"
+            )
+        index = cls(LocalFolder(folder, outages.policy), shards)
         index._all_rows(wait=True)  # damaged rows are found here, not by a worker later on
         return index
 
@@ -237,12 +254,12 @@ class ShardIndex:
             start, blocks, _ = (int(part) for part in rows[sample_number])
             if not blocks:
                 return self._find_by_headers(file, sample_number, path)
-            samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, path)
+            read_file = partial(_read, file.handle, path, start * BLOCK, self._place.policy)
+            samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, read_file)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise BadSample(
-                "missing shard", f"{path}, sample {sample_number} ({reason})"
-            ) from error
+            bad = BadSample("missing shard", f"{path}, sample {sample_number} ({reason})")
+            raise given_up(bad, self._place.policy) from error
         if problem or len(samples) != 1:
             reason = problem or "its index is of another shard; index the folder again"
             raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
@@ -256,9 +273,17 @@ class ShardIndex:
             reason = problem or "it holds fewer samples than its index says"
             raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
         sample = samples[sample_number]
-        return sample, partial(_read, file.handle, path, 0), f"{path}, {sample.key}"
+        read = partial(_read, file.handle, path, 0, self._place.policy)
+        return sample, read, f"{path}, {sample.key}"
 
     def _file(self, shard_number: int, entry: ShardEntry) -> OpenShard:
+        try:
+            return self._files.get(shard_number, lambda: self._place.open(entry))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        for files in list(_OPEN):
+            files.clear()
         return self._files.get(shard_number, lambda: self._place.open(entry))
 
     def _sample_rows(self, number: int, entry: ShardEntry, file: OpenShard) -> _Scan:
@@ -287,14 +312,14 @@ class ShardIndex:
 
 
 def _part(
-    file: OpenShard, start: int, size: int, path: object
+    file: OpenShard, start: int, size: int, read_file: Callable[[Member], bytes]
 ) -> tuple[list[SampleFiles], Callable[[Member], bytes], str | None]:
     """Return the samples in a part of a shard (one is due), their reader and the damage."""
     # A tar ends in an empty block: with one behind it, the part is a tar like any other.
     if size > _BYTES_AT_ONCE:
         headers = section(file.handle, start, start + size, zeros=BLOCK)
         members, problem = members_in(headers, size + BLOCK)
-        return grouped(members), partial(_read, file.handle, path, start), problem
+        return grouped(members), read_file, problem
     data = os.pread(file.handle, size, start)
     plain = plain_members(data) if len(data) == size else None
     if plain is None:
@@ -304,11 +329,12 @@ def _part(
     return grouped(members), lambda m: data[m.offset : m.offset + m.size], problem
 
 
-def _read(handle: int, path: object, start: int, member: Member) -> bytes:
+def _read(handle: int, path: object, start: int, policy: str, member: Member) -> bytes:
     try:
         data = os.pread(handle, member.size, start + member.offset)
     except OSError as error:
-        raise BadSample("missing shard", f"{path} ({error.strerror})") from error
+        bad = BadSample("missing shard", f"{path} ({error.strerror})")
+        raise given_up(bad, policy) from error
     if len(data) != member.size:
         raise BadSample("corrupt shard", f"{path}: cut off inside {member.name}")
     return data

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,15 @@ def prepare_environment() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(cores_of_rank())
+
+
+def allow_open_files() -> int:
+    """Let this process open as many files as the system permits; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**20 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def _take_slurm_ranks() -> None:
