@@ -264,7 +264,12 @@ class TryIt:
 def _said(text: str) -> str:
     if not (text or "").strip():
         raise EvaluationError("type a text first")
+    if len(text) > _LONGEST:  # the tokenizer takes 90 bytes a letter
+        raise EvaluationError(f"the text has {len(text):,} letters; at most {_LONGEST:,} are read")
     return text.strip()
+
+
+_LONGEST = 100_000
 
 
 def _at_most(image: Image.Image, least: int) -> Image.Image:

@@ -147,6 +147,7 @@ def test_mistakes_are_told_to_the_person(tried, folders, red):
         lambda: tried.search("  "),
         lambda: tried.ground(None, "a"),
         lambda: tried.match(red, ""),
+        lambda: tried.match(red, "a " * 50_001),
         lambda: tried.search(TEXT, top=0),
         lambda: tried.gallery.image(10_000),
         lambda: TryIt(folders["plain"]).search("a red circle"),
