@@ -29,6 +29,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
 from vlp.layers.blocks import pool_states
+from vlp.lock import FolderLock
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.canonical_correlation import (
@@ -37,7 +38,6 @@ from vlp.objectives.canonical_correlation import (
     PairMoments,
     mean_reciprocal_rank,
 )
-from vlp.process.lock import FolderLock
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.environment import advise, prepare_environment
 

@@ -388,7 +388,7 @@ TOWER = {
     [
         ({"text": {"layers": 10**7}}, "text.layers is more than the weights"),
         ({"image": {"image_size": 16 * 8192}}, "image.image_size makes more than 65,536 tokens"),
-        ({"image": {"image_size": 16 * 128}}, "does not fit"),
+        ({"image": {"image_size": 16 * 32}}, "does not fit"),
         ({"embed_dim": 10**9}, "does not fit"),
         ({"text": {"vocab_size": 2**31}}, "does not fit"),
         ({"text": {"architecture": TOWER | {"num_hidden_layers": 10**6}}}, "num_hidden_layers is"),

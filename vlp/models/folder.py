@@ -150,7 +150,7 @@ def from_pretrained(
     model = placed(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
     preprocess, side = Preprocessing.load(folder), model.config.image.image_size
-    if preprocess.image_size != side:
+    if preprocess.image_size > 8 * side:
         raise ConfigError(
             f"{folder}: prepares images of {preprocess.image_size} px for a model of {side} px"
         )
@@ -392,14 +392,19 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
         raise
     except Exception:  # of an encoding or a tower of others, which need not know such tensors
         return
-    for name, tensor in model.state_dict().items():
+    state, most = model.state_dict(), weights.stat().st_size
+    if sum(tensor.numel() for tensor in state.values()) > most:
+        raise ConfigError(
+            f"{weights} does not fit {file}: that has more weights than bytes are here"
+        )
+    for name, tensor in state.items():
         if name in there and list(tensor.shape) != there[name]:
             raise ConfigError(
                 f"{weights} does not fit {file}: {name} has the shape {there[name]}, not "
                 f"{list(tensor.shape)}"
             )
     tables = sum(buffer.nbytes for buffer in model.buffers())
-    if tables > _MOST_TABLES + 4 * weights.stat().st_size:
+    if tables > _MOST_TABLES + 4 * most:
         raise ConfigError(
             f"{file}: its position tables take {tables / 1e9:.0f} GB, far more than the weights"
         )

@@ -16,13 +16,13 @@ from launch.__main__ import main
 from launch.align import SHRINKAGES, WITHOUT_HELD_OUT, _HeldOut, align
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
+from vlp.lock import FolderLock
 from vlp.models.image_encoder import ImageEncoder
 from vlp.objectives.canonical_correlation import (
     CanonicalCorrelation,
     PairMoments,
     mean_reciprocal_rank,
 )
-from vlp.process.lock import FolderLock
 from vlp.training.config import PretrainConfig
 
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")

@@ -64,7 +64,7 @@ class LocalFolder(ShardLocation):
 
     folder: Path
 
-    def __init__(self, folder: Path, policy: str) -> None:
+    def __init__(self, folder: Path, policy: str = "fail") -> None:
         self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> OpenShard:
