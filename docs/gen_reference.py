@@ -35,17 +35,10 @@ RUN_CONFIGS = {
     "Vision-only training": "vlp.training.vision_config:VisionConfig",
     "Ablations": "evaluation.ablations.config:AblationConfig",
     "Evaluation of several models": "evaluation.suite.suite:SuiteConfig",
-    "Stored tables": "evaluation.ablations.stored_tables:StoredTablesConfig",
+    "Results that are run again": "evaluation.ablations.config:ResultsConfig",
 }
 
 ABLATIONS = ROOT / "configs" / "ablation" / "results"
-
-PLOT = """\
-![Paired differences from each table's reference](NAME.svg)
-
-*Paired differences from each table's reference with 95 % intervals over seeds, those of two seeds
-cut off at the edge; a filled dot has p < 0.05 after Holm's correction.*
-"""
 
 _pages: dict[str, str] = {}
 
@@ -68,8 +61,7 @@ def on_config(config: Any) -> Any:
         if "Reference" in entry:
             entry["Reference"] = nav
         if "Results" in entry:
-            tables = sorted(path for path in ablations if path.endswith(".md"))
-            entry["Results"].append({"Ablation tables": tables})
+            entry["Results"].append({"Ablation tables": sorted(ablations)})
     return config
 
 
@@ -110,25 +102,31 @@ def _package_of(path: str) -> str:
 
 
 def _ablation_pages() -> dict[str, str]:
-    """Return findings, a drawing of the tests and the tables of each ablation.
+    """Return findings and the tables of each ablation with stored figures.
 
     They have no links to files outside the site.
     """
-    from evaluation.ablations.plots import draw_differences
-    from evaluation.ablations.stored_tables import paired_tests, stored_tables
+    from evaluation.ablations.config import AblationConfig, ResultsConfig
+    from evaluation.ablations.tables import lay_out, read_figures
+    from vlp.config import load_config
 
     link = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)[^)]*\)")
     pages = {}
-    for name, table in sorted(stored_tables().items()):
-        if table.results():
-            file = ABLATIONS / f"{name}.md"
+    for name, result in load_config(ABLATIONS / "tables.yaml", ResultsConfig).tables.items():
+        figures, file = ABLATIONS / f"{name}.csv", ABLATIONS / f"{name}.md"
+        if result.ablation is not None and figures.is_file():
             said = file.read_text("utf-8") if file.is_file() else f"# {name}\n"
-            parts = [link.sub(r"\1", said), table.markdown()]
-            if tests := paired_tests(table.config(), table.results()):
-                parts.insert(1, PLOT.replace("NAME", name))
-                pages[f"results/ablation/{name}.svg"] = draw_differences(tests)
-            pages[f"results/ablation/{name}.md"] = "\n".join(parts)
-    return pages
+            source = ABLATIONS.parent / result.ablation
+            config, frame = (
+                load_config(source, AblationConfig, result.overrides),
+                read_figures(figures),
+            )
+            again = f"{result.about} Again: `vlp reproduce {name}`."
+            tables = [lay_out(table, frame).markdown() for table in config.tables]
+            pages[f"results/ablation/{name}.md"] = "\n\n".join(
+                [link.sub(r"\1", said), again, *tables]
+            )
+    return dict(sorted(pages.items()))
 
 
 # --- Configuration -------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
 from evaluation.commands import (
+    ablations,
     measure,
     plans,
     positions,
     predictions,
     reports,
-    reproduction,
 )
 from launch import commands as launching
 from launch.info import info
@@ -71,7 +71,7 @@ _add(MODELS, launching.align, launching.convert_albef)
 _add(MODELS, launching.export, info)
 app.add_typer(plans.app)
 app.add_typer(positions.app)
-app.add_typer(reproduction.app)
+app.add_typer(ablations.app)
 
 
 def commands() -> TyperGroup:

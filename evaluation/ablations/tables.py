@@ -1,292 +1,220 @@
-"""Tables of an ablation: mean and deviation over seeds, paired tests, the paper's figures."""
+"""Tables of an ablation: means over seeds, paired t-tests with Holm's correction, drawings."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from evaluation.ablations.config import AblationConfig, RowConfig, TableConfig
-from evaluation.ablations.layouts import SCORERS, SPREAD, SWAPS, Layout, layout_of
-from evaluation.ablations.plots import draw_curves, draw_means
-from evaluation.ablations.runs import Results, write_csv
-from evaluation.ablations.seed_tests import (
-    Difference,
-    detectable,
-    difference,
-    holm,
-    mean_and_deviation,
-)
-from evaluation.latex import latex
 from evaluation.results import Table
-from vlp.io import write_json
+from vlp.config import ConfigError
+
+try:
+    import pandas as pd
+except ImportError as error:
+    raise ConfigError(f"ablations need pandas ({error}): pip install 'vlp[evaluation]'") from error
+
+NOTES = (
+    "Mean ± standard deviation over seeds. A difference without a name is that of the first "
+    "column; differences are paired by seed, in brackets their 95 % interval (Student's t), p by a "
+    "two-sided t-test, Holm: p corrected for all {tests} tests of this table."
+)
 
 
-def report(
-    config: AblationConfig,
-    results: Results,
-    runs: Mapping[str, Sequence[Path]] = MappingProxyType({}),
-) -> str:
-    """Return gates and tables as text, and write them and their drawings into `output`.
+def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataFrame:
+    """Return a line for each run, by `variant` and `seed`, and a column for each figure."""
+    index = pd.MultiIndex.from_tuples(list(results), names=["variant", "seed"])
+    frame = pd.DataFrame(list(results.values()), index=index if len(results) else None)
+    return frame.sort_index().sort_index(axis=1)
 
-    `report.md`, `report.tex` (booktabs) and `report.json` hold the tables, `figures.csv` every
-    figure of every run, `figures.png` means with intervals, `curves.png` the trainings.
 
-    Args:
-        config: the ablation.
-        results: of the finished runs.
-        runs: their folders by variant, for the curves.
+def read_figures(file: Path) -> pd.DataFrame:
+    """Read a CSV of figures, as `report` writes it."""
+    return pd.read_csv(file, index_col=["variant", "seed"], dtype={"variant": str})
+
+
+def report(config: AblationConfig, figures: pd.DataFrame) -> str:
+    """Return all tables as text, and write them into `output`.
+
+    `report.md` and `report.tex` (booktabs) hold the tables, `figures.csv` every figure of every
+    run, `tests.csv` the tests, `figures.png` means with intervals.
     """
-    passed, compared = gates(config, results), compare_rows(config, results)
-    drawn = [_table(each) for each in compared]
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    markdown = "\n\n".join([*passed, *(table.markdown() for table in drawn)])
-    (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.tex").write_text(latex(drawn), encoding="utf-8")
-    stored = [each.to_json() for each in compared]
-    write_json(folder / "report.json", stored, indent=1, allow_nan=False)
-    write_csv(folder / "figures.csv", results)
-    if results:
-        draw_means(folder / "figures.png", [(each.table, each.values) for each in compared])
-        draw_curves(folder / "curves.png", runs)
-    return "\n\n".join([*passed, *(table.text() for table in drawn)])
-
-
-def smallest_difference(config: AblationConfig) -> str:
-    """Say which difference this budget can find, before anything is run."""
-    deviation = config.expected_deviation
-    decimals = max((table.decimals for table in config.tables), default=1)
-    counts = Counter(Counter(name for name, _ in config.runs()).values())
-    variants = ", ".join(
-        f"{number} variants with {seeds} seeds" for seeds, number in counts.items()
+    tables = [lay_out(table, figures) for table in config.tables]
+    (folder / "report.md").write_text("\n\n".join(t.markdown() for t in tables), "utf-8")
+    (folder / "report.tex").write_text("\n".join(map(latex, tables)), "utf-8")
+    figures.to_csv(folder / "figures.csv")
+    pd.concat([paired_tests(table, figures) for table in config.tables]).to_csv(
+        folder / "tests.csv", index=False
     )
-    least = " or ".join(f"{detectable(deviation, seeds):.{decimals}f}" for seeds in counts)
-    return (
-        f"{variants} each. If differences vary by {deviation:g} points from seed to seed, {least} "
-        "points are the smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such "
-        "comparisons."
-    )
+    if len(figures):
+        draw_means(folder / "figures.png", config.tables, figures)
+    return "\n\n".join(table.text() for table in tables)
 
 
-def gates(config: AblationConfig, results: Results) -> list[str]:
-    """Say in a line for each gate whether the split separates its variants."""
+def values_of(
+    figures: pd.DataFrame, variant: str, names: Sequence[str], view: str = "image"
+) -> pd.Series:
+    """Return the mean of some figures by seed, where a run has them all."""
+    names = [name.format(view=view) for name in names]
+    own = figures[figures.index.get_level_values("variant") == variant] if len(figures) else figures
+    chosen = own.reindex(columns=names).dropna().astype(float)
+    values = chosen.mean(axis=1)
+    return values.droplevel("variant") if len(values) else pd.Series(dtype=float)
+
+
+def paired_tests(table: TableConfig, figures: pd.DataFrame) -> pd.DataFrame:
+    """Compare each row with the table's reference over the seeds that both have.
+
+    Returns:
+        A line for each row and tested figure with two seeds or more: `mean`, `deviation`, `low` and
+        `high` (the 95 % interval) of the differences, `p` of the paired t-test, `holm`.
+    """
     lines = []
-    for gate in config.gates:
-        found = swaps_difference(results, gate.variant, gate.reference, config.scorer)
-        passed = found.mean > 0 and found.p < gate.p
-        verdict = "separates" if passed else "does NOT separate"
-        lines.append(f"The split {verdict} {gate.variant} from {gate.reference}: {found} points.")
-    return lines
+    for row in table.rows:
+        for head, names in _tested(table).items():
+            if not _has_view(row, names) or (
+                row.view == "image" and row.variant == table.reference
+            ):
+                continue
+            own = values_of(figures, row.variant, names, row.view)
+            gap = (own - values_of(figures, table.reference, names)).dropna()
+            if len(gap) > 1:
+                labels = {"table": table.title, "row": row.label, "figure": head}
+                lines.append({**labels, "reference": table.reference, **difference(gap)})
+    columns = ["table", "row", "figure", "reference", "seeds", "mean", "deviation", "low", "high"]
+    found = pd.DataFrame(lines, columns=[*columns, "p"])
+    return found.assign(holm=holm(found["p"].tolist()))
 
 
-def _compare(
-    results: Results, variant: str, reference: str, own: Sequence[str], figures: Sequence[str]
-) -> Difference:
-    """Compare the mean of some figures over the seeds that both have.
+def difference(gap: Sequence[float]) -> dict[str, float]:
+    """Test differences of two seeds or more against 0, by a two-sided t-test."""
+    gaps = np.asarray(gap, dtype=float)
+    mean, deviation = float(gaps.mean()), float(gaps.std(ddof=1))
+    # The test has no answer where all differences are equal.
+    p = float(mean == 0) if deviation == 0 else float(stats.ttest_1samp(gaps, 0).pvalue)
+    half = half_interval(gaps.tolist())
+    ends = {"low": mean - half, "high": mean + half}
+    return {"seeds": len(gaps), "mean": mean, "deviation": deviation, **ends, "p": p}
 
-    Args:
-        results: of all runs.
-        variant: what is compared.
-        reference: what it is compared with.
-        own: names of the variant's figures.
-        figures: names of the reference's, in the same order.
+
+def half_interval(values: Sequence[float]) -> float:
+    """Return half the 95 % interval of a mean by Student's t; 0 of a single value."""
+    if len(values) < 2:
+        return 0.0
+    deviation = float(np.std(values, ddof=1))
+    return float(stats.t.ppf(0.975, len(values) - 1)) * deviation / math.sqrt(len(values))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjust p values of one family of tests by Holm's step-down method.
+
+    The i-th smallest of m is multiplied by m - i + 1, is at least the one before it, and at most 1
+    (Holm, A simple sequentially rejective multiple test procedure, 1979).
     """
-    values, others = _values(results, variant, own), _values(results, reference, figures)
-    both = sorted(values.keys() & others.keys())
-    return difference([values[seed] for seed in both], [others[seed] for seed in both])
+    values = np.asarray(p, dtype=float)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty_like(values)
+    factors = np.arange(len(values), 0, -1)
+    adjusted[order] = np.minimum(1, np.maximum.accumulate(factors * values[order]))
+    return [float(each) for each in adjusted]
 
 
-def swaps_difference(results: Results, variant: str, reference: str, scorer: str) -> Difference:
-    """Compare two variants by the figure that gates look at."""
-    figure = SWAPS.format(view="image", scorer=scorer)
-    return _compare(results, variant, reference, [figure], [figure])
+def lay_out(table: TableConfig, figures: pd.DataFrame) -> Table:
+    """Lay out means, differences from the reference, and the paper's figures."""
+    tests = paired_tests(table, figures)
+    known = tests.set_index(["row", "figure"])
+    tested = _tested(table)
+    rows: list[list[str]] = []
+    for row in table.rows:
+        cells = [row.label]
+        for name in table.figures.values():
+            own = values_of(figures, row.variant, [name], row.view)
+            cells.append(_mean(own, table.decimals) if _has_view(row, [name]) else "")
+        for head, names in tested.items():
+            if (row.label, head) in known.index:
+                cells.append(_difference_text(known.loc[(row.label, head)], table.decimals))
+            else:
+                plain = row.view == "image" and row.variant == table.reference
+                cells.append("" if plain or not _has_view(row, names) else "–")
+        cells.append(str(_seeds(figures, row.variant)))
+        cells += [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
+        rows.append(cells)
+    named = {head: "" if head == next(iter(table.figures)) else head for head in tested}
+    heads = [f"{name} − {table.reference}".strip() for name in named.values()]
+    columns = ["", *table.figures, *heads, "seeds", *(f"paper: {each}" for each in table.paper)]
+    return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
 
 
-def _values(results: Results, variant: str, figures: Sequence[str]) -> dict[int, float]:
-    """Return the mean of some figures by seed, where a run has them all.
-
-    Some evaluations leave figures out, such as METEOR without Java.
-    """
-    return {
-        seed: float(np.mean([result["figures"][each] for each in figures]))
-        for (name, seed), result in sorted(results.items())
-        if name == variant and all(each in result["figures"] for each in figures)
-    }
+def latex(table: Table) -> str:
+    """Return a floating table with the rules of booktabs."""
+    frame = pd.DataFrame(table.rows, columns=table.head)
+    text = frame.to_latex(index=False, escape=True, caption=table.title, position="htb")
+    for sign, command in (("→", r"$\rightarrow$"), ("−", "$-$"), ("±", r"$\pm$"), ("–", "--")):
+        text = text.replace(sign, command)
+    return str(text)
 
 
-def tables(config: AblationConfig, results: Results) -> list[Table]:
-    """Lay out every table as the paper does."""
-    return [_table(compared) for compared in compare_rows(config, results)]
+def draw_means(file: Path, tables: Sequence[TableConfig], figures: pd.DataFrame) -> None:
+    """Draw the first column of each table: a dot for each seed, the mean and its 95 % interval."""
+    from matplotlib.figure import Figure
+
+    heights = [0.4 * len(table.rows) + 1.2 for table in tables]
+    drawing = Figure(figsize=(7, sum(heights)), layout="constrained")
+    panels = drawing.subplots(len(tables), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, table in zip(panels, tables):
+        head, name = next(iter(table.figures.items()))
+        for height, row in enumerate(table.rows):
+            if not _has_view(row, [name]):
+                continue
+            values = values_of(figures, row.variant, [name], row.view)
+            axes.plot(values, [height] * len(values), "o", color="tab:blue", alpha=0.4)
+            if len(values):
+                half = half_interval(values.tolist())
+                axes.errorbar(values.mean(), height, xerr=half, fmt="|", color="black", capsize=4)
+        axes.set_yticks(range(len(table.rows)), [row.label for row in table.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{head} (mean, 95 % interval over seeds)")
+        axes.set_title(table.title, fontsize="medium", wrap=True)
+        axes.grid(axis="x", alpha=0.3)
+    drawing.savefig(file, dpi=120)
 
 
-class Compared(NamedTuple):
-    """Rows of a table with their figures, not laid out yet.
-
-    columns: figures by heading, `{view}` open. differences: of each row, by heading; None where a
-    row has none. values: of each row, those of the seeds that have the figure, by heading; None
-    where a figure is not one of the row's view. cost: of each row, steps and seconds of training,
-    means over its runs, where they were stored.
-    """
-
-    table: TableConfig
-    layout: Layout
-    scorer: str
-    columns: Mapping[str, str]
-    differences: list[dict[str, Difference | None]]
-    values: list[dict[str, dict[int, float] | None]]
-    seeds: list[list[int]]
-    cost: list[tuple[float, float] | None]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures of every seed, the tests, and the cost, as plain JSON values."""
-        rows = [
-            {
-                "label": row.label,
-                "variant": row.variant,
-                "view": row.view,
-                "seeds": seeds,
-                "figures": {head: own for head, own in values.items() if own is not None},
-                "differences": {
-                    what or next(iter(self.columns)): found.to_json()
-                    for what, found in differences.items()
-                    if found is not None
-                },
-                "training": cost and {"steps": cost[0], "seconds": cost[1]},
-            }
-            for row, seeds, values, differences, cost in zip(
-                self.table.rows, self.seeds, self.values, self.differences, self.cost
-            )
-        ]
-        return {"title": self.table.title, "reference": self.table.reference, "rows": rows}
+def _tested(table: TableConfig) -> dict[str, Sequence[str]]:
+    head, name = next(iter(table.figures.items()))
+    return dict(table.tested) or {head: [name]}
 
 
-def compare_rows(config: AblationConfig, results: Results) -> list[Compared]:
-    """Collect every table's figures; all tests of a table are one family of Holm's correction."""
-    return [_compared(table, results, config.scorer) for table in config.tables]
+def _has_view(row: RowConfig, names: Sequence[str]) -> bool:
+    """Tell whether figures exist for what the row's model is shown."""
+    return row.view == "image" or all("{view}" in name for name in names)
 
 
-def _compared(table: TableConfig, results: Results, scorer: str) -> Compared:
-    layout = layout_of(table)
-    columns = layout.heads(results, scorer)
-    tested = {
-        what: [name.replace("{scorer}", scorer) for name in figures]
-        for what, figures in layout.tested.items()
-    }
-    differences = _with_holm(
-        [
-            {what: _difference(results, row, table, figures) for what, figures in tested.items()}
-            for row in table.rows
-        ]
-    )
-    values = [
-        {
-            head: None
-            if row.view != "image" and "{view}" not in name
-            else _values(results, row.variant, [name.format(view=row.view)])
-            for head, name in columns.items()
-        }
-        for row in table.rows
-    ]
-    seeds = [sorted(seed for name, seed in results if name == row.variant) for row in table.rows]
-    cost = [_cost(results, row.variant) for row in table.rows]
-    return Compared(table, layout, scorer, columns, differences, values, seeds, cost)
+def _seeds(figures: pd.DataFrame, variant: str) -> int:
+    return int((figures.index.get_level_values("variant") == variant).sum()) if len(figures) else 0
 
 
-def _with_holm(rows: list[dict[str, Difference | None]]) -> list[dict[str, Difference | None]]:
-    """Adjust the p of all differences together."""
-    tested = [
-        (number, what)
-        for number, row in enumerate(rows)
-        for what, found in row.items()
-        if found is not None and found.seeds > 1
-    ]
-    raw = [found.p for number, what in tested if (found := rows[number][what]) is not None]
-    adjusted = dict(zip(tested, holm(raw)))
-    return [
-        {
-            what: found and found._replace(adjusted=adjusted.get((number, what)))
-            for what, found in row.items()
-        }
-        for number, row in enumerate(rows)
-    ]
+def _mean(values: pd.Series, decimals: int) -> str:
+    """Return `71.0 ± 1.2`, or a dash where there is nothing."""
+    if not len(values):
+        return "–"
+    spread = f" ± {values.std(ddof=1):.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{decimals}f}{spread}"
 
 
-def _cost(results: Results, variant: str) -> tuple[float, float] | None:
-    """Return mean steps and seconds of training of a variant's runs."""
-    known = [
-        r["training"] for (name, _), r in results.items() if name == variant and "training" in r
-    ]
-    if not known:
-        return None
-    steps, seconds = (float(np.mean([one[key] for one in known])) for key in ("steps", "seconds"))
-    return steps, seconds
+def _difference_text(found: Any, decimals: int) -> str:
+    """Return `+3.1 [0.1, 6.1], p 0.041, Holm 0.082`."""
+    mean, low, high = (f"{found[key]:.{decimals}f}" for key in ("mean", "low", "high"))
+    sign = "" if mean.startswith("-") else "+"
+    p, adjusted = (_p(found[key]) for key in ("p", "holm"))
+    return f"{sign}{mean} [{low}, {high}], p {p}, Holm {adjusted}"
 
 
-def _table(compared: Compared) -> Table:
-    table, layout = compared.table, compared.layout
-    costly = any(compared.cost)
-    tested = list(layout.tested)
-    head = ["", *compared.columns, *(f"{what} − {table.reference}".strip() for what in tested)]
-    head += ["seeds", *(["steps", "minutes"] if costly else [])]
-    head += [f"paper: {p}" for p in table.paper]
-    rows = [_row(compared, number, costly) for number in range(len(table.rows))]
-    differences = [
-        found
-        for row, own in zip(table.rows, compared.differences)
-        if row.view == "image" and (found := own[tested[0]]) is not None and found.seeds > 1
-    ]
-    notes = [layout.note.format(scorer=SCORERS[compared.scorer])]
-    tests = sum(f is not None and f.seeds > 1 for own in compared.differences for f in own.values())
-    if tests:
-        notes.append(
-            f"Holm: p corrected for all {tests} tests of this table; d: Cohen's d_z, the mean "
-            "difference in its standard deviations, with its 95 % interval."
-        )
-    if costly:
-        notes.append("Steps and minutes: of training alone, mean over seeds.")
-    if differences:
-        seeds = min(found.seeds for found in differences)
-        typical = float(np.sqrt(np.mean([found.deviation**2 for found in differences])))
-        least = detectable(typical, seeds)
-        notes.append(
-            layout.detectable.format(
-                first=tested[0],
-                typical=f"{typical:.{table.decimals}f}",
-                least=f"{least:.{table.decimals}f}",
-                seeds=seeds,
-            )
-        )
-    return Table(table.title, head, rows, notes)
-
-
-def _difference(
-    results: Results, row: RowConfig, table: TableConfig, figures: Sequence[str]
-) -> Difference | None:
-    """Compare a row with the reference's images, if it is another row that has the figures."""
-    imaged, seen = row.view == "image", all("{view}" in name for name in figures)
-    if (imaged and row.variant == table.reference) or not (imaged or seen):
-        return None
-    own, plain = ([name.format(view=v) for name in figures] for v in (row.view, "image"))
-    return _compare(results, row.variant, table.reference, own, plain)
-
-
-def _row(compared: Compared, number: int, costly: bool) -> list[str]:
-    row, decimals = compared.table.rows[number], compared.table.decimals
-    cells = [row.label]
-    for head, values in compared.values[number].items():
-        digits = 2 if compared.columns[head] == SPREAD else decimals
-        own = None if values is None else np.array(list(values.values()))
-        cells.append("" if own is None else mean_and_deviation(own, digits))
-    for found in compared.differences[number].values():
-        cells.append("" if found is None else found.text(decimals))
-    cells.append(str(len(compared.seeds[number])))
-    if costly:
-        cost = compared.cost[number]
-        cells += ["–", "–"] if cost is None else [f"{cost[0]:.0f}", f"{cost[1] / 60:.1f}"]
-    paper = [f"{figure:g}" for figure in row.paper] or [""] * len(compared.table.paper)
-    return [*cells, *paper]
+def _p(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"

@@ -20,7 +20,7 @@ from evaluation.commands.options import (
     load_model,
     one_process,
 )
-from vlp.process.command_line import MODELS, START_HERE, Overrides, new_app, positive
+from vlp.process.command_line import MODELS, START_HERE, new_app, positive
 
 app = new_app()
 
@@ -261,62 +261,3 @@ def serve_app(
     tried = TryIt(model, shards or (), limit=limit, device=device)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
     serve(tried, host, port)
-
-
-@app.command(cls=EvaluationCommand)
-def ablate(
-    config: Annotated[Path, Option(metavar="FILE", help="variants, seeds and tables")],
-    report: Annotated[
-        bool, Option("--report", help="only print the tables of finished runs; train nothing")
-    ] = False,
-    only: Annotated[
-        str,
-        Option(
-            metavar="NAME,...",
-            help="train these variants now; the tables show all that are there",
-        ),
-    ] = "",
-    plan: Annotated[
-        bool, Option("--plan", help="only print what would be run, and how long")
-    ] = False,
-    budget: Annotated[
-        float | None,
-        Option(min=0, metavar="MINUTES", help="leave out the last runs that do not fit"),
-    ] = None,
-    minutes_a_run: Annotated[
-        float | None,
-        Option(min=0, metavar="MINUTES", help="estimate while no run is finished"),
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Train variants with several seeds; print tables.
-
-    A configuration of configs/ablation compares variants of the cross-modal encoder, of models
-    fine-tuned for a task (`fine_tuned`), or else vision models with other position encodings. The
-    plan is printed first: the time of each variant, and what --budget leaves out.
-    """
-    from evaluation.ablations.ablation import check, results, run_ablation, run_folders
-    from evaluation.ablations.budget import make_budget
-    from evaluation.ablations.config import AblationConfig
-    from evaluation.ablations.tables import report as report_tables
-    from evaluation.ablations.tables import smallest_difference
-    from vlp.config import config_file, load_config
-
-    one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
-    config = config_file(config)  # which the configurations of its trainings lie beside
-    ablation = load_config(config, AblationConfig, overrides or ())
-    print(smallest_difference(ablation))
-    names = tuple(only.split(",")) if only else ()
-    if plan:
-        check(ablation, config, names)
-    while not report:
-        runs = make_budget(ablation, results(ablation, config), names, minutes_a_run, budget)
-        print(f"\n{runs.text()}\n", flush=True)
-        if plan:
-            return
-        run_ablation(ablation, config, names, kept=runs.kept)
-        if budget is None or runs.known:
-            break  # else the first run has told how long they take
-    found, folders = results(ablation, config), run_folders(ablation, config)
-    print(report_tables(ablation, found, folders))
-    print(f"\nwritten to {ablation.output}: tables, figures, drawings")

@@ -87,6 +87,7 @@ def ranks_of_right(
     quiet: bool = True,
     bank: Collection | None = None,
     bank_temperature: float = BANK_TEMPERATURE,
+    both: bool = False,
 ) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Rank of each query's best right candidate, by (stage, direction).
 
@@ -100,6 +101,7 @@ def ranks_of_right(
         quiet: no bar.
         bank: other pairs, by whose queries similarities are normalised.
         bank_temperature: of that.
+        both: the stage `match` has the ranks by the cross-modal score alone, beside the sum's.
     """
     ranks = ranks or Ranks.current()
     positives: dict[Direction, NDArray[np.int64]] = {
@@ -127,6 +129,10 @@ def ranks_of_right(
         scores = _rerank_scores(encoded, collection, found, match_batch, ranks, quiet)
         for direction in DIRECTIONS:
             new = scores[direction]
+            if both:
+                all_ranks["match", direction] = reranked_ranks(
+                    found[direction], new, positives[direction]
+                )
             if temperature is not None:
                 new = new + found[direction].scores.astype(np.float64) / temperature
             all_ranks["rerank", direction] = reranked_ranks(
@@ -232,7 +238,7 @@ def query_rows(
     ]
 
 
-Stage = Literal["dual", "rerank"]
+Stage = Literal["dual", "rerank", "match"]
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 MEAN = "mean"
 
@@ -248,6 +254,7 @@ class RetrievalResult:
     normalised the similarities, at bank_temperature; bank_skipped: samples left out of it;
     bank_shared: evaluated images that are in it. temperature: re-ranking added its score to
     similarity / temperature; None: it added to none. match_trained: that score was ever trained.
+    both: the stage "match" is the re-ranking by the match score alone.
     """
 
     images: int
@@ -263,11 +270,14 @@ class RetrievalResult:
     bank_shared: int = 0
     temperature: float | None = None
     match_trained: bool = True
+    both: bool = False
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """`dual`, and `rerank` where pairs were re-ranked."""
-        return ("dual", "rerank") if self.rerank else ("dual",)
+        if not self.rerank:
+            return ("dual",)
+        return ("dual", "rerank", "match") if self.both else ("dual", "rerank")
 
     def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
         """Recall at k of one stage in one direction."""
@@ -303,7 +313,11 @@ class RetrievalResult:
     def table(self) -> Table:
         """Recall in percent with intervals, and chance, for the terminal or Markdown."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
-        labels = {"dual": "dual encoder", "rerank": f"re-ranked top {self.rerank}"}
+        labels = {
+            "dual": "dual encoder",
+            "rerank": f"re-ranked top {self.rerank}",
+            "match": f"top {self.rerank} by the match score alone",
+        }
         rows = []
         for direction in DIRECTIONS:
             for stage in self.stages:
@@ -357,7 +371,7 @@ def evaluate_retrieval(
     shards: Sequence[str | Path],
     *,
     rerank: int = 0,
-    rerank_by: Literal["sum", "match"] = "sum",
+    rerank_by: Literal["sum", "match", "both"] = "sum",
     temperature: float | None = None,
     limit: int | None = None,
     batch: int = 64,
@@ -375,7 +389,8 @@ def evaluate_retrieval(
     """Recall of a model on all pairs of some shards; the same for any number of ranks.
 
     Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
-    ("match", as ALBEF does). ITM is trained against negatives drawn in proportion to
+    ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the score alone as stage
+    `match`. ITM is trained against negatives drawn in proportion to
     exp(similarity / temperature), so its log-odds say what the similarity does not know yet, and
     the sum is the log-odds against all candidates. A match head that was never trained says
     nothing, and the result says so.
@@ -466,6 +481,7 @@ def evaluate_retrieval(
                 quiet,
                 queries,
                 bank_temperature,
+                both=rerank_by == "both",
             )
     return RetrievalResult(
         images=len(collection.image),
@@ -478,6 +494,7 @@ def evaluate_retrieval(
         bank_shared=shared,
         match_trained=loaded.model.match_is_trained,
         temperature=temperature if rerank else None,
+        both=rerank_by == "both",
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,
         predictions=[

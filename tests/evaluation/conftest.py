@@ -1,4 +1,4 @@
-"""A tiny generated corpus and a tiny untrained model on it."""
+"""A tiny generated corpus, a tiny untrained model on it, and a tiny ablation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 
 import vlp
 from vlp.data.image.transforms import Preprocessing
@@ -23,6 +26,7 @@ from vlp.objectives.mlm import MLMHead
 from vlp.training.config import PretrainConfig
 
 SCENES = 21
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +82,48 @@ def validated_pretraining(model_folder) -> Callable[..., PretrainConfig]:
         )
 
     return made
+
+
+@pytest.fixture
+def tiny_ablation(tmp_path):
+    """Write the smallest ablation that trains: two variants of a vision model on sixteen images."""
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    overrides = {
+        "task.model.options": tiny,
+        "task.data.train": str(tmp_path / "images"),
+        "task.data.test": str(tmp_path / "images"),
+        "task.data.image_size": 16,
+        "training.batch": 8,
+        "training.steps": 2,
+        "training.optimiser.warmup_steps": 0,
+    }
+    plain = {
+        "output": str(tmp_path / "out"),
+        "seeds": [0, 1],
+        "training": {
+            "config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml"),
+            "overrides": overrides,
+        },
+        "variants": {"none": {"overrides": {"task.model.positions": []}}, "ape": {}},
+        "tables": [
+            {
+                "title": "Table 1",
+                "figures": {"top-1": "top1", "loss": "loss"},
+                "paper": ["top-1"],
+                "reference": "none",
+                "rows": [
+                    {"label": "None", "variant": "none", "paper": [70.0]},
+                    {"label": "APE", "variant": "ape", "paper": [87.41]},
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    return file

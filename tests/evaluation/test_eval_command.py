@@ -62,8 +62,8 @@ def test_a_device_that_is_none_is_refused_at_once(capsys):
 def test_overrides_stand_anywhere(tmp_path, capsys):
     config = ROOT / "configs" / "ablation" / "cross_position.yaml"
     settings = ["seeds=[0,1]", "--config", str(config), f"output={tmp_path}", "--report", "jobs=1"]
-    assert main(["ablation", *settings]) == 0
-    assert "variants with 2 seeds each" in capsys.readouterr().out
+    assert main(["ablate", *settings]) == 0
+    assert "Tables 1 and 2: position embeddings" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists()
 
 

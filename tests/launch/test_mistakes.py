@@ -148,7 +148,7 @@ MISTAKES = [
     ("report run", "nothing to write: give --out FILE.html"),
     ("app --model nowhere", "nowhere|Gradio"),
     ("ablate --config nowhere.yaml", "nowhere.yaml: cannot read this configuration"),
-    ("reproduce nowhere", "unknown table 'nowhere'; there are"),
+    ("reproduce nowhere", "unknown result 'nowhere'; there are"),
     # Data.
     ("data indx scenes/train", "unknown command 'indx'; did you mean index?"),
     ("data index nowhere", "nowhere: there is no such folder of shards"),

@@ -1,8 +1,8 @@
 """Encodings in the last blocks of a pretrained ViT, whose first blocks are frozen.
 
 The frozen blocks are the same for all runs. So their outputs are computed once, in bfloat16, and
-stored in `OUTPUT/tokens.safetensors`; a run trains the last blocks, the norm, the head and the
-encoding from them. Every run of a seed begins with the same head and sees images in the same order.
+stored; a run trains the last blocks, the norm, the head and the encoding from them. Every run of a
+seed begins with the same head and sees images in the same order.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from pydantic import Field, PositiveInt
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -22,14 +23,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.ablations.config import FrozenConfig
-from evaluation.ablations.runs import LAUNCH, RESULT, Run, finished
 from evaluation.samples import evenly_spread
-from vlp.config import ConfigError, load_config
+from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled, some_of
 from vlp.data.stream.rng import make_rng
-from vlp.io import atomic_write, write_json
+from vlp.io import atomic_write
 from vlp.models.vision.backbone import BackboneConfig, create_backbone, create_encoding, on_tokens
 from vlp.positions import PositionEncoding
 from vlp.positions.carry_over import carry_over
@@ -38,10 +37,21 @@ from vlp.tasks.classification.task import ClassificationConfig
 from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
 from vlp.training.vision_config import VisionConfig
 
-TOKENS = "tokens.safetensors"
 BATCH = 50
 TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
 """Prefixes of the parameters that are trained."""
+
+
+class FrozenConfig(Config):
+    """Protocol for a pretrained ViT: which blocks are trained, and what they are tested on."""
+
+    blocks: int = Field(ge=1, description="the first so many stay as they are")
+    sizes: tuple[PositiveInt, ...] = Field(
+        min_length=1, description="of the test images, in pixels"
+    )
+    encoding_rate: float = Field(
+        1.0, gt=0, description="learning-rate multiplier of encodings, which start from nothing"
+    )
 
 
 class Tokens(NamedTuple):
@@ -124,48 +134,17 @@ class Tail(nn.Module):
         return other
 
 
-def train_frozen(
-    runs: Sequence[Run],
-    frozen: FrozenConfig,
-    limit: int | None,
-    output: Path,
-    say: Callable[[str], object] = print,
-) -> None:
-    """Do the runs that are not done yet, one after another, and write their results.
-
-    Args:
-        runs: of `plan`.
-        frozen: the protocol.
-        limit: test images, spread evenly; None is all.
-        output: folder of the ablation, where the frozen blocks' outputs are kept.
-        say: gets a line for each run.
-
-    Raises:
-        ConfigError: a configuration is none of a ViT's classification, or cannot be used.
-    """
-    todo = [run for run in runs if finished(run) is None]
-    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
-    for number, run in enumerate(todo, 1):
-        config = _config(run)
-        stored = stored_tokens(output / TOKENS, config, frozen, limit)
-        started = time.monotonic()
-        figures, training = fit(config, frozen, stored)
-        seconds = time.monotonic() - started
-        result = {"settings": run.settings, "figures": figures, "training": training}
-        write_json(run.folder / RESULT, {**result, "seconds": seconds}, indent=1)
-        say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
-
-
 def stored_tokens(
     file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
 ) -> Tokens:
     """Read the outputs of the frozen blocks, or compute and store them where they are of others.
 
     Raises:
-        ConfigError: model or images cannot be used.
+        ConfigError: model or images cannot be used, or the task is no classification.
     """
     task = config.task
-    assert isinstance(task, ClassificationConfig)
+    if not isinstance(task, ClassificationConfig):
+        raise ConfigError(f"frozen: task.kind is {task.kind}, and only classification fits")
     model = task.model.model_copy(update={"positions": ()})
     data = task.data.model_dump(mode="json", exclude={"augment", "workers"})
     precision = config.training.precision
@@ -194,9 +173,7 @@ def stored_tokens(
     return Tokens(found, labels, classes)
 
 
-def fit(
-    config: VisionConfig, frozen: FrozenConfig, stored: Tokens
-) -> tuple[dict[str, float], dict[str, float]]:
+def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str, float]:
     """Train one run and test it at each size.
 
     Returns:
@@ -247,7 +224,8 @@ def fit(
     figures["ms"] = 1e3 * float(torch.tensor(cost).median())
     for size in frozen.sizes:
         figures |= _tested(tail, size, stored, half)
-    return figures, {"steps": len(batches), "seconds": seconds}
+    cost_of = {"training/steps": len(batches), "training/minutes": seconds / 60}
+    return figures | cost_of
 
 
 def _made(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
@@ -324,14 +302,6 @@ def _computed(
             tokens.append(frozen.forward_features(pixels).bfloat16())
         labels += [one.label for one in read]
     return torch.cat(tokens), torch.tensor(labels)
-
-
-def _config(run: Run) -> VisionConfig:
-    changes = [*run.changes(), f"output={json.dumps(str(run.folder))}"]
-    config = load_config(LAUNCH.parent / run.settings["config"], VisionConfig, changes)
-    if not isinstance(config.task, ClassificationConfig):
-        raise ConfigError(f"frozen: task.kind is {config.task.kind}, and only classification fits")
-    return config
 
 
 def _key(file: Path) -> str:

@@ -8,15 +8,16 @@ import pytest
 import torch
 import yaml
 
-from evaluation.ablations.ablation import plan, results, run_ablation
-from evaluation.ablations.config import AblationConfig, FrozenConfig
-from evaluation.ablations.frozen import TOKENS, Tail, fit, stored_tokens
-from evaluation.ablations.tables import report
+from evaluation.ablations.config import AblationConfig
+from evaluation.ablations.grid import run_ablation
+from evaluation.ablations.tables import report, to_frame
+from evaluation.vision.frozen import FrozenConfig, Tail, fit, stored_tokens
 from vlp.config import ConfigError, load_config
 from vlp.data.labelled_images import open_labelled
 from vlp.models.vision.backbone import create_backbone
 from vlp.training.vision_config import VisionConfig
 
+TOKENS = "tokens.safetensors"
 FROZEN = FrozenConfig(blocks=1, sizes=(8, 16, 24), encoding_rate=10)
 POSITIONS = {
     "none": [],
@@ -90,19 +91,20 @@ def test_runs_of_a_seed_differ_by_the_encoding_alone(file, tmp_path):
         tails[name] = Tail(training(file, name).task, 1, 2).state_dict()
     for name, value in tails["none"].items():
         assert torch.equal(value, tails["irpe"][name])
-    figures, cost = fit(training(file, "irpe"), FROZEN, tokens)
+    figures = fit(training(file, "irpe"), FROZEN, tokens)
     assert figures["changed"] < 1e-3
     assert figures["parameters"] == 3 * 50 * 8 / 1e3
-    plain, _ = fit(training(file, "none"), FROZEN, tokens)
+    plain = fit(training(file, "none"), FROZEN, tokens)
     width, length = 16, 17
     # Projections of attention, an MLP of twice the width, queries by keys and weights by values.
     products = length * width * (4 * width + 2 * 2 * width) + 2 * length * length * width
     assert plain["macs"] == pytest.approx((products + 2 * width) / 1e6)
     assert figures["macs"] > plain["macs"]
-    assert cost["steps"] == 2
+    assert figures["training/steps"] == 2
     assert {"top1@8", "top1@16", "top1@24", "loss@24", "ms", "macs"} <= figures.keys()
-    same = fit(training(file, "irpe"), FROZEN, tokens)[0]
-    assert {**same, "ms": 0} == {**figures, "ms": 0}
+    same = fit(training(file, "irpe"), FROZEN, tokens)
+    times = {"ms": 0, "training/minutes": 0}
+    assert {**same, **times} == {**figures, **times}
 
 
 def test_tables_are_carried_over_to_other_grids(file):
@@ -122,14 +124,12 @@ def test_tables_are_carried_over_to_other_grids(file):
 def test_an_ablation_trains_the_last_blocks(file):
     config = load_config(file, AblationConfig, [])
     said = []
-    run_ablation(config, file, say=said.append)
+    found = run_ablation(config, file, say=said.append)
     assert said[0] == "8 runs, 0 of them done"
-    found = results(config, file)
     assert len(found) == 8
-    assert "top1@24" not in found["spread", 0]["figures"]
-    assert plan(config, file)[1][0].settings["frozen"]["blocks"] == 1
-    assert "none" in report(config, found)
-    run_ablation(config, file, say=said.append)
+    assert "top1@24" not in found["spread", 0]
+    assert "none" in report(config, to_frame(found))
+    assert run_ablation(config, file, say=said.append) == found
     assert said[-1] == "8 runs, 8 of them done"
-    with pytest.raises(ValueError, match="`frozen` is of vision models"):
+    with pytest.raises(ValueError, match="measured and frozen are different"):
         load_config(file, AblationConfig, ["measured={shards: [x]}"])

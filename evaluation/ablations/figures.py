@@ -1,0 +1,142 @@
+"""Evaluation of a finished run: figures by name, and the ranks of each query."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any, Literal
+
+from evaluation.ablations.config import AblationConfig, FineTunedConfig, MeasuredConfig
+from evaluation.ablations.grid import QUERIES
+from vlp.config import parse_yaml
+from vlp.io import parse_json
+from vlp.training.run_folder import read_log
+
+if TYPE_CHECKING:
+    from evaluation.retrieval.retrieval import RetrievalResult
+
+
+def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
+    """Evaluate a run's model, and write the ranks of its queries where it retrieves.
+
+    Args:
+        folder: of the run.
+        threads: of PyTorch.
+        config: the ablation.
+
+    Returns:
+        What `result.json` says: `evaluation` and `figures`, among them `training/steps` and
+        `training/minutes`.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    if config.scenes is not None:
+        figures = evaluate_scenes(folder, Path(config.scenes))
+    elif config.measured is not None:
+        figures = evaluate_images(folder, config.measured)
+    elif config.fine_tuned is not None:
+        figures = evaluate_fine_tuned(folder, config.fine_tuned)
+    else:
+        from evaluation.vision import evaluate_folder
+
+        figures = evaluate_folder(folder / "model", config.limit)
+    trained = parse_json((folder / "report.json").read_text(encoding="utf-8"))
+    cost = {"training/steps": trained["step"], "training/minutes": trained["seconds"] / 60}
+    return {"evaluation": config.evaluation(), "figures": {**figures, **cost}}
+
+
+def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
+    """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
+
+    All figures are percent, but the spread of paths, which is in patches and tokens.
+    """
+    import vlp
+    from evaluation.probes.pointing import evaluate_pointing
+    from evaluation.probes.winoground import evaluate_swaps
+    from evaluation.retrieval.retrieval import evaluate_retrieval
+
+    loaded = vlp.load(folder / "model")
+    figures: dict[str, float] = {}
+    views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
+    for view in views:
+        swaps = evaluate_swaps(loaded, [scenes / "swaps"], view=view, resamples=1)
+        for (scorer, kind, score), figure in swaps.figures.items():
+            figures[f"swaps/{view}/{scorer}/{kind}/{score}"] = 100 * figure.value
+    recall = evaluate_retrieval(loaded, [scenes / "val"], rerank=8, resamples=1)
+    write_queries(folder, recall)
+    for key, figure in recall.figures.items():
+        if key[2] == "R@1":
+            figures["/".join(key)] = 100 * figure.value
+    pointing = evaluate_pointing(loaded, [scenes / "val"], resamples=1)
+    for name, words in pointing.kinds.items():
+        figures[f"pointing/{name}"] = 100 * words.pointing.value
+        if words.anchors is not None:
+            figures[f"anchors/{name}"] = 100 * words.anchors.value
+    if pointing.paths is not None:
+        figures["paths/anchors"] = 100 * pointing.paths.anchors
+        figures["paths/reachable"] = 100 * pointing.paths.reachable
+        figures["paths/spread"] = pointing.paths.spread
+    return figures
+
+
+def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
+    """Evaluate recall of the dual encoder, `dual/...`, and re-ranked, and foils by kind.
+
+    Figures are percent, by similarity and match score `rerank/...`, by the match score alone
+    `match/...`; losses at the training's end, as `last_losses` has them, are beside them.
+    """
+    import vlp
+    from evaluation.probes.foils import evaluate_foils
+    from evaluation.retrieval.retrieval import evaluate_retrieval
+
+    loaded = vlp.load(folder / "model")
+    recall = evaluate_retrieval(
+        loaded, measured.shards, rerank=measured.rerank, rerank_by="both",
+        limit=measured.limit, features=measured.features or (), resamples=1,
+    )  # fmt: skip
+    write_queries(folder, recall)
+    figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
+    if measured.foils:
+        foils = evaluate_foils(loaded, measured.shards, limit=measured.foils, resamples=1)
+        for name, figure in foils.figures.items():
+            figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
+    return figures | last_losses(read_log(folder / "log.jsonl")[0])
+
+
+def last_losses(log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`."""
+    found: dict[str, list[float]] = {}
+    for row in log:
+        if row["step"] > 0.8 * log[-1]["step"]:
+            for name, value in row.items():
+                if name.startswith("loss/") and value is not None:  # None was not finite
+                    found.setdefault(f"training/{name.removeprefix('loss/')}", []).append(value)
+    return {name: mean(values) for name, values in found.items()}
+
+
+def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, float]:
+    """Evaluate a fine-tuned model by its task's own figures, in percent."""
+    from evaluation.downstream.registry import get_evaluation
+
+    trained = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    result = get_evaluation(trained["task"]["kind"]).evaluate_folder(
+        folder / "model", fine_tuned.shards, limit=fine_tuned.limit, resamples=1
+    )
+    return {
+        name if isinstance(name, str) else "/".join(name): 100 * figure.value
+        for name, figure in result.figures.items()
+    }
+
+
+def write_queries(folder: Path, recall: RetrievalResult) -> None:
+    """Write a row for each query: its image, its caption's number, and its rank in each ranking.
+
+    Ranks are those of the first right answer, from 1; a bootstrap over images and seeds reads them.
+    """
+    from evaluation.ablations.tables import pd
+
+    rows = [{**query, **query["ranks"]} for query in recall.predictions]
+    columns = ["direction", "image", "caption", *recall.stages]
+    pd.DataFrame(rows, columns=columns).to_csv(folder / QUERIES, index=False)

@@ -1,0 +1,255 @@
+"""Runs of an ablation: each variant trained with each seed by `vlp train` or `vlp finetune`.
+
+A finished run is never done again, one that was stopped goes on from its checkpoint, and one that
+was evaluated otherwise is evaluated again without training. OUTPUT/VARIANT/SEED is the folder of
+the training; `result.json` in it holds its figures, `queries.csv` the ranks of each query.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.executor import Executor, go_on
+from evaluation.ablations.config import AblationConfig
+from evaluation.vision.frozen import FrozenConfig, fit, stored_tokens
+from vlp.config import ConfigError, load_config, parse_yaml, read_values, save_config
+from vlp.io import parse_json, write_json
+from vlp.signals import end_with_parent
+from vlp.training.config import PretrainConfig, RunConfig
+from vlp.training.config_differences import compare
+from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.vision_config import VisionConfig
+
+VLP = (sys.executable, "-m", "launch")
+RESULT, QUERIES = "result.json", "queries.csv"
+_WATCH_SECONDS = 0.2
+
+Results = dict[tuple[str, int], dict[str, float]]
+"""Figures by variant and seed."""
+
+Evaluate = Callable[[Path, int], dict[str, Any]]
+"""Evaluates the run of a folder with a number of threads; returns what `result.json` says."""
+
+
+class Run(NamedTuple):
+    """One training: its name `VARIANT/SEED`, its folder, and its command, which resumes it, too.
+
+    config, changes: what the command reads, by the class `schema`.
+    """
+
+    name: str
+    folder: Path
+    command: Sequence[str]
+    config: Path = Path()
+    changes: Sequence[str] = ()
+    schema: type[RunConfig] = PretrainConfig
+
+    @property
+    def variant(self) -> str:
+        """Return the name without the seed."""
+        return self.name.rpartition("/")[0]
+
+    def read(self) -> RunConfig:
+        """Read the configuration that the command trains with."""
+        return load_config(self.config, self.schema, self.changes, "its overrides")
+
+    def result(self, evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the stored result; None where there is none, or one of another evaluation."""
+        file = self.folder / RESULT
+        stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return stored if stored and evaluation in (None, stored["evaluation"]) else None
+
+
+def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
+    """List all runs: variants with the most seeds first, each seed by seed.
+
+    A grid that was stopped then has whole seeds to compare.
+
+    Args:
+        config: the ablation.
+        source: its file, which the training configuration is relative to.
+        only: these variants; none means all.
+
+    Raises:
+        ConfigError: `only` names an unknown variant, or the training configuration is missing.
+    """
+    if unknown := sorted(set(only) - set(config.variants)):
+        known = ", ".join(config.variants)
+        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
+    seeds = {n: config.seeds[: v.seeds] for n, v in config.variants.items() if n in (only or [n])}
+    order = [(-len(own), row, name) for name, own in seeds.items() for row in range(len(own))]
+    file = source.parent / config.training.config
+    task = read_values(file)[0].get("task")
+    schema: type[RunConfig] = PretrainConfig if task is None else VisionConfig
+    words = ["train"]
+    if config.fine_tuned is not None:
+        schema, words = FinetuneConfig, ["finetune", task["kind"] if task else ""]
+    runs = []
+    for _, row, name in sorted(order, key=lambda each: each[:2]):
+        seed = seeds[name][row]
+        folder = Path(config.output) / name / str(seed)
+        overrides = {**config.training.overrides, **config.variants[name].overrides}
+        overrides |= {"training.seed": seed, "output": str(folder)}
+        changes = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        command = [*VLP, *words, "--config", str(file), "--ranks", "1", "--resume", *changes]
+        runs.append(Run(f"{name}/{seed}", folder, command, file, changes, schema))
+    return runs
+
+
+def check(runs: Sequence[Run]) -> None:
+    """Read the settings of each variant, before one of them is trained.
+
+    Raises:
+        ConfigError: they are wrong, and whose, or a folder holds a run, finished or not, that
+            differs in more than keys that no training depends on.
+    """
+    for run in {run.variant: run for run in runs}.values():
+        try:
+            run.read()
+        except ConfigError as error:
+            raise ConfigError(f"variant {run.variant}: {error}") from error
+    for run in runs:
+        if (kept := run.folder / "config.yaml").is_file():
+            config = run.read()
+            saved = parse_yaml(kept.read_text(encoding="utf-8"))
+            found = compare(saved, config.model_dump(mode="json"), config)
+            if differences := found.fatal + found.tolerated:
+                raise ConfigError(
+                    f"{run.folder} holds a run of other settings ({differences[0]}): delete it, or "
+                    "change output"
+                )
+
+
+def results(config: AblationConfig, source: Path) -> Results:
+    """Return the figures of all finished runs."""
+    found = {
+        (run.variant, int(run.folder.name)): run.result(config.evaluation())
+        for run in plan(config, source)
+    }
+    return {key: result["figures"] for key, result in found.items() if result is not None}
+
+
+def run_ablation(
+    config: AblationConfig,
+    source: Path,
+    only: Sequence[str] = (),
+    say: Callable[[str], object] = print,
+) -> Results:
+    """Do whatever is still to be done; returns the figures of all finished runs.
+
+    Args:
+        config: the ablation.
+        source: its file, which the training configuration is relative to.
+        only: variants to train now; none means all.
+        say: gets a line for each command and run.
+
+    Raises:
+        ConfigError: settings are wrong, a folder holds a run of others, or a command failed (its
+            log is named).
+    """
+    from evaluation.ablations.figures import evaluate_run
+
+    runs = plan(config, source, only)
+    check(runs)
+    for number, step in enumerate(config.prepare):
+        if step.makes is None or not Path(step.makes).exists():
+            say(f"vlp {step.run}")
+            log = Path(config.output) / f"prepare-{number}.log"
+            run_logged([*VLP, *shlex.split(step.run)], log, os.cpu_count() or 1)
+    if config.frozen is not None:
+        _train_frozen(runs, config, config.frozen, say)
+    else:
+        evaluate = partial(evaluate_run, config=config)
+        do_runs(runs, config.jobs, evaluate, config.evaluation(), say)
+    return results(config, source)
+
+
+def do_runs(
+    runs: Sequence[Run],
+    jobs: int,
+    evaluate: Evaluate,
+    evaluation: dict[str, Any] | None = None,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Do the runs that have no result of this evaluation, `jobs` side by side.
+
+    Raises:
+        ConfigError: a training failed (its log is named).
+    """
+    todo = [run for run in runs if run.result(evaluation) is None]
+    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    # They share the cores.
+    work = partial(_work, evaluate=evaluate, threads=max(1, (os.cpu_count() or 1) // jobs))
+    done = Executor(jobs, fresh=True).map(work, todo, ordered=False)
+    for number, (name, seconds) in enumerate(done, 1):
+        say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
+
+
+def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
+    """Train and evaluate one run; returns its name and the seconds it took."""
+    go_on()
+    started = time.monotonic()
+    try:
+        if not (run.folder / "model").is_dir():
+            run_logged(run.command, run.folder.with_suffix(".log"), threads)
+        write_json(run.folder / RESULT, evaluate(run.folder, threads), indent=1)
+    except Exception as error:
+        error.add_note(f"This was {run.name}, in {run.folder}.")
+        raise
+    return run.name, time.monotonic() - started
+
+
+def _train_frozen(
+    runs: Sequence[Run], config: AblationConfig, frozen: FrozenConfig, say: Callable[[str], object]
+) -> None:
+    """Train and test runs that share stored tokens, one after another in this process."""
+    evaluation = config.evaluation()
+    todo = [run for run in runs if run.result(evaluation) is None]
+    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    for number, run in enumerate(todo, 1):
+        training = run.read()
+        if not isinstance(training, VisionConfig):
+            raise ConfigError(f"frozen: {run.config} is no training of a vision model")
+        file = Path(config.output) / "tokens.safetensors"
+        figures = fit(training, frozen, stored_tokens(file, training, frozen, config.limit))
+        save_config(training, run.folder / "config.yaml")
+        write_json(run.folder / RESULT, {"evaluation": evaluation, "figures": figures}, indent=1)
+        say(f"  {number}/{len(todo)} {run.name}")
+
+
+def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
+    """Run a command to its end; it is told to stop where nobody waits for it any more.
+
+    Raises:
+        ConfigError: it ended with another code than 0.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # It imports what this process does, installed or not.
+    path = os.pathsep.join(filter(None, sys.path))
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+        )
+    try:
+        while process.poll() is None:
+            go_on()
+            time.sleep(_WATCH_SECONDS)
+    finally:
+        process.terminate()  # a training ends with a checkpoint; nothing where it has ended
+        process.wait()
+    if process.returncode:
+        raise ConfigError(f"{log.stem} ended with code {process.returncode}; see {log}")

@@ -1,0 +1,230 @@
+"""Commands that train a grid of variants and seeds: `ablate`, `reproduce`, `positions compare`."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from evaluation.commands.options import EvaluationCommand, one_process
+from evaluation.commands.positions import Plugin, positions_app
+from vlp.process.command_line import Overrides, nearest, new_app, positive
+
+if TYPE_CHECKING:
+    from evaluation.ablations.config import AblationConfig
+
+app = new_app()
+RESULTS = Path("configs/ablation/results/tables.yaml")
+OWN, NONE = "own", "none"
+"""Rows beside those of encodings: the model with its own positions, and without any."""
+
+
+@app.command(cls=EvaluationCommand)
+def ablate(
+    config: Annotated[Path, Option(metavar="FILE", help="variants, seeds and tables")],
+    report: Annotated[
+        bool, Option("--report", help="only print the tables of finished runs; train nothing")
+    ] = False,
+    only: Annotated[
+        str,
+        Option(
+            metavar="NAME,...",
+            help="train these variants now; the tables show all that are there",
+        ),
+    ] = "",
+    plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Train variants of a model with several seeds, evaluate them, and print tables.
+
+    Finished runs are kept, so the same command goes on where it was stopped, and evaluates again
+    where only the evaluation changed.
+
+    \b
+      vlp ablate --config configs/ablation/cross_distance.yaml
+    """
+    from evaluation.ablations.config import AblationConfig
+    from vlp.config import config_file, load_config
+
+    config = config_file(config)  # which the configurations of its trainings lie beside
+    ablation = load_config(config, AblationConfig, overrides or ())
+    _run(ablation, config, only, plan=plan, report=report)
+
+
+@app.command(cls=EvaluationCommand)
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="of a result; without it: the list")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="of the runs (default runs/reproduce/NAME)")
+    ] = None,
+    seeds: Annotated[str, Option(metavar="N,...", help="instead of the result's")] = "",
+    only: Annotated[str, Option(metavar="NAME,...", help="train these variants alone")] = "",
+    plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,
+    overrides: Overrides = None,
+) -> int:
+    """Run a result of docs/results again, and print its stored tables and the new ones.
+
+    Finished runs in --out are kept, so an interrupted result continues.
+
+    \b
+      vlp reproduce fourier_widgets --seeds 0,1 --only embed,sine
+    """
+    from evaluation.ablations.config import AblationConfig, ResultsConfig
+    from evaluation.ablations.grid import VLP
+    from evaluation.ablations.tables import lay_out, read_figures
+    from vlp.config import config_file, load_config
+
+    registry = config_file(RESULTS)
+    known = load_config(registry, ResultsConfig).tables
+    if name is None:
+        print("\n".join(f"{each}: {result.about}" for each, result in known.items()))
+        return 0
+    if name not in known:
+        raise typer.BadParameter(f"unknown result {name!r}; {nearest(name, list(known))}")
+    result = known[name]
+    if result.ablation is None:
+        return subprocess.run([*VLP, *shlex.split(result.command)], check=False).returncode
+    source = registry.parent.parent / result.ablation
+    changes = [*result.overrides, f"output={out or f'runs/reproduce/{name}'}"]
+    changes += [f"seeds=[{seeds}]"] if seeds else []
+    config = load_config(source, AblationConfig, [*changes, *(overrides or ())])
+    if (stored := registry.parent / f"{name}.csv").is_file():
+        figures = read_figures(stored)
+        print("Stored:", *(lay_out(table, figures).text() for table in config.tables), sep="\n\n")
+    _run(config, source, only or ",".join(result.variants), plan=plan)
+    return 0
+
+
+@positions_app.command(cls=EvaluationCommand)
+def compare(
+    model: Annotated[str, Option(metavar="NAME", help="of timm, such as vit_small_patch16_224")],
+    encodings: Annotated[
+        str,
+        Option(
+            metavar="NAME,...",
+            help="of `vlp positions list`, as irpe-product:qk where it acts; none: no positions",
+        ),
+    ],
+    train: Annotated[str, Option(metavar="DIR", help="class folders of images, or a tar of them")],
+    test: Annotated[str, Option(metavar="DIR", help="the same, to evaluate on")],
+    out: Annotated[Path, Option(metavar="DIR", help="runs and report")] = Path("runs/compare"),
+    seeds: Annotated[str, Option(metavar="N,...", help="two or more")] = "0,1,2",
+    epochs: Annotated[int, Option(parser=positive, metavar="N", help="over the images")] = 10,
+    absolute: Annotated[
+        Literal["keep", "drop"],
+        Option(help="encodings stand beside the model's own positions, or replace them"),
+    ] = "drop",
+    reference: Annotated[
+        str, Option(metavar="NAME", help="what is compared with; own: the model as it is")
+    ] = OWN,
+    jobs: Annotated[int, Option(parser=positive, metavar="N", help="runs side by side")] = 1,
+    plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,
+    plugin: Plugin = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a timm model with each of several encodings, and compare them over seeds.
+
+    The report has means with intervals, differences to the reference with paired t-tests and Holm's
+    correction: report.md, report.tex, figures.csv, tests.csv and figures.png in --out. Runs that
+    are finished are kept, so the same command goes on where it stopped.
+
+    \b
+      vlp positions compare --model vit_small_patch16_224 --encodings rope-mixed,irpe-product:k \\
+          --train images/train --test images/test --epochs 30 task.data.image_size=112
+    """
+    import torch
+
+    from evaluation.ablations.config import AblationConfig
+    from evaluation.ablations.grid import check
+    from evaluation.ablations.grid import plan as plan_runs
+    from vlp.config import ConfigError, dump_yaml, load_config, load_plugins, parse_yaml
+    from vlp.io import write_text
+    from vlp.models.vision.backbone import create_backbone
+
+    load_plugins(plugin or ())
+    parts: dict[str, dict[str, Any]] = {}
+    for each in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
+        name, colon, roles = each.strip().partition(":")
+        own = {} if name in (OWN, NONE) else {"name": name, **({"roles": roles} if colon else {})}
+        parts[each.strip()] = own
+    shared: dict[str, Any] = {
+        "task.model.name": model,
+        "task.data.train": train,
+        "task.data.test": test,
+        "training.precision": "bf16" if torch.cuda.is_available() else "float32",
+        "training.epochs": epochs,
+    }
+    for override in overrides or ():
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r} is not an override; write key.sub=value")
+        shared[key] = parse_yaml(value)
+    values = {
+        "output": str(out),
+        "plugins": [str(Path(p).resolve()) if p.endswith(".py") else p for p in plugin or ()],
+        "seeds": parse_yaml(f"[{seeds}]"),
+        "jobs": jobs,
+        "training": {"config": "training.yaml", "overrides": shared},
+        "variants": {
+            name: {
+                "overrides": {
+                    "task.model.positions": [encoding] if encoding else [],
+                    "task.model.absolute": {OWN: "keep", NONE: "drop"}.get(name, absolute),
+                }
+            }
+            for name, encoding in parts.items()
+        },
+        "tables": [
+            {
+                "title": f"Position encodings in {model}",
+                "figures": {"top-1": "top1", "top-5": "top5", "loss": "loss"},
+                "reference": reference,
+                "decimals": 2,
+                "rows": [{"label": name, "variant": name} for name in parts],
+            }
+        ],
+    }
+    file = out / "comparison.yaml"
+    write_text(out / "training.yaml", "task: {kind: classification}\n")
+    write_text(file, f"# vlp ablate --config {file}\n{dump_yaml(values)}")
+    config = load_config(file, AblationConfig)
+    check(runs := plan_runs(config, file))
+    for run in {run.variant: run for run in runs}.values():
+        # An encoding that does not fit the model is found before anything is trained.
+        task: Any = run.read().task  # type: ignore[attr-defined]
+        untrained = task.model.model_copy(update={"pretrained": False})
+        create_backbone(untrained, num_classes=2, img_size=task.data.image_size)
+    _run(config, file, plan=plan)
+
+
+def _run(
+    config: AblationConfig,
+    source: Path,
+    only: str = "",
+    *,
+    plan: bool = False,
+    report: bool = False,
+) -> None:
+    """Run an ablation and print its tables; or print its plan, or the tables of finished runs."""
+    from evaluation.ablations.grid import check, results, run_ablation
+    from evaluation.ablations.grid import plan as plan_runs
+    from evaluation.ablations.tables import report as report_tables
+    from evaluation.ablations.tables import to_frame
+
+    one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
+    names = tuple(only.split(",")) if only else ()
+    if plan:
+        check(runs := plan_runs(config, source, names))
+        print(*(f"vlp {step.run}" for step in config.prepare), sep="\n")
+        print(*(run.name for run in runs if run.result(config.evaluation()) is None))
+        print(f"{len(runs)} runs, {config.jobs} side by side; above those to do")
+        return
+    found = results(config, source) if report else run_ablation(config, source, names)
+    print(report_tables(config, to_frame(found)))
+    print(f"\nwritten to {config.output}: tables, figures, drawings")

@@ -1,0 +1,341 @@
+"""Grids of runs: their plan, what is refused, and runs that are stopped, resumed, done once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from pair_shards import entailment_shards, tiny_folder
+
+from evaluation.ablations.config import AblationConfig
+from evaluation.ablations.grid import (
+    RESULT,
+    VLP,
+    Run,
+    check,
+    do_runs,
+    plan,
+    results,
+    run_ablation,
+)
+from evaluation.ablations.tables import report, to_frame
+from launch.__main__ import main
+from vlp.config import ConfigError, load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = sorted((ROOT / "configs" / "ablation").glob("*.yaml"))
+SOURCE = ROOT / "configs" / "ablation" / "x.yaml"
+TABLE = {
+    "title": "Table 1",
+    "figures": {"top-1": "top1"},
+    "paper": ["C10"],
+    "reference": "none",
+    "rows": [{"label": "None", "variant": "none"}],
+}
+PLAIN = {
+    "output": "runs/x",
+    "training": {
+        "config": "../vision/cifar10_vit_tiny.yaml",
+        "overrides": {"training.steps": 5},
+    },
+    "variants": {
+        "few": {"seeds": 2},
+        "none": {"overrides": {"training.steps": 3}},
+        "ape": {"overrides": {"task.model.absolute": "keep"}},
+    },
+    "tables": [TABLE],
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AblationConfig.model_validate(PLAIN | {"output": str(tmp_path / "out")})
+
+
+def test_main_rows_come_first_and_seed_by_seed(config):
+    runs = plan(config, SOURCE)
+    assert [run.name for run in runs] == [
+        *("none/0", "ape/0", "none/1", "ape/1", "none/2", "ape/2"), *("few/0", "few/1")
+    ]  # fmt: skip
+    assert runs[0].command[:4] == [*VLP, "train"]
+    assert {"training.steps=3", "training.seed=0"} <= set(runs[0].changes)
+    assert {"training.steps=5", 'task.model.absolute="keep"'} <= set(runs[1].changes)
+    assert set(runs[1].changes) < set(runs[1].command)
+    assert runs[0].read().training.steps == 3
+    assert [run.name for run in plan(config, SOURCE, ["ape"])] == ["ape/0", "ape/1", "ape/2"]
+    with pytest.raises(ConfigError, match="unknown variants rope; there are few, none, ape"):
+        run_ablation(config, SOURCE, ["rope"])
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_a_shipped_ablation_is_planned_and_so_are_the_commands_of_its_head(file):
+    lines = file.read_text().split("\noutput:")[0].split("\n")
+    text = "".join(line.removeprefix("#  ") for line in lines if line.startswith("#   "))
+    words = shlex.split(text.replace(" vlp ablate --config ", " ... ").replace("--plan", ""))
+    starts = [number for number, word in enumerate(words) if word == "..."]
+    assert words[starts[0] + 1] == f"configs/ablation/{file.name}"
+    ends = [*starts[1:], None]
+    for overrides in ([], *(words[a + 1 : b] for a, b in zip(starts[1:], ends[1:]))):
+        check(plan(load_config(file, AblationConfig, overrides), file))
+
+
+def test_a_shipped_ablation_is_planned_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["ablate", "--config", "configs/ablation/cross_position.yaml", "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("vlp data scenes --out shards/ablation ")
+    assert "170 runs, 2 side by side" in said
+
+
+def test_an_override_is_told_in_one_way():
+    file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
+    given = load_config(file, AblationConfig, ["training.overrides={training.steps: 9}"])
+    assert "training.steps=9" in plan(given, file)[0].changes
+    with pytest.raises(ConfigError, match=r"overrides='\{training.steps: ...\}' for the first"):
+        load_config(file, AblationConfig, ["training.overrides.training.steps=9"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tables": [{**TABLE, "reference": "rope"}]}, "unknown variants rope"),
+        (
+            {"tables": [{**TABLE, "rows": [{"label": "A", "variant": "ape", "paper": [1, 2]}]}]},
+            "A has 2 figures",
+        ),
+        ({"tables": [{**TABLE, "figures": {}}]}, "at least 1"),
+        ({"seeds": [0]}, "at least 2"),
+        ({"scenes": "x", "measured": {"shards": ["x"]}}, "scenes and measured are different"),
+    ],
+)
+def test_what_cannot_be_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        AblationConfig.model_validate(PLAIN | change)
+
+
+@pytest.mark.parametrize("flags", [[], ["--plan"]])
+def test_the_last_variants_mistake_is_named_before_the_first_is_trained(flags, tmp_path, capsys):
+    settings = PLAIN | {
+        "output": str(tmp_path / "out"),
+        "training": {"config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")},
+        "variants": PLAIN["variants"] | {"wrong": {"overrides": {"task.model.absolut": "keep"}}},
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    assert main(["ablate", "--config", str(file), *flags]) == 2
+    said = "variant wrong: its overrides: unknown key 'task.model.absolut'"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_training_is_refused_and_of_another_evaluation_not_done(config):
+    run = plan(config, SOURCE)[0]
+    run.folder.mkdir(parents=True)
+    kept = run.folder / "config.yaml"
+    same = run.read().model_dump(mode="json")
+    kept.write_text(yaml.safe_dump(same | {"output": "elsewhere"}))
+    check([run])
+    same["training"]["batch"] += 1
+    kept.write_text(yaml.safe_dump(same))
+    with pytest.raises(ConfigError, match=r"none/0 holds a run of other settings \(training.batch"):
+        check([run])
+    stored = {"evaluation": config.evaluation(), "figures": {"top1": 1.0}}
+    (run.folder / RESULT).write_text(json.dumps(stored))
+    assert results(config, SOURCE) == {("none", 0): {"top1": 1.0}}
+    assert results(config.model_copy(update={"limit": 9}), SOURCE) == {}
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tiny_ablation):
+    config = load_config(tiny_ablation, AblationConfig)
+    said: list[str] = []
+    done = run_ablation(config, tiny_ablation, ["none"], said.append)
+    assert said[0] == "2 runs, 0 of them done"
+    assert set(done) == {("none", 0), ("none", 1)}
+    assert 0 <= done["none", 0]["top1"] <= 100
+    assert done["none", 0]["training/steps"] == 2
+    folder = Path(config.output) / "none" / "1"
+    trained = (folder / "report.json").stat().st_mtime_ns
+    (folder / RESULT).unlink()
+    again = run_ablation(config, tiny_ablation, ["none"], said.append)
+    assert said[-2] == "2 runs, 1 of them done"
+    assert again == done
+    fewer = config.model_copy(update={"limit": 8})
+    assert results(fewer, tiny_ablation) == {}
+    assert set(run_ablation(fewer, tiny_ablation, ["none"], said.append)) == set(done)
+    assert (folder / "report.json").stat().st_mtime_ns == trained
+    assert "None" in report(config, to_frame(done))
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_variants_are_fine_tuned_and_have_their_tasks_figures(tmp_path):
+    overrides = {
+        "init_from": str(tiny_folder(tmp_path / "start")),
+        "task.data.train": [str(entailment_shards(tmp_path / "train", 16))],
+        "task.data.validation": [],
+        "task.data.canonical_streams": 1,
+        "training.batch": 8,
+        "training.steps": 2,
+        "training.precision": "float32",
+    }
+    table = {**TABLE, "figures": {"accuracy": "accuracy"}}
+    plain = {
+        "output": str(tmp_path / "out"),
+        "fine_tuned": {"shards": [str(entailment_shards(tmp_path / "val", 8))]},
+        "seeds": [0, 1],
+        "jobs": 1,
+        "training": {"config": str(ROOT / "configs/finetune/scenes_snli_ve.yaml")},
+        "variants": {"none": {"overrides": overrides}},
+        "tables": [table],
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    found = run_ablation(load_config(file, AblationConfig), file, say=lambda _: None)
+    assert set(found) == {("none", 0), ("none", 1)}
+    assert 0 <= found["none", 0]["accuracy"] <= 100
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
+    """Corpus, variants, figures, ranks of each query and tables, at the smallest size."""
+    scenes = tmp_path / "scenes"
+    overrides = {
+        "model.text.width": 16, "model.image.width": 16, "model.text.layers": 1,
+        "model.image.layers": 1, "model.cross.layers": 1, "model.image.image_size": 32,
+        "training.batch": 16, "training.steps": 3, "training.optimiser.warmup_steps": 1,
+        "objectives.itm.group": 8, "model.embed_dim": 16,
+        "data.sources": [{"path": str(scenes / "train")}],
+        "data.vocabulary": str(scenes / "vocabulary"),
+    }  # fmt: skip
+    sizes = "--train 64 --val 8 --swaps 8 --image-size 32"
+    plain = {
+        "output": str(tmp_path / "out"),
+        "prepare": [
+            {"run": f"data scenes --out {scenes} {sizes}"},
+            {
+                "run": f"data vocabulary --shards {scenes}/train --size 256 --out "
+                f"{scenes}/vocabulary",
+                "makes": str(scenes / "vocabulary"),
+            },
+        ],
+        "scenes": str(scenes),
+        "seeds": [0, 1],
+        "training": {
+            "config": str(ROOT / "configs/pretrain/scenes_tiny.yaml"),
+            "overrides": overrides,
+        },
+        "variants": {"none": {"overrides": {"model.cross.position": []}}, "ace": {}},
+        "tables": [{**TABLE, "figures": {"swaps": "swaps/{view}/words/all/pair"}}],
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    config, said = load_config(file, AblationConfig), []
+    found = run_ablation(config, file, say=said.append)
+    assert set(found) == {(name, seed) for name in ("none", "ace") for seed in (0, 1)}
+    assert "swaps/shuffled/words/all/pair" in found["none", 0]
+    assert (tmp_path / "out/ace/1/queries.csv").read_text().startswith("direction,image,caption,")
+    run_ablation(config, file, say=said.append)
+    assert said[-2:] == [f"vlp data scenes --out {scenes} {sizes}", "4 runs, 4 of them done"]
+
+
+TRAINING = """
+import os, sys, time
+os.makedirs(sys.argv[1], exist_ok=True)
+with open(os.path.join(sys.argv[1], "pids"), "w") as file:
+    print(os.getpid(), os.getppid(), file=file, flush=True)
+time.sleep(300)
+"""
+
+FAILING = """
+import os, sys, time
+other = os.path.join(os.path.dirname(sys.argv[1]), "1")
+if sys.argv[1].endswith("0"):  # fails when the one beside it has begun
+    while not os.path.exists(other):
+        time.sleep(0.05)
+    sys.exit(3)
+os.makedirs(sys.argv[1], exist_ok=True)
+time.sleep(300)
+"""
+
+GRID = """
+import sys
+from pathlib import Path
+from evaluation.ablations.grid import Run, do_runs
+
+if __name__ == "__main__":
+    out, script = Path(sys.argv[1]), sys.argv[2]
+    folders = [out / str(n) for n in range(3)]
+    do_runs([Run(f.name, f, [sys.executable, script, str(f)]) for f in folders], 1, dict)
+"""
+
+
+def _running(pid: int) -> bool:
+    """Not gone, and no zombie that nobody has asked after."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _until(what: str, holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
+)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_grid_that_is_killed_leaves_no_training(tmp_path: Path, how: int) -> None:
+    script, grid = tmp_path / "training.py", tmp_path / "grid.py"
+    script.write_text(TRAINING)
+    grid.write_text(GRID)
+    process = subprocess.Popen(
+        [sys.executable, str(grid), str(tmp_path / "runs"), str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        pids = tmp_path / "runs" / "0" / "pids"
+        _until(
+            "the first training starts", lambda: pids.is_file() and pids.read_text().endswith("\n")
+        )
+        started = [int(pid) for pid in pids.read_text().split()]
+        process.send_signal(how)
+        process.wait(60)
+        _until("training and worker end", lambda: not any(map(_running, started)), 30)
+        time.sleep(0.5)
+        assert not (tmp_path / "runs" / "1").exists(), "the next one in the queue was started"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.integration
+def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path: Path) -> None:
+    script, out = tmp_path / "training.py", tmp_path / "runs"
+    script.write_text(FAILING)
+    runs = [Run(f"run {n}", out / str(n), [sys.executable, str(script), str(out / str(n))])
+            for n in range(4)]  # fmt: skip
+    said: list[str] = []
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="0 ended with code 3; see ") as error:
+        do_runs(runs, 2, dict, say=said.append)
+    assert error.value.__notes__ == [f"This was run 0, in {out / '0'}."]
+    assert said == ["4 runs, 0 of them done"]
+    assert time.monotonic() - started < 100, "the one beside it was waited for"
+    assert not (out / "3").exists(), "the last one in the queue was started"

@@ -1,0 +1,185 @@
+"""Tables of an ablation: means, paired tests with Holm's correction, and the files they go to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from evaluation.ablations.config import AblationConfig, ResultsConfig
+from evaluation.ablations.tables import (
+    difference,
+    half_interval,
+    holm,
+    latex,
+    lay_out,
+    paired_tests,
+    read_figures,
+    report,
+    to_frame,
+    values_of,
+)
+from vlp.config import load_config
+
+REGISTRY = Path(__file__).resolve().parents[3] / "configs/ablation/results/tables.yaml"
+T_TWO_DEGREES = 4.302652729911275
+"""The 97.5 % quantile of Student's t with two degrees of freedom, from a printed table."""
+PLAIN = {
+    "output": "out",
+    "scenes": "shards",
+    "training": {"config": "x.yaml"},
+    "variants": {"none": {}, "ape": {}, "rpe": {}},
+    "tables": [
+        {
+            "title": "Table 1, 50 %",
+            "figures": {"all swaps": "swaps/{view}/all", "R@1 t→i": "t2i", "unknown": "x"},
+            "tested": {"all swaps": ["swaps/{view}/all"], "R@1": ["t2i", "i2t"]},
+            "paper": ["TR", "IR"],
+            "reference": "none",
+            "rows": [
+                {"label": "None", "variant": "none", "paper": [94.3, 83.0]},
+                {"label": "APE & more", "variant": "ape", "paper": [94.5, 83.2]},
+                {"label": "APE, shuffled", "variant": "ape", "view": "shuffled"},
+                {"label": "RPE", "variant": "rpe"},
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return AblationConfig.model_validate({**PLAIN, "output": str(tmp_path / "out")})
+
+
+def run(swaps, shuffled=50.0, t2i=10.0, i2t=20.0):
+    return {"swaps/image/all": swaps, "swaps/shuffled/all": shuffled, "t2i": t2i, "i2t": i2t}
+
+
+def figures():
+    found = {("none", seed): run(50.0 + seed) for seed in range(3)}
+    found |= {("ape", seed): run(60.0 + seed + 0.1 * seed**2, i2t=22.0) for seed in range(3)}
+    return to_frame(found | {("rpe", 1): run(51.0)})
+
+
+def rejected(p, level):
+    """Holm's procedure by its definition: test the smallest p first, and stop at the first miss."""
+    found, left = set(), dict(enumerate(p))
+    while left:
+        smallest = min(left, key=left.get)
+        if left[smallest] > level / len(left):
+            break
+        found.add(smallest)
+        del left[smallest]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_adjusted_p_is_the_smallest_level_that_rejects(seed):
+    p = np.random.default_rng(seed).uniform(0, 0.3, 7).round(2).tolist()  # with ties
+    adjusted = holm(p)
+    for number, each in enumerate(adjusted):
+        assert each >= p[number]
+        if each < 1:
+            assert number in rejected(p, each + 1e-9)
+            assert number not in rejected(p, each - 1e-9)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_difference_is_tested_by_students_t():
+    gaps = [1.0, 1.5, 0.5, 1.2, 0.8]
+    found = difference(gaps)
+    assert found["mean"] == pytest.approx(1.0)
+    t = 1.0 / (found["deviation"] / math.sqrt(5))
+    # Two-sided p of t with 4 degrees of freedom, in closed form.
+    cdf = 0.5 + (t / math.sqrt(4 + t * t)) * (1 + 2 / (4 + t * t)) / 2
+    assert found["p"] == pytest.approx(2 * (1 - cdf), rel=1e-6)
+    assert (found["low"] + found["high"]) / 2 == pytest.approx(1.0)
+    three = half_interval([1.0, 2.0, 4.0])
+    assert three == pytest.approx(T_TWO_DEGREES * statistics.stdev([1, 2, 4]) / 3**0.5)
+    assert (difference([0.0, 0.0])["p"], difference([1.0, 1.0])["p"]) == (1.0, 0.0)
+
+
+def test_rows_are_paired_with_the_reference_in_their_own_view(config):
+    tests = paired_tests(config.tables[0], figures()).set_index(["row", "figure"])
+    # The shuffled row has no R@1, RPE too few seeds, and None is the reference.
+    assert set(tests.index) == {
+        ("APE & more", "all swaps"), ("APE & more", "R@1"), ("APE, shuffled", "all swaps")
+    }  # fmt: skip
+    ape = tests.loc["APE & more", "all swaps"]
+    assert (ape["mean"], ape["seeds"]) == (pytest.approx(10 + 0.5 / 3), 3)
+    assert tests.loc["APE & more", "R@1"]["mean"] == 1.0  # of both directions
+    assert tests.loc["APE, shuffled", "all swaps"]["mean"] == pytest.approx(-1.0)
+    assert tests["holm"].tolist() == pytest.approx(holm(tests["p"].tolist()))
+
+
+def test_tables_show_means_tests_and_the_paper(config):
+    table = lay_out(config.tables[0], figures())
+    none, ape, shuffled, rpe = (dict(zip(table.head, row)) for row in table.rows)
+    assert (none["all swaps"], none["− none"], none["paper: IR"]) == ("51.0 ± 1.0", "", "83")
+    assert none["unknown"] == "–"
+    assert ape["− none"].startswith("+10.2 [9.6, 10.7], p < 0.001, Holm < 0.001")
+    assert ape["R@1 − none"] == "+1.0 [1.0, 1.0], p < 0.001, Holm < 0.001"
+    assert shuffled["− none"].startswith("-1.0 [")
+    assert (shuffled["R@1 t→i"], shuffled["R@1 − none"], shuffled["seeds"]) == ("", "", "3")
+    assert (rpe["all swaps"], rpe["− none"], rpe["seeds"]) == ("51.0", "–", "1")
+    assert "for all 3 tests" in table.notes[0]
+
+
+def test_a_figure_that_a_run_lacks_leaves_out_its_seed(config):
+    found = figures()
+    found.loc[("ape", 2), "i2t"] = float("nan")
+    assert values_of(found, "ape", ["t2i", "i2t"]).index.tolist() == [0, 1]
+    tests = paired_tests(config.tables[0], found).set_index(["row", "figure"])
+    assert tests.loc["APE & more", "R@1"]["seeds"] == 2
+
+
+def test_the_report_is_text_latex_csv_and_a_drawing(config):
+    text = report(config, figures())
+    out = Path(config.output)
+    assert "APE & more" in text
+    assert "| APE & more |" in (out / "report.md").read_text()
+    tex = (out / "report.tex").read_text()
+    assert r"\toprule" in tex
+    assert r"APE \& more &" in tex
+    assert r"51.0 $\pm$ 1.0" in tex
+    assert latex(lay_out(config.tables[0], figures())) in tex
+    pd.testing.assert_frame_equal(read_figures(out / "figures.csv"), figures())
+    assert len(pd.read_csv(out / "tests.csv")) == 3
+    with Image.open(out / "figures.png") as image:
+        assert len(set(image.convert("L").getdata())) > 10
+    assert "–" in report(config, to_frame({}))
+
+
+def test_stored_figures_belong_to_a_configuration_and_are_tested_by_hand():
+    known = load_config(REGISTRY, ResultsConfig).tables
+    assert {file.stem for file in REGISTRY.parent.glob("*.csv")} <= set(known)
+    for name, result in known.items():
+        if result.ablation is None:
+            continue
+        config = load_config(
+            REGISTRY.parent.parent / result.ablation, AblationConfig, result.overrides
+        )
+        if (file := REGISTRY.parent / f"{name}.csv").is_file():
+            stored = read_figures(file)
+            assert set(stored.index.unique("variant")) <= set(config.variants), name
+            assert any(row[1] != "–" for row in lay_out(config.tables[0], stored).rows), name
+    stored = read_figures(REGISTRY.parent / "irpe_tables.csv")["top1"]
+    gaps = [stored["product", seed] - stored["ape", seed] for seed in range(3)]
+    config = load_config(REGISTRY.parent.parent / "irpe_tables.yaml", AblationConfig)
+    (table,) = [each for each in config.tables if each.title.startswith("iRPE, Table 5")]
+    tests = paired_tests(table, read_figures(REGISTRY.parent / "irpe_tables.csv"))
+    own = tests.set_index("row").loc["iRPE-K"]
+    half = T_TWO_DEGREES * statistics.stdev(gaps) / 3**0.5
+    middle = statistics.mean(gaps)
+    assert [own["low"], own["high"]] == pytest.approx([middle - half, middle + half])
