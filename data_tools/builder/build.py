@@ -38,7 +38,7 @@ BUILD_VERSION = 1
 """Raised whenever equal inputs give other shards than before."""
 
 
-def build_shards(
+def build_in_steps(
     wanted: Iterable[SampleSpec | Refused],
     originals: Originals,
     out: Path,
@@ -47,8 +47,8 @@ def build_shards(
     title: str,
     total: int | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write the shards, their index and `OUT/manifest.json`; what is there already stays.
+) -> Generator[dict[str, Any], None, None]:
+    """Write the shards, their index and `OUT/manifest.json`, in two steps; what is there stays.
 
     No sample that is there is lost: a list without it, or another data set, is an error, unless
     `options.replace` says so.
@@ -62,32 +62,9 @@ def build_shards(
         total: how many samples there are, if `wanted` cannot tell.
         arguments: of the command, as far as the shards depend on them, for the manifest.
 
-    Returns:
-        The manifest: `title`, `licence`, `arguments`, `samples`, `captions`, `bytes`, `shards`
-        (`name`, `samples`, `bytes`, `sha256`), `failures` (by kind, `count` and `ids`), `problems`
-        (damaged archives) and `versions`.
-    """
-    *_, manifest = build_in_steps(
-        wanted, originals, out, options, title=title, total=total, arguments=arguments
-    )
-    return manifest
-
-
-def build_in_steps(
-    wanted: Iterable[SampleSpec | Refused],
-    originals: Originals,
-    out: Path,
-    options: BuildOptions,
-    *,
-    title: str,
-    total: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> Generator[dict[str, Any], None, None]:
-    """Build as `build_shards` does, in two steps, for data sets of several folders.
-
     Yields:
         An empty manifest when the folder is locked and the list read as far as it can be refused,
-        before any shard has changed; then the manifest.
+        before any shard has changed; then that of `make_manifest`.
     """
     settings = {
         "version": BUILD_VERSION,

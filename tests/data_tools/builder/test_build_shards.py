@@ -21,7 +21,7 @@ from data_tools.builder.build import (
     BuildOptions,
     Refused,
     SampleSpec,
-    build_shards,
+    build_in_steps,
     print_manifest,
 )
 from data_tools.builder.plan import Journal
@@ -49,6 +49,11 @@ def places(tmp_path: Path) -> Path:
             data = raw_image(number)
             (folder / f"{number}.jpg").write_bytes(data[:-200] if number == 6 else data)
     return folder
+
+
+def build_shards(*arguments: Any, **options: Any) -> dict[str, Any]:
+    *_, manifest = build_in_steps(*arguments, **options)
+    return manifest
 
 
 def build(
