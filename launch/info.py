@@ -42,8 +42,7 @@ def info(
 
 def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield tables of a run: course, last figures, starts, settings."""
-    from evaluation.html_report.run import course, settings
-    from evaluation.html_report.sources import read_sources
+    from evaluation.report.sources import course, read_sources, settings
     from vlp.lock import owner_of
     from vlp.training.run_folder import read_record
 

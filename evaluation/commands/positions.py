@@ -49,7 +49,7 @@ def show(
     """Show one encoding: options with types and defaults, parameters, a map over a grid.
 
     The map is of one query patch (+): cosines of tokens' vectors, mean logits of rotations, or the
-    bias itself, with tables drawn from N(0, 1).
+    bias itself, with tables drawn from N(0, 1) where they start at zero.
 
     \b
       vlp positions show rope-axial theta=10 --grid 14x14 --out map.png

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -12,7 +12,6 @@ from typer import Option
 from evaluation.commands.options import (
     Device,
     EvaluationCommand,
-    Images,
     Model,
     Shards,
     checked,
@@ -121,93 +120,31 @@ def anchors(
 
 
 @app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
-def encodings(
-    out: Annotated[Path, Option(metavar="FILE.png")],
-    model: Annotated[
-        list[str] | None,
-        Option(metavar="DIR...", help="trained vision models, instead of fresh encodings"),
-    ] = None,
-    image: Images = None,
-    layers: Annotated[
-        str,
-        Option(metavar="N,...", help="of attention, from 0, or negative from the end"),
-    ] = "0,-1",
-    references: Annotated[
-        int, Option(parser=positive, metavar="N", help="reference patches of a map, a side")
-    ] = 5,
-) -> None:
-    """Draw each position encoding over image patches.
-
-    With --model, the encodings of trained vision models, a row for each model and image: what
-    attention gets added for some reference patches (on --image, else averaged over test images),
-    dot products of the places' vectors and the weights, before and after training.
-
-    \b
-      vlp encodings --model runs/vision/x/model --image horse.png --references 8 --out horse.png
-    """
-    from evaluation.probes.position_maps import draw_position_maps
-    from evaluation.probes.position_plots import draw_panels
-    from evaluation.probes.trained_positions import trained_panels
-
-    if out.suffix.lower() != ".png":
-        raise typer.BadParameter(f"--out {out}: the image is a .png file")
-    if image and not model:
-        raise typer.BadParameter("--image is for trained models: give --model too")
-    try:
-        chosen = [int(number) for number in layers.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"--layers {layers}: numbers with commas, as in 0,-1") from error
-    if not first_rank():
-        return
-    if not model:
-        print(draw_position_maps(out))
-        return
-    files: list[str | None] = [*image] if image else [None]
-    rows = {
-        " ".join(filter(None, [folder, file])): checked(
-            partial(trained_panels, folder, file, chosen)
-        )
-        for folder in model
-        for file in files
-    }
-    print(draw_panels(rows, out, references))
-
-
-@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN")],
     out: Annotated[Path | None, Option(metavar="FILE.html")] = None,
     markdown: Annotated[Path | None, Option(metavar="FILE", help="the tables alone")] = None,
     latex: Annotated[Path | None, Option(metavar="FILE", help="the tables alone, booktabs")] = None,
     shards: Shards = None,
-    cases: Annotated[int, Option(metavar="K", help="of each kind, best and worst")] = 6,
+    cases: Annotated[int, Option(min=0, metavar="K", help="retrievals, best and worst")] = 6,
     limit: Annotated[
         int,
-        Option(
-            parser=positive,
-            metavar="N",
-            help="retrieval cases: search the first N samples of --shards",
-        ),
+        Option(parser=positive, metavar="N", help="search the first N samples of --shards"),
     ] = 1000,
-    paper: Annotated[
-        Literal["same", "all", "none"],
-        Option(
-            help="the paper's rows: where our shards are named after the same data, for all "
-            "results of the same task, or not at all"
-        ),
-    ] = "same",
     device: Device = None,
 ) -> None:
     """Report runs in one HTML page, in Markdown or in LaTeX.
 
-    The page has figures with intervals, the paper's rows, curves, cases, anchors and maps. A RUN is
-    the folder of a training, a model folder, or a folder of results. Cases, anchors and maps need
-    --shards. The page needs no network and no other file.
+    The page has figures with intervals, curves, and with --shards example retrievals and their
+    anchors. A RUN is the folder of a training, a model folder, or a folder of results. The page
+    needs no network and no other file.
 
     \b
       vlp report runs/plain runs/ace --shards shards/scenes/val --out report.html
     """
-    from evaluation.html_report.html_report import make_report
+    from evaluation.latex import latex as in_latex
+    from evaluation.report.html_page import page, result_tables
+    from evaluation.report.sources import read_sources
     from evaluation.samples import EvaluationError
     from vlp.io import write_text
 
@@ -216,15 +153,14 @@ def report(
         raise typer.BadParameter(
             "nothing to write: give --out FILE.html, --markdown or --latex FILE"
         )
-    made = make_report(
-        runs,
-        shards or () if out is not None else (),  # tables alone need no model
-        cases=cases,
-        limit=limit,
-        paper=paper,
-        device=device,
-    )
-    for path, text in ((out, made.html), (markdown, made.markdown), (latex, made.latex)):
+    sources = read_sources(runs)
+    tables = result_tables(sources)
+    made: list[tuple[Path | None, Callable[[], str]]] = [
+        (out, lambda: page(sources, shards or (), cases=cases, limit=limit, device=device)),
+        (markdown, lambda: "\n".join(table.markdown() for table in tables)),
+        (latex, lambda: in_latex(tables)),
+    ]
+    for path, text in made:
         if path is not None:
             write_text(path, text(), error=EvaluationError)
             print(path)
@@ -253,8 +189,8 @@ def serve_app(
     \b
       vlp app --model runs/ace/model --shards shards/scenes/val
     """
-    from evaluation.demo.page import gradio_module, serve
-    from evaluation.demo.session import TryIt
+    from evaluation.page.gradio_page import gradio_module, serve
+    from evaluation.page.session import TryIt
 
     one_process("the page is served by one process, without torchrun")
     gradio_module()  # before minutes are spent on images

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from evaluation.ranks import Ranks
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
 from vlp.data.downstream.items import Item
-from vlp.data.schema import Annotation, captions_of
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample
 from vlp.tasks.caption.metrics import (
@@ -50,7 +49,6 @@ class CaptionEvaluation(TaskEvaluation):
     hidden = ("captions",)
     submission = Submission("image_id", write_captions)
     action = PageAction("Caption", "caption", "write captions", "Write", "Caption")
-    case_scores = ("cider",)
 
     def require_tools(self, task: CaptionTask) -> None:
         """Check for pycocoevalcap, and for Java unless the task goes without.
@@ -106,15 +104,6 @@ class CaptionEvaluation(TaskEvaluation):
         caption = task.write(memory)[0]
         words = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
         return [(caption, text_probability(task, task.decoder, memory, words, caption))]
-
-    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
-        """Return whether the annotation is of the row's image."""
-        return row.get("image_id") == annotation.image_id
-
-    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
-        """Yield the caption and those of people."""
-        yield "said", str(row["caption"])
-        yield "people said", "\n".join(captions_of(annotation))
 
 
 def _scores(

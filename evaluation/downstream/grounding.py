@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from evaluation.downstream.submissions import Submission, write_refcoco
 from evaluation.downstream.task_evaluation import EvaluatedItems, Job, TaskEvaluation, TaskResult
 from evaluation.grounding.grounding import By, evaluate_grounding
 from vlp.data.image.ablated_views import View
-from vlp.data.schema import Annotation
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
 
@@ -53,8 +52,6 @@ class GroundingEvaluation(TaskEvaluation):
         lambda row: {"sent_id": row["id"], "box": row["box"]},
         "proposals to choose from (data_tools refcoco --detections)",
     )
-    case_scores = ("IoU ≥ 0.5", "pointing")
-    draws_maps = True
 
     def evaluate(self, task: Grounding, shards: Sequence[str | Path], **options: Any) -> TaskResult:
         """Evaluate with the map of the task's settings."""
@@ -73,21 +70,6 @@ class GroundingEvaluation(TaskEvaluation):
         """Choose boxes for the expressions of shards."""
         result = evaluate_grounding(loaded, shards, resamples=1, **options)
         return EvaluatedItems(result.predictions, result.skipped)
-
-    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
-        """Return whether the annotation has the row's expression."""
-        return self.box(row, annotation) is not None
-
-    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
-        """Yield the expression."""
-        yield "text", str(row["text"])
-
-    def box(self, row: Mapping[str, Any], annotation: Annotation) -> Sequence[float] | None:
-        """Return the box of the row's expression."""
-        for expression in annotation.expressions or ():
-            if expression.id == row["id"] and expression.text == row["text"]:
-                return expression.box
-        return None
 
 
 register_evaluation(GroundingEvaluation())

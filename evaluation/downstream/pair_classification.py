@@ -46,7 +46,6 @@ class PairEvaluation(TaskEvaluation):
     action = PageAction(
         "Judge", "judge", "judge texts", "Judge", "Judgement", "Hypothesis or statement"
     )
-    case_scores = ("accuracy",)
 
     def __init__(self, kind: str, title: str, submission: Submission | None = None) -> None:
         self.kind, self.title, self.submission = kind, title, submission

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 import vlp
-from evaluation.ablations.paper_results import RECALLS
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Job, TaskEvaluation, TaskResult
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
+from vlp.metrics.recall import RECALL_AT
 from vlp.tasks.retrieval.task import Retrieval
 
 
@@ -42,7 +42,10 @@ class RetrievalEvaluation(TaskEvaluation):
 
     kind = "retrieval"
     title = "Image-text retrieval"
-    columns = (*RECALLS, "image → text mean", "text → image mean", "both mean")
+    columns = (
+        *(f"{arrow} R@{k}" for arrow in ("image → text", "text → image") for k in RECALL_AT),
+        *("image → text mean", "text → image mean", "both mean"),
+    )
     job = RetrievalJob
 
     def evaluate(self, task: Retrieval, shards: Sequence[str | Path], **options: Any) -> TaskResult:

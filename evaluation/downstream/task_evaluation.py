@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from evaluation.samples import (
 from vlp.config import Config, Precision
 from vlp.data.downstream.items import Item
 from vlp.data.image.ablated_views import View
-from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
@@ -366,9 +365,7 @@ class TaskEvaluation:
     table, which then keeps runs as rows. truth: field of a row that people have filled in where it
     can be scored; no_truth: the error's words where no row has it. hidden: fields of a row that
     are not saved. options: names of further options of `evaluate`. job: their configuration.
-    submission: the benchmark's format. action: on the page. case_scores: figures by which a report
-    chooses best and worst cases, the first that there is; none means no cases. draws_maps: whether
-    the cases show the map of a row's `text`.
+    submission: the benchmark's format. action: on the page.
     """
 
     kind: str
@@ -381,8 +378,6 @@ class TaskEvaluation:
     job: ClassVar[type[Job]] = Job
     submission: Submission | None = None
     action: ClassVar[PageAction | None] = None
-    case_scores: ClassVar[tuple[str, ...]] = ()
-    draws_maps: ClassVar[bool] = False
 
     def row(self, task: Any, item: Item, example: Any, prediction: str) -> Row:
         """Return ids, texts, prediction, truth and `image` (`blocks.image_name`) of an item."""
@@ -539,22 +534,6 @@ class TaskEvaluation:
             EvaluationError: the kind predicts nothing of single images.
         """
         raise EvaluationError(f"nothing is said about single images by a task {self.kind!r}")
-
-    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
-        """Return whether a row is of the sample with that annotation and the row's key."""
-        texts = annotation.statement, annotation.hypothesis, "\n".join(captions_of(annotation))
-        return row.get("text") in texts
-
-    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
-        """Yield labelled texts of a row for a case of a report."""
-        yield "text", str(row.get("text"))
-        if "prediction" in row:
-            yield "said", str(row["prediction"])
-            yield "truth", str(row["label"])
-
-    def box(self, row: Mapping[str, Any], annotation: Annotation) -> Sequence[float] | None:
-        """Return the box [x, y, width, height] that a row's text means, if it has one."""
-        return None
 
 
 def trained_on(task: Any, folders: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +25,6 @@ from evaluation.downstream.task_evaluation import (
     keep_scores,
 )
 from vlp.data.downstream.items import Item
-from vlp.data.schema import Annotation
 from vlp.tasks.downstream.answer_task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
@@ -56,7 +55,6 @@ class VqaEvaluation(TaskEvaluation):
     job = VqaJob
     submission = Submission("question_id", write_vqa)
     action = PageAction("Ask", "answer", "answer questions", "Ask", "Answer", "Question")
-    case_scores = ("accuracy",)
 
     def row(self, task: Vqa, item: Item, example: VqaExample, prediction: str) -> Row:
         """Return ids, `question`, `answer`, people's `answers`, `types` and `image`."""
@@ -110,23 +108,6 @@ class VqaEvaluation(TaskEvaluation):
         memory = task.remember(batch)
         answer = task.answer(memory)[0]
         return [(answer, text_probability(task, task.decoder, memory, task.answer_text, answer))]
-
-    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
-        """Return whether the annotation has the row's question."""
-        return _answers(row, annotation) is not None
-
-    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
-        """Yield question, answer, and the answers of people."""
-        yield "question", str(row["question"])
-        yield "said", str(row["answer"])
-        yield "people said", _answers(row, annotation) or ""
-
-
-def _answers(row: Mapping[str, Any], annotation: Annotation) -> str | None:
-    for question in annotation.questions or ():
-        if question.id == row["question_id"] and question.question == row["question"]:
-            return ", ".join(f"{one.answer} ({one.count})" for one in question.answers)
-    return None
 
 
 def _accuracy(prediction: str, row: Row, version: Version) -> float:

@@ -1,4 +1,7 @@
-"""What an encoding is: its options, where it acts, its parameters, and its map over a grid."""
+"""One encoding: its options, where it acts, its parameters, and its map over a grid.
+
+vlp positions show rope-axial theta=10 --out map.png
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from evaluation.probes.position_maps import PositionMap, position_map
 from vlp.config import ConfigError, parse_yaml
 from vlp.positions import (
     CROSS_MODAL,
+    PositionContext,
     PositionEncoding,
     create_fitting_position,
     describe_options,
@@ -21,6 +27,12 @@ from vlp.positions import (
     position_class,
 )
 
+GRID, QUERY = (14, 14), (4, 5)
+WIDTH, HEADS = 64, 2
+CONTENTS = 64
+SMALL = 0.1
+"""Random numbers that a table starts from are smaller."""
+ON_CONTENTS = ("cope", "sape")
 SHADES = " .:-=+*#%@"
 PLACES = {
     "tokens": "on the tokens, once at the input",
@@ -43,6 +55,13 @@ class OptionFacts(NamedTuple):
         """Lay out in one line."""
         said = f": {self.meaning}" if self.meaning else ""
         return f"  {self.name} ({self.kind}) = {self.value}{said}"
+
+
+class PositionMap(NamedTuple):
+    """A map (rows, columns), and what its numbers are."""
+
+    kind: str
+    values: NDArray[np.float64]
 
 
 class PositionCard(NamedTuple):
@@ -98,9 +117,9 @@ class PositionCard(NamedTuple):
 
 def position_card(
     name: str,
-    grid: tuple[int, int] = (14, 14),
-    width: int = 64,
-    heads: int = 2,
+    grid: tuple[int, int] = GRID,
+    width: int = WIDTH,
+    heads: int = HEADS,
     options: Mapping[str, Any] | None = None,
 ) -> PositionCard:
     """Collect the facts about an encoding.
@@ -145,6 +164,97 @@ def position_card(
         drawn,
         query,
     )
+
+
+@torch.no_grad()
+def position_map(
+    name: str,
+    grid: tuple[int, int] = GRID,
+    query: tuple[int, int] = QUERY,
+    seed: int = 0,
+    width: int = WIDTH,
+    heads: int = HEADS,
+    **options: Any,
+) -> PositionMap:
+    """Compute the map of one encoding: one query patch against all patches.
+
+    Of encodings of tokens it is the cosine of their vectors (Fig. 2 of Li et al. 2021), of
+    rotations the mean logit of equal random contents, of biases the bias itself; tables that start
+    at zero, or at small random numbers, are drawn from N(0, 1), so that shared rows show, as in
+    Figs 5-9 of Wu et al. 2021. CoPE and SaPE see contents: an image of two regions, a disc on a
+    ground.
+
+    Args:
+        name: of `list_positions()`, but for the cross-modal ones.
+        grid: (rows, columns).
+        query: (row, column) of the patch that asks.
+        seed: of tables and contents.
+        width: channels.
+        heads: attention heads.
+        options: of the encoding.
+
+    Raises:
+        ValueError: an unknown name, or a cross-modal encoding.
+    """
+    if name in CROSS_MODAL:
+        raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
+    torch.manual_seed(seed)
+    sizes = {"width": width, "heads": heads, "grid": grid}
+    encoding = create_fitting_position(name, sizes, **options).double().eval()
+    context = PositionContext(grid)
+    place = query[0] * grid[1] + query[1]
+    if "tokens" in encoding.hooks:
+        vectors = encoding("tokens", torch.zeros(1, grid[0] * grid[1], width).double(), context)[0]
+        values, kind = torch.cosine_similarity(vectors[place], vectors, dim=-1), "cosine"
+    elif "rotate" in encoding.hooks:
+        values, kind = _rotated(encoding, context, place, (heads, width // heads)), "logit"
+    else:
+        for parameter in encoding.parameters():
+            # Zeros and small random numbers are not yet a bias; a start that an option sets is.
+            constant = bool(parameter.any()) and parameter.min() == parameter.max()
+            if parameter.abs().max() < SMALL and not constant:
+                nn.init.normal_(parameter)
+        values = _bias(encoding, context, place, name in ON_CONTENTS, (heads, width // heads))
+        kind = "bias"
+    return PositionMap(kind, values.view(grid).numpy())
+
+
+def _rotated(
+    encoding: PositionEncoding, context: PositionContext, place: int, heads: tuple[int, int]
+) -> Tensor:
+    """q_i . k_j where all contents are equal, averaged over contents: (T,)."""
+    assert context.grid is not None
+    tokens = context.grid[0] * context.grid[1]
+    contents = torch.randn(CONTENTS, heads[0], 1, heads[1]).double().expand(-1, -1, tokens, -1)
+    query, key = encoding("rotate", contents, contents, context)
+    logits = (query[:, :, place, None] * key).sum(-1) / heads[1]
+    return logits.mean((0, 1))
+
+
+def _bias(
+    encoding: PositionEncoding,
+    context: PositionContext,
+    place: int,
+    on_contents: bool,
+    heads: tuple[int, int],
+) -> Tensor:
+    """The bias of one query's row, of the first head: (T,)."""
+    assert context.grid is not None
+    tokens = context.grid[0] * context.grid[1]
+    contents = torch.randn(1, heads[0], 1, heads[1]).double().expand(-1, -1, tokens, -1)
+    if on_contents:
+        other = torch.randn(1, heads[0], 1, heads[1]).double()
+        contents = torch.where(disc(context.grid).flatten()[:, None], other, contents)
+    bias = encoding("bias", contents, contents, context)
+    return bias.expand(1, heads[0], tokens, tokens)[0, 0, place]
+
+
+def disc(grid: tuple[int, int]) -> Tensor:
+    """The region of the image that CoPE and SaPE are shown: (rows, columns) bool."""
+    row, column = torch.arange(grid[0])[:, None], torch.arange(grid[1])
+    centre = (grid[0] * 0.4, grid[1] * 0.4)
+    radius = 0.28 * min(grid)
+    return (row - centre[0]).square() + (column - centre[1]).square() < radius**2
 
 
 def position_list() -> str:

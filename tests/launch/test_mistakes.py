@@ -138,7 +138,6 @@ MISTAKES = [
         "nowhere.jpg: cannot be read",
     ),
     ("anchors --model model --out a.png --image note.txt --text dog", "unreadable image: note.txt"),
-    ("encodings --out e", "--out e: the image is a .png file"),
     ("export --model nowhere --out x", "there is no model folder nowhere"),
     ("export --model model --out x --format tflite", "'tflite' is not one of"),
     ("card --model nowhere", "nowhere"),

@@ -104,7 +104,6 @@ class ColourEvaluation(TaskEvaluation):
     title = "Colours"
     submission = Submission("key", write_json, lambda row: {row["key"]: row["prediction"]})
     action = PageAction("Colour", "colour", "name colours", "Name", "Colour")
-    case_scores = ("accuracy",)
 
     def row(self, task, item, example, prediction):
         label = None if example.label is None else NAMES[example.label]

@@ -19,7 +19,7 @@ from training_toy import PlainEngine, ToyTask, toy_config
 import vlp
 from data_tools.builder.plan import Journal
 from data_tools.verify import against_index, against_manifest, read_manifest
-from evaluation.html_report.sources import read_sources
+from evaluation.report.sources import read_sources
 from evaluation.results import read_lines
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError, load_config

@@ -13,9 +13,9 @@ from question_shards import AUGMENT, coloured, photo, question, toy_parts, write
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.demo.session import TryIt
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.predict import predict, predict_one
+from evaluation.page.session import TryIt
 from evaluation.samples import EvaluationError
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render

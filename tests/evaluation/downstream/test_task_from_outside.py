@@ -17,11 +17,12 @@ from question_shards import AUGMENT, COLOURS, coloured, write_shards
 
 import evaluation.downstream.registry
 import vlp.tasks.downstream.registry
-from evaluation.demo.page import abilities
-from evaluation.demo.session import TryIt
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.predict import predict, predict_one, write_official
-from evaluation.html_report.html_report import make_report
+from evaluation.page.gradio_page import abilities
+from evaluation.page.session import TryIt
+from evaluation.report.html_page import result_tables
+from evaluation.report.sources import read_sources
 from evaluation.suite.compare import compare
 from evaluation.suite.suite import SuiteConfig, run_suite
 from vlp.config import ConfigError, load_config
@@ -118,9 +119,7 @@ def test_it_is_fine_tuned_evaluated_predicted_and_reported(run, tmp_path):
     said = predict_one(model, [tmp_path / "blue.png"], device="cpu")
     assert (said.kind, said.answers[0][0]) == ("colour", "blue")
 
-    report = make_report([folder], [shards], cases=1)
-    assert report.tables[0].title == "Colours"
-    assert [title for title, _ in report.runs[0].cases] == ["Cases: colours"]
+    assert result_tables(read_sources([folder]))[0].title == "Colours"
     card = model_card(model)
     assert "trained with `vlp`, for colours." in card
     assert "--image a.jpg\n" in card

@@ -18,8 +18,8 @@ from PIL import Image
 from question_shards import AUGMENT, coloured, write_shards
 from tests_support import tiny_text
 
-from evaluation.demo.page import serve
-from evaluation.demo.session import TryIt
+from evaluation.page.gradio_page import serve
+from evaluation.page.session import TryIt
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.folder import save_pretrained

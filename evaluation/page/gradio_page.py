@@ -1,4 +1,4 @@
-"""A local page around `evaluation.demo.session`: it only shows what that says. Needs Gradio."""
+"""A local page around `evaluation.page.session`: it only shows what that says. Needs Gradio."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from evaluation.demo.examples import examples
-from evaluation.demo.session import TryIt
 from evaluation.downstream.registry import page_actions
+from evaluation.page.examples import examples
+from evaluation.page.session import TryIt
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_IMAGE_BYTES

@@ -1,7 +1,7 @@
 """A model to try by hand: search, its task's predictions, matches, maps, anchors.
 
 Images come in as they are and texts as they are typed; every mistake of the person who tries is
-an EvaluationError with a line to show. The page around it is `evaluation.demo.page`.
+an EvaluationError with a line to show. The page around it is `evaluation.page.gradio_page`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.demo import session
-from evaluation.demo.page import abilities, page, serve
-from evaluation.demo.session import TryIt
 from evaluation.downstream.predict import predict_one
+from evaluation.page import session
+from evaluation.page.gradio_page import abilities, page, serve
+from evaluation.page.session import TryIt
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.tasks.caption import task as caption

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from question_shards import AUGMENT, toy_parts
 
-from evaluation.demo.page import serve
-from evaluation.demo.session import TryIt
+from evaluation.page.gradio_page import serve
+from evaluation.page.session import TryIt
 from vlp.tasks.vqa import task as vqa
 
 playwright = pytest.importorskip("playwright.sync_api")

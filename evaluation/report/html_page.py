@@ -1,0 +1,276 @@
+"""A self-contained HTML page of runs: results, curves, example retrievals and anchors."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import vlp
+from evaluation.downstream.registry import get_evaluation
+from evaluation.grounding.heatmaps import anchors_over, data_uri, framed
+from evaluation.probes.anchor_maps import map_caption
+from evaluation.ranks import evaluating
+from evaluation.report.sources import Source, StoredResult, course, settings
+from evaluation.results import Table, attributed
+from evaluation.retrieval.gallery import Gallery
+from evaluation.retrieval.search import search
+from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.tasks.downstream.registry import task_kinds
+
+FOUND = 3
+"""Results shown of a search."""
+ANCHORS = (
+    "Small images: share of channel groups in which a word anchors each patch, from dark for few "
+    "to yellow for all."
+)
+STYLE = """
+body { margin: 0 auto; max-width: 76rem; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif;
+  overflow-wrap: anywhere; }
+h2 { border-bottom: 2px solid #d5d9de; } figure { margin: 0; }
+table { border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto; }
+th, td { padding: .3rem .6rem; border-top: 1px solid #d5d9de; text-align: right; }
+th:first-child, .facts td { text-align: left; }
+.note, figcaption { color: #565c64; font-size: .85rem; }
+.row { display: flex; flex-wrap: wrap; gap: .8rem; margin: .5rem 0 1.5rem; }
+.row figure { max-width: 15rem; } .row figure.curve { max-width: 24rem; }
+img { max-width: 100%; height: auto; }
+"""
+_PROBES = {
+    "pointing": "Pointing of words",
+    "swaps": "Swapped arrangements (generated corpus)",
+    "foils": "Captions with one thing exchanged",
+    "vision": "Vision models",
+}
+Shown = tuple[Image.Image, str]
+"""An image, and what is to be read where it cannot be seen."""
+
+
+class Html(str):
+    """Markup; every other string is text, which `element` escapes."""
+
+
+def element(name: str, *children: str, **attributes: str) -> Html:
+    """Return an HTML element; text and attributes are escaped. `class_` is the attribute class."""
+    inner = "".join(c if isinstance(c, Html) else html.escape(c) for c in children)
+    given = "".join(f' {k.rstrip("_")}="{html.escape(v)}"' for k, v in attributes.items())
+    return Html(f"<{name}{given}>" + ("" if name in ("img", "meta") else f"{inner}</{name}>"))
+
+
+def page(
+    sources: Sequence[Source],
+    shards: Sequence[str | Path] = (),
+    *,
+    cases: int = 6,
+    limit: int = 1000,
+    device: torch.device | str | None = None,
+) -> str:
+    """Return the page, which needs no other file.
+
+    Args:
+        sources: from `read_sources`.
+        shards: samples that models are tried on; without them there are only tables and curves.
+        cases: best and worst retrievals; 0 is none.
+        limit: samples that are searched.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        ConfigError: a shard folder cannot be read.
+    """
+    title = f"Report: {', '.join(source.name for source in sources)}"
+    tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]
+    parts = [
+        element("h1", title),
+        element("h2", "Results"),
+        *(tables or [element("p", "None of these folders holds results.")]),
+    ]
+    losses = {source.name: _line(source.log, "loss/total") for source in sources if source.log}
+    if len(losses) > 1:
+        parts += [_row([_curve("Total loss", losses)])]
+    for number, source in enumerate(sources, 1):
+        parts += [element("h2", source.name, id=f"run{number}")]
+        parts += _run(source, shards, cases, limit, device)
+    head = Html('<meta charset="utf-8">') + element("title", title) + element("style", Html(STYLE))
+    body = element("body", Html("".join(parts)))
+    return f'<!DOCTYPE html>\n<html lang="en">{element("head", Html(head))}{body}</html>\n'
+
+
+def result_tables(sources: Sequence[Source]) -> list[Table]:
+    """Return one table for each kind that any run has results of, downstream tasks first."""
+    found = dict.fromkeys(result.kind for source in sources for result in source.results)
+    ordered = [kind for kind in (*task_kinds(), *_PROBES) if kind in found]
+    return [_result_table(kind, sources) for kind in dict.fromkeys([*ordered, *found])]
+
+
+def _result_table(kind: str, sources: Sequence[Source]) -> Table:
+    task = get_evaluation(kind) if kind in task_kinds() else None
+    rows = [
+        (f"{source.name}, {variant}" if variant else source.name, figures)
+        for source, result in _of_kind(kind, sources)
+        for variant, figures in result.variants.items()
+    ]
+    known = dict.fromkeys(name for _, figures in rows for name in figures)
+    first = [name for name in (task.columns if task else ()) if name in known]
+    names = list(dict.fromkeys([*first, *known]))
+    lines = [
+        [label, *(figures[name].percent() if name in figures else "" for name in names)]
+        for label, figures in rows
+    ]
+    # Rows of the same items have the same chance.
+    chances = dict.fromkeys(
+        tuple(_share(figures[name].chance) if name in figures else "" for name in names)
+        for _, figures in rows
+    )
+    lines += [["chance", *cells] for cells in chances if any(cells)]
+    notes = []
+    if any(figure.low < figure.high for _, figures in rows for figure in figures.values()):
+        notes.append("Percent; in brackets 95 % bootstrap intervals over images.")
+    for source, result in _of_kind(kind, sources):
+        counts = ", ".join(f"{count} {name}" for name, count in result.counts.items())
+        of = f" of {' + '.join(result.shards)}" if result.shards else ""
+        skipped = f"; skipped {kinds_in_words(result.skipped)}" if result.skipped else ""
+        notes += [f"{source.name}: {counts}{of}{skipped}."] if counts + of + skipped else []
+    notes += attributed({source.name: result.notes for source, result in _of_kind(kind, sources)})
+    return Table(task.title if task else _PROBES.get(kind, kind), ["", *names], lines, notes)
+
+
+def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredResult]]:
+    return [(one, result) for one in sources for result in one.results if result.kind == kind]
+
+
+def _share(chance: float) -> str:
+    return f"{100 * chance:.1f}" if chance else ""
+
+
+def _run(
+    source: Source,
+    shards: Sequence[str | Path],
+    cases: int,
+    limit: int,
+    device: torch.device | str | None,
+) -> Iterator[Html]:
+    yield element("p", f"{source.folder} {source.task or ''}", class_="note")
+    facts = [*settings(source), *course(source)]
+    cells = (element("tr", element("th", k), element("td", v)) for k, v in facts)
+    yield element("table", *cells, class_="facts")
+    yield _row([_curve(title, lines) for title, lines in training_curves(source.log).items()])
+    if shards and cases and source.model and not source.task:
+        yield from _samples(source, shards, cases, limit, device)
+    yield from (element("p", f"Left out: {word}.", class_="note") for word in source.missing)
+
+
+def _samples(
+    source: Source,
+    shards: Sequence[str | Path],
+    cases: int,
+    limit: int,
+    device: torch.device | str | None,
+) -> list[Html]:
+    """Return retrievals of the run's model; `source.missing` names why there are none."""
+    try:
+        with said_in_one_line():
+            model = vlp.load(str(source.model))
+        gallery = Gallery(model, shards, limit=limit, device=device)
+        title = element("h3", f"Examples: retrieval among {len(gallery)} images")
+        return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
+    except (EvaluationError, FileNotFoundError) as error:
+        source.missing.append(f"examples ({error})")
+        return []
+    except ConfigError as error:
+        raise ConfigError(f"--shards: {error}") from error
+
+
+def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
+    """Yield the captions whose image the dual encoder ranks last, and first, with what is found.
+
+    Under each caption lie the anchors of its words in its image.
+    """
+    stored = gallery.collection
+    owners = stored.image_of_text
+    found = search(stored.text, stored.image, owners[:, None], FOUND)
+    order = np.argsort(found.ranks, kind="stable")
+    for title, queries in (("Worst", order[::-1]), ("Best", order)):
+        yield element("h4", f"{title}, text → image")
+        # The first captions of different images.
+        _, first = np.unique(owners[queries], return_index=True)
+        for query in queries[np.sort(first)[:count]]:
+            own, caption = gallery.image(int(owners[query])), stored.captions[query]
+            rank = f"rank of its image: {found.ranks[query] + 1} of {len(gallery)}"
+            shown = [(framed(own.image), f"its image; {rank}")]
+            for place, (image, near) in enumerate(zip(found.nearest[query], found.scores[query])):
+                said = f"found at place {place + 1}, similarity {near:.2f}"
+                shown.append((framed(gallery.image(int(image)).image), said))
+            yield element("p", caption)
+            yield _images(shown)
+            sample = own._replace(captions=[caption], annotation=Annotation())
+            with evaluating(gallery.loaded.model, gallery.encoder.device) as device:
+                words = map_caption(gallery.loaded, sample, device).words
+            yield _images([(anchors_over(own.image, word.heat), word.word) for word in words])
+
+
+def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return lines by label, by title: loss and its parts, validation, learning rate and speed."""
+    curves: dict[str, dict[str, Any]] = {}
+    for name in sorted({name for row in log for name in row}):
+        title, _, label = name.partition("/")
+        if title in ("loss", "validation", "learning_rate", "samples_per_second") and (
+            "/" not in label
+        ):
+            curves.setdefault(title.replace("_", " "), {})[label or title] = _line(log, name)
+    return curves
+
+
+def _line(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Return steps and values; NaN, a gap in the curve, where a value is no number."""
+    points = ((row["step"], row[name]) for row in log if name in row)
+    return [
+        (step, float(y) if isinstance(y, int | float) and math.isfinite(y) else math.nan)
+        for step, y in points
+    ]
+
+
+def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Html:
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(4, 3), layout="constrained")
+    axes = canvas.add_subplot(title=title, xlabel="step")
+    for label, points in lines.items():
+        # A label with dollar signs would be a formula, and one with an underscore left out.
+        shown = label.replace("$", r"\$").lstrip("_") or " "
+        axes.plot(*zip(*points), marker=".", markersize=2, linewidth=1, label=shown)
+    axes.legend(fontsize=7)
+    file = BytesIO()
+    canvas.savefig(file, format="svg", metadata={"Date": None})
+    address = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+    said = ", ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
+    image = element("img", src=address, alt=f"{title} against steps: {said}")
+    return element("figure", image, element("figcaption", said), class_="curve")
+
+
+def _images(shown: Sequence[Shown]) -> Html:
+    images = ((element("img", src=data_uri(image), alt=text), text) for image, text in shown)
+    return _row([element("figure", image, element("figcaption", text)) for image, text in images])
+
+
+def _row(parts: Sequence[Html]) -> Html:
+    return element("div", *parts, class_="row")
+
+
+def _table(table: Table) -> Html:
+    head = element("tr", *(element("th", cell) for cell in table.head))
+    rows = (
+        element("tr", element("th", row[0]), *(element("td", cell) for cell in row[1:]))
+        for row in table.rows
+    )
+    notes = (element("p", note, class_="note") for note in table.notes)
+    return Html(element("table", head, *rows) + "".join(notes))

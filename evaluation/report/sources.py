@@ -1,0 +1,251 @@
+"""Runs, model folders and folders of results, as reports and `vlp info` read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from evaluation.results import Figure
+from evaluation.samples import EvaluationError
+from vlp.config import parse_yaml
+from vlp.io import parse_json, redacted_values
+from vlp.models.folder import WEIGHTS
+from vlp.models.pretrained.local_copy import CONFIG
+from vlp.tasks.downstream.task import TASK
+from vlp.training.run_folder import read_log
+
+LOOKED_FOR = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
+_MODELS = ("best", "model")
+_TAILS = {"best", "model", "evaluation"}
+_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
+# Dotted keys of config.yaml in the order that a reader asks; what a run has not is left out.
+_SETTINGS = (
+    ("init_from", "starts from"),
+    ("task.kind", "task"),
+    ("task.data.train", "trained on"),
+    ("data.sources", "trained on"),
+    ("objectives", "objectives"),
+    ("training.epochs", "epochs"),
+    ("training.steps", "steps"),
+    ("training.batch", "batch"),
+    ("training.precision", "precision"),
+    ("training.optimiser.learning_rate", "learning rate"),
+    ("training.seed", "seed"),
+    ("model.image.image_size", "image size, pixels"),
+    ("model.image.patch_size", "patch size, pixels"),
+    ("model.cross.position", "cross-modal positions"),
+)
+
+
+class StoredResult(NamedTuple):
+    """One KIND.json: figures by name, and for retrieval by stage in `variants`.
+
+    variants: what was done ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts:
+    what was evaluated, such as {"images": 1000}.
+    """
+
+    kind: str
+    variants: dict[str, dict[str, Figure]]
+    counts: dict[str, int]
+    shards: tuple[str, ...]
+    skipped: dict[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Source:
+    """One RUN of the command line; `missing` names what was not found there, or is damaged.
+
+    name: from its folder. log: lines of log.jsonl. training: report.json. task: kind of a
+    fine-tuned model.
+    """
+
+    folder: Path
+    name: str
+    model: Path | None = None
+    task: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    training: dict[str, Any] = field(default_factory=dict)
+    results: list[StoredResult] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def read_sources(folders: Sequence[str | Path]) -> list[Source]:
+    """Read every folder.
+
+    Raises:
+        EvaluationError: one is not there, or holds nothing that a report shows.
+    """
+    paths = [Path(folder) for folder in folders]
+    return [_read(path, name) for path, name in zip(paths, short_names(paths))]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the last part of each path that is no `best` or so; the path where two are equal."""
+    names = [[part for part in path.resolve().parts if part not in _TAILS][-1] for path in paths]
+    return [str(p) if names.count(name) > 1 else name for p, name in zip(paths, names)]
+
+
+def settings(source: Source) -> list[tuple[str, str]]:
+    """Return labels and values of the resolved configuration."""
+    rows = []
+    for key, label in _SETTINGS:
+        value: Any = source.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value not in (None, [], {}):
+            rows.append((label, _in_words(value)))
+    return rows
+
+
+def course(source: Source) -> list[tuple[str, str]]:
+    """Return the course of the training from report.json, else from the log's last line."""
+    return list(_course(source.training, source.log[-1] if source.log else {}))
+
+
+def _course(training: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if not training:
+        if "step" in last:
+            yield "ended", f"not yet, or it was killed; the last logged step is {last['step']}"
+        return
+    ended, step, total = (training.get(name) for name in ("ended", "step", "total_steps"))
+    yield "ended", f"{ended} at step {step} of {total}"
+    for name, label, unit, form in (
+        ("seconds", "time", 3600, "{:.2f} h"),
+        ("samples_per_second", "speed", 1, "{:.1f} samples/s"),
+        ("peak_memory_bytes", "peak memory", 2**30, "{:.1f} GiB"),
+    ):
+        if isinstance(training.get(name), int | float):
+            yield label, form.format(training[name] / unit)
+    for name in ("device", "ranks", "best", "non_finite_steps", "resumed_at_steps"):
+        if training.get(name):
+            yield name.replace("_", " "), _in_words(training[name])
+    skipped, examples = (
+        found if isinstance(found := training.get(name), Mapping) else {}
+        for name in ("skipped_samples", "skipped_examples")
+    )
+    for kind, count in skipped.items():
+        said = "; ".join(map(str, examples.get(kind, ())))
+        yield f"skipped: {kind}", f"{count}: {said}".rstrip(": ")
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        if "path" in value:
+            return str(value["path"])
+        return ", ".join(
+            f"{name} {part:.4g}" if type(part) in (int, float) else str(name)
+            for name, part in value.items()
+            if part
+        )
+    if isinstance(value, list):
+        return ", ".join(map(_in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _read(folder: Path, name: str) -> Source:
+    if not folder.is_dir():
+        raise EvaluationError(f"{folder}: there is no such folder")
+    source = Source(folder, name)
+    places = [folder, *(folder / name for name in _MODELS)]
+    places += [folder.absolute().parent] if folder.name == "evaluation" else []
+    source.model = next(
+        (one for one in places if (one / WEIGHTS).is_file() and (one / CONFIG).is_file()), None
+    )
+    # The run of a folder `run/model/evaluation`; a model folder's own configuration is JSON.
+    for run in (folder.absolute(), *folder.absolute().parents[:2]):
+        if any((run / file).is_file() for file in ("log.jsonl", "config.yaml")):
+            if set(folder.absolute().relative_to(run).parts) <= _TAILS:
+                source.config = redacted_values(_mapping(run / "config.yaml", source))
+                source.log, bad = read_log(run / "log.jsonl")
+                if bad:
+                    source.missing.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")
+                source.training = _mapping(run / "report.json", source)
+            break
+    source.results = list(_results(folder, source))
+    if not (source.model or source.config or source.log or source.training or source.results):
+        damaged = f" ({'; '.join(source.missing)})" if source.missing else ""
+        raise EvaluationError(f"{folder}: nothing to report{damaged}; looked for {LOOKED_FOR}")
+    if source.model is not None:
+        task = _mapping(source.model / TASK, source).get("task")
+        source.task = task.get("kind") if isinstance(task, dict) else None
+    return source
+
+
+def _mapping(file: Path, source: Source) -> dict[str, Any]:
+    """Read JSON or YAML; empty without the file, or with a word of damage."""
+    parse = parse_yaml if file.suffix == ".yaml" else parse_json
+    try:
+        found = parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
+    seen = {CONFIG, TASK, "report.json"}
+    for place in (folder, folder / "evaluation", *(folder / m / "evaluation" for m in _MODELS)):
+        for file in sorted(place.glob("*.json")):
+            # Results of the best model come first; the last one's would say the same again.
+            if file.name not in seen and (result := read_result(file, source)) is not None:
+                seen.add(file.name)
+                yield result
+
+
+def read_result(file: Path, source: Source) -> StoredResult | None:
+    """Read the figures of a file; None if it holds none."""
+    found = _mapping(file, source)
+    named = found.get("figures", found.get("kinds"))
+    if file.stem == "vision" and "task" not in found:
+        named, found = found, {"task": "vision"}
+    if not isinstance(found.get("task"), str) or named is None:
+        return None
+    try:
+        return StoredResult(
+            kind=found["task"],
+            variants=(_stages if isinstance(named, list) else _single)(named, found),
+            counts={k: v for k, v in found.items() if type(v) is int and k != "rerank"},
+            shards=tuple(map(str, found.get("shards") or ())),
+            skipped=dict(found.get("skipped") or {}),
+            notes=tuple(map(str, found.get("notes") or ())),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        return None
+
+
+def _single(named: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"": dict(_figures(named, ""))}
+
+
+def _stages(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of retrieval, which are listed by stage and direction."""
+    labels = {"dual": "dual encoder", "rerank": f"re-ranked top {found.get('rerank')}"}
+    variants: dict[str, dict[str, Figure]] = {}
+    for row in rows:
+        own = variants.setdefault(labels.get(row["stage"], row["stage"]), {})
+        own[f"{_ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
+    return variants
+
+
+def _figures(named: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
+    for name, value in named.items():
+        if isinstance(value, Mapping) and value.keys() >= {"value", "low", "high"}:
+            yield (prefix + name).replace("_", " "), _figure(value)
+        elif isinstance(value, Mapping):
+            yield from _figures(value, f"{prefix}{name} / ")
+        elif isinstance(value, int | float) and not prefix:
+            # A vision model's, in percent and without an interval.
+            yield name, Figure(value / 100, value / 100, value / 100, 0.0)
+
+
+def _figure(row: Mapping[str, Any]) -> Figure:
+    return Figure(*(float(row[name]) for name in Figure._fields))

@@ -1,0 +1,84 @@
+"""Maps of encodings: what they show, not how it looks."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evaluation.probes.position_card import disc, position_map
+from launch.__main__ import main
+from vlp.config.plugins import PLUGINS
+from vlp.positions import registry
+
+GRID, QUERY = (9, 11), (4, 5)
+OWN = """
+import torch
+from torch import nn
+from vlp.positions import PositionEncoding, register_position
+
+
+@register_position("same-column")
+class SameColumn(PositionEncoding):
+    def __init__(self, heads: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.full((heads,), start))
+
+    def bias(self, query, key, context):
+        column = torch.arange(context.grid[0] * context.grid[1]) % context.grid[1]
+        return self.table[:, None, None] * (column[:, None] == column[None])
+"""
+
+
+def test_md_sine_knows_only_the_sum_of_both_coordinates():
+    values = position_map("md-sine", GRID, QUERY).values
+    diagonals = [np.diagonal(values[:, ::-1], offset) for offset in range(-5, 6)]
+    assert all(np.ptp(line) < 1e-9 for line in diagonals)
+
+
+def test_shared_rows_of_a_table_are_equal_in_the_map():
+    values = position_map("irpe-euclidean", GRID, QUERY, ratio=20).values
+    row, column = QUERY
+    assert values[row - 2, column] == values[row + 2, column] == values[row, column - 2]
+    assert values[row - 2, column] != values[row, column - 1]
+
+
+@pytest.mark.parametrize("name", ["rope-axial", "sine-2d", "alibi-2d"])
+def test_nearer_is_more_alike_along_a_row(name):
+    values = position_map(name, GRID, QUERY).values
+    row, column = QUERY
+    assert values.max() == values[QUERY]
+    assert values[row, column] > values[row, column + 1] > values[row, column + 2]
+
+
+def test_sape_sees_where_a_region_ends():
+    values = position_map("sape", (14, 14), (4, 5)).values
+    inside = disc((14, 14)).numpy()
+    assert values[4, 5] == 0
+    assert (values <= 0).all()
+    assert values[inside].mean() > values[~inside].mean()
+
+
+def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(registry, "_ENCODINGS", dict(registry._ENCODINGS))
+    monkeypatch.setenv(PLUGINS, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    plugin = tmp_path / "same_column.py"
+    plugin.write_text(OWN)
+    given = ["positions", "show", "same-column", "--plugin", str(plugin), "--grid", "7x7"]
+    assert main([*given, "start=1.5", "--out", str(tmp_path / "map.png")]) == 0
+    assert "0 (blank) to 1.5 (@)" in capsys.readouterr().out
+    with Image.open(tmp_path / "map.png") as image:
+        assert image.width > 300
+    values = position_map("same-column", GRID, QUERY, start=1.5).values
+    assert (values[:, QUERY[1]] == 1.5).all()
+    assert np.delete(values, QUERY[1], 1).max() == 0.0
+    drawn = position_map("same-column", GRID, QUERY).values
+    assert drawn.any(), "a table of zeros is drawn from N(0, 1)"
+
+
+def test_what_has_no_map_is_refused():
+    with pytest.raises(ValueError, match="anchor lies between an image and a text"):
+        position_map("anchor")
