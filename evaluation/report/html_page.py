@@ -22,7 +22,7 @@ from evaluation.ranks import evaluating
 from evaluation.report.sources import Source, StoredResult, course, settings
 from evaluation.results import Table, attributed
 from evaluation.retrieval.gallery import Gallery
-from evaluation.retrieval.search import search
+from evaluation.retrieval.rerank import search
 from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
