@@ -301,7 +301,7 @@ def test_the_page_says_what_the_model_lacks(tried, folders):
 
 @needs_gradio
 def test_the_page_answers_a_call(tried, tmp_path, red, monkeypatch):
-    monkeypatch.setattr("evaluation.demo.page.MAX_IMAGE_BYTES", 2**25)
+    monkeypatch.setattr("evaluation.page.gradio_page.MAX_IMAGE_BYTES", 2**25)
     client = pytest.importorskip("gradio_client")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
