@@ -8,7 +8,7 @@ from torch.nn.functional import cosine_similarity
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
-from vlp.positions.anchor_field import anchor_field, joined_fields
+from vlp.positions.anchor_field import PathSettings, anchor_field, joined_fields
 
 HEADS, GROUPS, GRID = 2, 2, (2, 3)
 WORDS = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
@@ -20,7 +20,7 @@ def tokens(seed=0):
 
 
 def field_of(image, text):
-    return anchor_field(image, text, WORDS, GRID, 0.05, GROUPS)
+    return anchor_field(image, text, WORDS, PathSettings(GRID, 0.05, GROUPS))
 
 
 def of(factors):

@@ -30,7 +30,7 @@ def run(layer, field, kernel, *options, **named):
     """Output and gradients of a layer, by the kernel, which a CPU interprets, or explicitly."""
     with pytest.MonkeyPatch.context() as patch:
         if kernel and not layer.query.weight.is_cuda:
-            patch.setattr(layer, "_anchored", lambda states: True)
+            patch.setattr(layer, "_in_one_kernel", lambda states: True)
         return outputs_and_gradients(layer, field, kernel, *options, **named)
 
 
@@ -228,7 +228,7 @@ def test_other_lengths_compile_few_graphs():
     torch.compiler.reset()
     compiled = torch.compile(layer, backend=backend)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(layer, "_anchored", lambda states: True)
+        patch.setattr(layer, "_in_one_kernel", lambda states: True)
         for rows, words in ((2, 5), (2, 6), (2, 7), (3, 8), (4, 9), (5, 11)):
             _, field = layer_and_field(words=words, heads=1, rows=rows)
             text, image = torch.randn(rows, words, 4), torch.randn(rows, 7, 4)
@@ -239,17 +239,17 @@ def test_other_lengths_compile_few_graphs():
 def test_layers_that_the_kernel_does_not_take(caplog):
     layer, _ = layer_and_field()
     states = SimpleNamespace(is_cuda=True, shape=(2, 5, 8), dtype=torch.float32)
-    assert layer._anchored(states)
+    assert layer._in_one_kernel(states)
     layer.fused = False
-    assert not layer._anchored(states)
+    assert not layer._in_one_kernel(states)
     layer.fused = None
-    assert not layer._anchored(SimpleNamespace(**vars(states) | {"is_cuda": False}))
+    assert not layer._in_one_kernel(SimpleNamespace(**vars(states) | {"is_cuda": False}))
     with caplog.at_level(logging.INFO):
-        assert not layer._anchored(SimpleNamespace(**vars(states) | {"dtype": torch.float64}))
+        assert not layer._in_one_kernel(SimpleNamespace(**vars(states) | {"dtype": torch.float64}))
     assert "ACE-RPE runs unfused" in caplog.text
     layer.positions.append(create_position("alignment", heads=2))
-    assert not layer._anchored(states)
-    assert not layer_and_field(roles=("query", "key"))[0]._anchored(states)
+    assert not layer._in_one_kernel(states)
+    assert not layer_and_field(roles=("query", "key"))[0]._in_one_kernel(states)
 
 
 def test_a_compiled_layer_that_runs_unfused_says_so_once(caplog):

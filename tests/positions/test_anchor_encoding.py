@@ -8,7 +8,7 @@ import torch
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position, list_positions
 from vlp.positions.anchor import embed_path
-from vlp.positions.anchor_field import anchor_field, uniform_field
+from vlp.positions.anchor_field import PathSettings, anchor_field, uniform_field
 
 WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
 
@@ -17,7 +17,7 @@ WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
 def field():
     image, text = torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
     words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
-    return anchor_field(image, text, words, GRID, 0.05, GROUPS), words
+    return anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS)), words
 
 
 def attention_with(position):
@@ -34,7 +34,10 @@ def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradi
     image.requires_grad_(gradient)
     words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
     given = image, text, words, GRID, torch.tensor(0.8).double(), GROUPS, 3, 1
-    zero, far = anchor_field(*given), anchor_field(*given, unreachable="far")
+    zero, far = (
+        anchor_field(*given),
+        anchor_field(*given[:-1], given[-1]._replace(unreachable="far")),
+    )
     lost = words[:, None, :, None] & ~zero.reachable
     assert lost.any()
     assert not lost.all()
@@ -155,7 +158,7 @@ def test_missing_paths_are_an_error():
 def paths_of(rows):
     image, text = torch.randn(rows, 6, 4).double(), torch.randn(rows, 5, 4).double()
     words = (torch.arange(5) > 0) & (torch.arange(5) < torch.randint(1, 6, (rows, 1)))
-    return anchor_field(image, text, words, GRID, 0.05, GROUPS), words
+    return anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS)), words
 
 
 def tiled(path, table, scale):
@@ -251,9 +254,9 @@ def test_both_orders_of_the_paths_hold_the_same_and_know_what_is_reachable(field
 def test_half_precision_comes_after_the_path():
     image, text = torch.randn(3, 6, 4), torch.randn(3, 5, 4)
     words = torch.ones(3, 5, dtype=torch.bool)
-    exact = anchor_field(image, text, words, GRID, 0.05, GROUPS)
+    exact = anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS))
     with torch.autocast("cpu", torch.bfloat16):
-        half = anchor_field(image, text, words, GRID, 0.05, GROUPS)
+        half = anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS))
     assert half.similarity.dtype == torch.float32
     for name in ("path", "text_path", "image_mean", "text_mean"):
         assert torch.equal(getattr(half, name), getattr(exact, name).bfloat16())

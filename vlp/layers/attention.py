@@ -14,8 +14,7 @@ from torch.nn import functional
 from vlp.compilation import off_cpu, on_gpu, once
 from vlp.layers.flex import departure, flex_attend, log_departure
 from vlp.positions.anchor import has_triton
-from vlp.positions.anchor_encoding import AlignmentBias, AnchorPosition
-from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
+from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, offers, through_call
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +67,19 @@ def attend(
     hooked = list(encodings)
     context = NO_CONTEXT if context is None else context
     for encoding in _using(hooked, "rotate"):
-        query, key = encoding("rotate", query, key, context)
+        query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
     at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
     if fused == "flex":
         reason = departure(hooked, bias is not None, dropout > 0)
         if reason is None:
-            found = [each("lookups", query, key, context) for each in at_logits]
+            found = [
+                through_call(each, PositionEncoding.lookups, query, key, context)
+                for each in at_logits
+            ]
             return flex_attend(query, key, value, list(chain.from_iterable(found)), scale)
         log_departure(reason)
     for encoding in at_logits:
-        addition = encoding("bias", query, key, context)
+        addition = through_call(encoding, PositionEncoding.bias, query, key, context)
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else _finite(bias.to(query.dtype))
@@ -97,7 +99,7 @@ def attend(
         attention = functional.dropout(attention, dropout)
     out = attention @ value
     for encoding in at_value:
-        addition = encoding("value", attention, context)
+        addition = through_call(encoding, PositionEncoding.value, attention, context)
         out = out if addition is None else out + addition
     return out
 
@@ -198,7 +200,7 @@ class Attention(nn.Module):
             mask: (B, K) bool, True = may be attended to.
             context: what the position hooks need; see `attend`.
             projected: keys and values, (B, K, width) each, in place of `context_states`, where
-                `takes_apart`.
+                `shares_keys`.
 
         Returns:
             (B, Q, width).
@@ -206,10 +208,19 @@ class Attention(nn.Module):
         context = NO_CONTEXT if context is None else context
         states = cast_once(states)
         source = states if context_states is None else cast_once(context_states)
-        if self._anchored(states):
-            three = self.query(states), self.key(source), self.value(source)
-            (anchor,) = self.positions
-            out: Tensor = anchor("attend", *three, self._weights(), mask, context, self.scale)
+        if self._in_one_kernel(states):
+            (encoding,) = self.positions
+            out = through_call(
+                encoding,
+                PositionEncoding.attend,
+                self.query(states),
+                self.key(source),
+                self.value(source),
+                self._weights(),
+                mask,
+                context,
+                self.scale,
+            )
             return out if self.output is None else self.output(out)
         query, key, value = self._projected(states, source, projected, context)
         query = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -242,11 +253,15 @@ class Attention(nn.Module):
         key, value = (source, source) if given is None else given
         if given is None:
             for encoding in moving:
-                query, key, value = encoding("inputs", query, key, value, context)
+                query, key, value = through_call(
+                    encoding, PositionEncoding.inputs, query, key, value, context
+                )
             return self.query(query), self.key(key), self.value(value)
         weights = self.key.weight, self.value.weight
         for encoding in moving:
-            query, key, value = encoding("inputs_projected", query, key, value, weights, context)
+            query, key, value = through_call(
+                encoding, PositionEncoding.shared_inputs, query, key, value, weights, context
+            )
         return self.query(query), key, value
 
     def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,34 +269,29 @@ class Attention(nn.Module):
         return self.key(context_states), self.value(context_states)
 
     @property
-    def takes_apart(self) -> bool:
-        """Return whether calls may share projected keys and values, and ask for some queries alone.
+    def shares_keys(self) -> bool:
+        """Whether calls may share projected keys and values, and pass a part of the queries."""
+        return all(offers(each, "shares_keys") for each in self.positions)
 
-        Of encodings of one's own nothing is known: they may read or turn queries and keys, or read
-        whole grids.
-        """
-        return all(type(each) in (AnchorPosition, AlignmentBias) for each in self.positions)
-
-    def anchor_terms(self, states: Tensor) -> Tensor | None:
+    def kernel_terms(self, states: Tensor) -> Tensor | None:
         """Return the terms that all calls with such states can share; None where there are none.
 
         See `PositionContext`.
         """
-        if not self._anchored(states):
+        if not self._in_one_kernel(states):
             return None
-        (anchor,) = self.positions
-        terms: Tensor | None = anchor("terms", self._weights())
-        return terms
+        (encoding,) = self.positions
+        return through_call(encoding, PositionEncoding.kernel_terms, self._weights())
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight
 
-    def _anchored(self, states: Tensor) -> bool:
-        """Return whether the kernel of ACE-RPE computes this attention as a whole."""
-        anchors = [each for each in self.positions if isinstance(each, AnchorPosition)]
-        if not anchors or not on_gpu(states) or self.fused is False:
+    def _in_one_kernel(self, states: Tensor) -> bool:
+        """Whether a kernel of the encoding (ACE-RPE's) computes this attention as a whole."""
+        offering = [each for each in self.positions if offers(each, "has_kernel")]
+        if not offering or not on_gpu(states) or self.fused is False:
             return False
-        if anchors[0].hooks == {"inputs"}:  # SDPA has no need of probabilities either
+        if hooks_of(offering[0]) == {"inputs"}:  # SDPA has no need of probabilities either
             return False
         alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         width = self.query.out_features // self.heads

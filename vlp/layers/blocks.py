@@ -122,7 +122,7 @@ class CrossLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
-        """Run `attend_self`, `attend_other`, `project` or `anchor_terms`.
+        """Run `attend_self`, `attend_other`, `project` or `kernel_terms`.
 
         They go through the module's call, where ZeRO-3 and other wrappers gather its weights.
         """
@@ -164,9 +164,9 @@ class CrossLayer(nn.Module):
         """Return keys and values of (B, K, width) for `attend_other`."""
         return self.cross_attention.project(other)
 
-    def anchor_terms(self, states: Tensor) -> Tensor | None:
+    def kernel_terms(self, states: Tensor) -> Tensor | None:
         """Return what the cross-attention of both directions shares; see `PositionContext`."""
-        return self.cross_attention.anchor_terms(states)
+        return self.cross_attention.kernel_terms(states)
 
     def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
         """Add a cross-attention's output to states, both (B, T, width); then the third step."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.attention import NO_CONTEXT, attend, mask_bias
-from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
+from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, through_call
 
 
 class Past:
@@ -112,7 +112,7 @@ class CausalAttention(nn.Module):
             bias = mask_bias(earlier, query.dtype)
             return attend(query, key, value, encodings, context, bias, scale=self.scale)
         for encoding in encodings:
-            query, key = encoding("rotate", query, key, context)
+            query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scale
         )

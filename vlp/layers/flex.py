@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vlp.compilation import once
-from vlp.positions.base import hooks_of
-from vlp.positions.lookup import Lookup, LookupPosition
+from vlp.positions.base import hooks_of, offers
+from vlp.positions.lookup import Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def departure(encodings: Iterable[nn.Module], bias: bool, dropout: bool) -> str 
         name, hooks = type(encoding).__name__, hooks_of(encoding)
         if "value" in hooks:
             return f"{name} reads the probabilities"
-        if "bias" in hooks and not isinstance(encoding, LookupPosition):
+        if "bias" in hooks and not offers(encoding, "has_lookups"):
             return f"{name} adds to the logits what is no lookup"
         looks_up = looks_up or "bias" in hooks
     if not looks_up:

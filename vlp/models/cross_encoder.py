@@ -21,7 +21,7 @@ from vlp.positions import (
     position_options,
 )
 from vlp.positions.anchor_field import AnchorField
-from vlp.positions.base import ByModality
+from vlp.positions.base import ByModality, through_call
 
 APE_DEVIATION = 0.5
 """Of learned positions at the start: what they are added to is normalised, of deviation 1."""
@@ -112,23 +112,27 @@ class CrossEncoder(nn.Module):
         text_asks = PositionContext(words, 1, anchors=anchors, text_queries=True)
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
-            text = encoding("tokens", text, text_asks)
+            text = through_call(encoding, PositionEncoding.tokens, text, text_asks)
         image = self._placed(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            text = layer("attend_self", text, text_mask, text_asks)
+            text = through_call(layer, CrossLayer.attend_self, text, text_mask, text_asks)
             if both:
                 images = image.unflatten(1, each).flatten(0, 1)
-                image = layer("attend_self", images, None, image_asks).reshape_as(image)
+                image = through_call(
+                    layer, CrossLayer.attend_self, images, None, image_asks
+                ).reshape_as(image)
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
                 image = image[pairs.images]
-            terms = layer("anchor_terms", text)
-            text_asks = replace(text_asks, anchor_terms=terms)
-            image_asks = replace(image_asks, anchor_terms=terms)
-            new_text = layer("attend_other", text, image, None, text_asks)
+            terms = through_call(layer, CrossLayer.kernel_terms, text)
+            text_asks = replace(text_asks, kernel_terms=terms)
+            image_asks = replace(image_asks, kernel_terms=terms)
+            new_text = through_call(layer, CrossLayer.attend_other, text, image, None, text_asks)
             if both and (need_image or not last):
-                image = layer("attend_other", image, text, text_mask, image_asks)
+                image = through_call(
+                    layer, CrossLayer.attend_other, image, text, text_mask, image_asks
+                )
             text = new_text
         return text, image if both and need_image else None
 
@@ -141,12 +145,12 @@ class CrossEncoder(nn.Module):
         if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
-        return all(attention.takes_apart for attention in attentions)
+        return all(attention.shares_keys for attention in attentions)
 
     def image_keys(self, image: Tensor) -> ImageKeys:
         """Keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
         image = self._placed(image)
-        return tuple(layer("project", image) for layer in self.layers)
+        return tuple(through_call(layer, CrossLayer.project, image) for layer in self.layers)
 
     def _placed(self, image: Tensor) -> Tensor:
         """Images (I, 1 + M, width), or several side by side, after the encodings of tokens."""
@@ -154,7 +158,9 @@ class CrossEncoder(nn.Module):
         each = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
             images = image.unflatten(1, each).flatten(0, 1)
-            image = encoding("tokens", images, context).reshape_as(image)
+            image = through_call(encoding, PositionEncoding.tokens, images, context).reshape_as(
+                image
+            )
         return image
 
     def _text_alone(
@@ -173,12 +179,14 @@ class CrossEncoder(nn.Module):
         """
         context = PositionContext((1, text.shape[1] - 1), 1, anchors=anchors, text_queries=True)
         for encoding in self.positions:
-            text = encoding("tokens", text, context)
+            text = through_call(encoding, PositionEncoding.tokens, text, context)
         other = self._placed(image) if keys is None else None
         for number, layer in enumerate(self.layers):
             paired = number > 0 or pairs is None
             some = wanted if number == len(self.layers) - 1 else None
-            text = layer("attend_self", text, mask, context, some if paired else None)
+            text = through_call(
+                layer, CrossLayer.attend_self, text, mask, context, some if paired else None
+            )
             if number == 0 and pairs is not None:
                 text, mask = text[pairs.texts], mask[pairs.texts]
                 text = text if some is None else pick(text, some)
@@ -189,7 +197,7 @@ class CrossEncoder(nn.Module):
             if shared is not None and pairs is not None:
                 key, value = (each.index_select(0, pairs.images) for each in shared)
                 shared = key, value
-            text = layer("attend_other", text, other, None, context, shared)
+            text = through_call(layer, CrossLayer.attend_other, text, other, None, context, shared)
         return text
 
 

@@ -17,7 +17,7 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField, field_of_similarity, uniform_field
-from vlp.positions.base import hooks_of
+from vlp.positions.base import PositionEncoding, hooks_of, through_call
 from vlp.precision import at_least_float32
 
 
@@ -48,7 +48,12 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         none = weight.new_zeros(0)
         field = AnchorField(none, none, unit, unit, none, none)
         context = PositionContext(anchors=field)
-        inputs = [table[0] for table in encoding("inputs", zeros, zeros, zeros, context)]
+        inputs = [
+            table[0]
+            for table in through_call(
+                encoding, PositionEncoding.inputs, zeros, zeros, zeros, context
+            )
+        ]
         projections = attention.query, attention.key, attention.value
         moved = [
             by_head(attention, functional.linear(table, projection.weight.to(table))[None])[0]
@@ -62,7 +67,7 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
     """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
     attention = layer.attention
     if attention.positions:
-        return layer("attend_self", image, None, context)
+        return through_call(layer, CrossLayer.attend_self, image, None, context)
     query, key, value = (
         by_head(attention, project(image))
         for project in (attention.query, attention.key, attention.value)
@@ -78,7 +83,7 @@ def text_self_attention(
     if first and not layer.attention.positions:
         attended = layer.attention(text[:, :1], text, mask, context)
         return layer.attention_norm(text[:, :1] + attended)
-    return layer("attend_self", text, mask, context)
+    return through_call(layer, CrossLayer.attend_self, text, mask, context)
 
 
 def attend_shared_image(
@@ -179,7 +184,10 @@ def _softmax(
 ) -> Tensor:
     """Probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
     for encoding in _with_hook(attention, "bias"):
-        addition = encoding("bias", logits, logits, context)  # between streams: of paths alone
+        # Between streams a bias reads paths alone: logits stand in for queries and keys.
+        addition = through_call(
+            encoding, PositionEncoding.bias, logits, logits, context
+        )  # between streams: of paths alone
         logits = logits if addition is None else logits + addition.to(logits.dtype)
     # Softmax would bring another order in memory into its own.
     return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
@@ -190,7 +198,7 @@ def _with_values(
 ) -> Tensor:
     """The output (T, heads, Q, head width) and what the hooks `value` add to it."""
     for encoding in _with_hook(attention, "value"):
-        addition = encoding("value", attended, context)
+        addition = through_call(encoding, PositionEncoding.value, attended, context)
         out = out if addition is None else out + addition
     return out
 
@@ -268,7 +276,7 @@ class ITMScorer:
         self.both = self.config.layout == "ace"
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
         attentions = [layer.cross_attention for layer in self.layers]
-        self.apart = all(each.takes_apart for each in attentions)
+        self.apart = all(each.shares_keys for each in attentions)
         self.reads_padding = self.config.reads_padding
         groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
@@ -279,8 +287,10 @@ class ITMScorer:
         """Compute the part of T texts that no image changes."""
         states, context = text.states, self._text_asks(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
-            states = encoding("tokens", states, context)
-        states = self.layers[0]("attend_self", states, text.attention_mask, context)
+            states = through_call(encoding, PositionEncoding.tokens, states, context)
+        states = through_call(
+            self.layers[0], CrossLayer.attend_self, states, text.attention_mask, context
+        )
         tokens = text.states if self.config.anchor.features == "encoder" else text.tokens
         return PreparedTexts(states, tokens, text.attention_mask, text.word_mask)
 
@@ -289,7 +299,7 @@ class ITMScorer:
         """Compute the part of one image, a single row of features, that no text changes."""
         states, context = image.states, self._image_asks(None)
         for encoding in self.model.cross_encoder.positions:
-            states = encoding("tokens", states, context)
+            states = through_call(encoding, PositionEncoding.tokens, states, context)
         if self.both:
             states = image_self_attention(self.layers[0], states, context)
         tokens = image.states[:, 1:] if self.config.anchor.features == "encoder" else image.tokens
@@ -376,7 +386,7 @@ class ITMScorer:
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
-        return field_of_similarity(similarity, words, **self.model.path_settings)
+        return field_of_similarity(similarity, words, self.model.path_settings)
 
 
 def _first_query(context: PositionContext) -> PositionContext:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,13 @@ from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder, require_ids
 from vlp.models.towers import with_architecture
 from vlp.positions import CROSS_MODAL, PositionEncoding
-from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
+from vlp.positions.anchor_field import (
+    AnchorField,
+    PathSettings,
+    anchor_field,
+    joined_fields,
+    uniform_field,
+)
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
 # so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
@@ -200,30 +205,25 @@ class VLPModel(nn.Module):
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
         with record_function("anchor/field"):
-            return anchor_field(
-                image_tokens,
-                text_tokens,
-                word_mask,
-                groups=anchor.groups,
-                **self.path_settings,
-            )
+            return anchor_field(image_tokens, text_tokens, word_mask, self.path_settings)
 
     @property
-    def path_settings(self) -> dict[str, Any]:
-        """Return what `field_of_similarity` takes beside similarity and words."""
+    def path_settings(self) -> PathSettings:
+        """Settings of the paths, with the threshold of this moment."""
         cross, anchor = self.config.cross, self.config.cross.anchor
-        return {
-            "grid": self.config.image.grid,
+        return PathSettings(
+            grid=self.config.image.grid,
             # Before the first step there is no quantile yet; delta must stay positive.
-            "threshold": self.anchor_threshold.clamp(min=1e-3),
-            "text_window": anchor.text_window,
-            "patch_window": anchor.patch_window,
-            "metric": anchor.metric,
-            "hard": anchor.hard,
-            "tau": anchor.tau,
-            "aligned": "alignment" in cross.position,
-            "unreachable": anchor.unreachable,
-        }
+            threshold=self.anchor_threshold.clamp(min=1e-3),
+            groups=anchor.groups,
+            text_window=anchor.text_window,
+            patch_window=anchor.patch_window,
+            metric=anchor.metric,
+            hard=anchor.hard,
+            tau=anchor.tau,
+            aligned="alignment" in cross.position,
+            unreachable=anchor.unreachable,
+        )
 
     def cross(
         self,

@@ -41,6 +41,7 @@ class AnchorPosition(PositionEncoding):
     """
 
     UNDECAYED = ("table", "bias_table", "tables")
+    shares_keys = has_kernel = True
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class AnchorPosition(PositionEncoding):
             self._shifted("value", value, answering) if self.value_pooled else value,
         )
 
-    def inputs_projected(
+    def shared_inputs(
         self,
         query: Tensor,
         key: Tensor,
@@ -99,17 +100,7 @@ class AnchorPosition(PositionEncoding):
         weights: tuple[Tensor, Tensor],
         context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `inputs` does where keys and values are projected already, for pairs to share.
-
-        Projections are linear: the term of rank G is projected by itself, by way of its tables.
-
-        Args:
-            query: (B, Q, width), not projected.
-            key: (B, K, width), projected.
-            value: (B, K, width), projected.
-            weights: of the projections of key and value.
-            context: holds the paths.
-        """
+        """Project the term of rank G by itself, by way of its tables: projections are linear."""
         asking, answering = _means(context)
         of_key, of_value = weights
         return (
@@ -144,29 +135,15 @@ class AnchorPosition(PositionEncoding):
         context: PositionContext,
         scale: float | None = None,
     ) -> Tensor:
-        """Return the whole attention in one kernel; the states come without the terms of `inputs`.
-
-        Args:
-            query: (B, Q, width), projected.
-            key: (B, K, width), projected.
-            value: (B, K, width), projected.
-            weights: of the three projections.
-            mask: (B, K) bool, True = may be attended to.
-            context: holds the paths.
-            scale: see `anchored_attention`.
-        """
-        terms = context.anchor_terms
-        terms = self.terms(weights) if terms is None else terms
+        """Compute Eqs 8-12 in one kernel (`anchored_attention`)."""
+        terms = context.kernel_terms
+        terms = self.kernel_terms(weights) if terms is None else terms
         means = _means(context) if self.mode == "contextual" else None
         path, heads = _oriented(context), self.heads
         return anchored_attention(query, key, value, path, terms, heads, means, mask, scale)
 
-    def terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Compute the terms of `anchored_attention`, which both directions share.
-
-        Args:
-            weights: of the projections of query, key and value.
-        """
+    def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Compute the terms of `anchored_attention`, which both directions share."""
         if self.mode == "bias":
             return self._slopes().expand(-1, self.heads)
         value = self._table("value")
@@ -240,6 +217,8 @@ class AlignmentBias(PositionEncoding):
             starts as it would without the encoding, for models that were trained so; factors then
             take thousands of steps to grow.
     """
+
+    shares_keys = True
 
     def __init__(self, heads: int, start: float = 1.0) -> None:
         super().__init__()

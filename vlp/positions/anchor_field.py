@@ -25,6 +25,28 @@ Unreachable = Literal["zero", "far"]
 """Path of a word to a patch without an anchor in reach: 0, or `longest_path`."""
 
 
+class PathSettings(NamedTuple):
+    """Settings of the paths (Eqs 3-7), the same for every pair.
+
+    grid: (rows, columns) of the patches. threshold: delta of Eq. 4. groups: G, channel groups of
+    Eq. 3. text_window: B_t in tokens, patch_window: B_p in patches; None is unbounded. metric:
+    distance between patches. hard: only anchors pass; False is Eq. 4 with a finite tau
+    (papers.md#ace-a8). aligned: also return `AnchorField.alignment`. unreachable: path where no
+    anchor is in reach (papers.md#ace-a15).
+    """
+
+    grid: tuple[int, int]
+    threshold: float | Tensor = 0.05
+    groups: int = 8
+    text_window: int | None = 5
+    patch_window: int | None = 9
+    metric: Metric = "euclidean"
+    hard: bool = True
+    tau: float = 1e4
+    aligned: bool = True
+    unreachable: Unreachable = "zero"
+
+
 class AnchorField(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]), whose rows are 0.
 
@@ -76,65 +98,35 @@ def anchor_field(
     image_tokens: Tensor,
     text_tokens: Tensor,
     word_mask: Tensor,
-    grid: tuple[int, int],
-    threshold: float | Tensor,
-    groups: int = 8,
-    text_window: int | None = 5,
-    patch_window: int | None = 9,
-    metric: Metric = "euclidean",
-    hard: bool = True,
-    tau: float = 1e4,
-    aligned: bool = True,
-    unreachable: Unreachable = "zero",
+    settings: PathSettings,
 ) -> AnchorField:
-    """Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
+    """Compute Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 
     Args:
         image_tokens: (B, M, D) patch features without [CLS].
         text_tokens: (B, N, D) token features.
         word_mask: (B, N) bool, True = a real word; [CLS], [SEP] and padding are False and get no
             position (papers.md#ace-a25 and #ace-a31).
-        grid: (rows, columns) of the patches.
-        threshold: delta of Eq. 4.
-        groups: G.
-        text_window: B_t in tokens.
-        patch_window: B_p in patches.
-        metric: patch distance.
-        hard: only anchors are passed through; False is Eq. 4 with a finite tau (papers.md#ace-a8).
-        tau: of the soft form.
-        aligned: give `alignment`, too.
-        unreachable: the path where no anchor is in reach (papers.md#ace-a15).
+        settings: of the paths.
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
-        similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
-    return field_of_similarity(
-        similarity, word_mask, grid, threshold, text_window, patch_window, metric, hard, tau,
-        aligned, unreachable,
-    )  # fmt: skip
+        similarity = group_similarity(_float(image_tokens), _float(text_tokens), settings.groups)
+    return field_of_similarity(similarity, word_mask, settings)
 
 
 def field_of_similarity(
-    similarity: Tensor,
-    word_mask: Tensor,
-    grid: tuple[int, int],
-    threshold: float | Tensor,
-    text_window: int | None,
-    patch_window: int | None,
-    metric: Metric,
-    hard: bool,
-    tau: float,
-    aligned: bool,
-    unreachable: Unreachable,
+    similarity: Tensor, word_mask: Tensor, settings: PathSettings
 ) -> AnchorField:
-    """Eqs 4-7 and the averages of Eq. 10 from S of Eq. 3, (B, M, N, G); the rest as above."""
-    windows = text_window, patch_window, metric
+    """Compute Eqs 4-7 and the averages of Eq. 10 from S of Eq. 3, (B, M, N, G)."""
+    grid, threshold = settings.grid, settings.threshold
+    windows = settings.text_window, settings.patch_window, settings.metric
     with torch.autocast(similarity.device.type, enabled=False):
-        distance = anchor_distance(similarity, threshold, hard, tau)
+        distance = anchor_distance(similarity, threshold, settings.hard, settings.tau)
         path, reachable = anchor_path(distance, grid, word_mask, *windows)
-        if unreachable == "far":
+        if settings.unreachable == "far":
             farthest = longest_path(threshold, grid, word_mask.shape[1], *windows)
             path = torch.where(reachable | ~word_mask[:, None, :, None], path, farthest)
-    return with_prefix(path, similarity, word_mask, aligned)
+    return with_prefix(path, similarity, word_mask, settings.aligned)
 
 
 def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:

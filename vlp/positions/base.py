@@ -5,13 +5,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vlp.positions.anchor_field import AnchorField
+
+if TYPE_CHECKING:
+    from vlp.positions.lookup import Lookup
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def through_call(
+    module: nn.Module,
+    method: Callable[Concatenate[Any, Arguments], Result],
+    *arguments: Arguments.args,
+    **options: Arguments.kwargs,
+) -> Result:
+    """Run a method of a module through the module's call, as in `through_call(layer, Layer.step)`.
+
+    ZeRO-3 gathers a module's weights in hooks of its call, and wrappers (activation checkpointing,
+    peft, `torch.compile`) act on it; neither sees a method that is called directly. The method's
+    name is what the module's `forward` gets, so a wrapper needs no such method itself.
+    """
+    result: Result = module(method.__name__, *arguments, **options)
+    return result
 
 
 @dataclass(frozen=True)
@@ -25,7 +48,7 @@ class PositionContext:
     image's rows and columns; what follows its patches is padding. `boxes` (B, K, 4) are those of
     objects on the grid: x, y, width, height in cells; a row of width or height 0 is padding. In
     cross-attention `anchors` holds the paths of the pairs, and `text_queries` says which side asks:
-    True is text-to-image, False image-to-text; `anchor_terms` are those of the layer at hand, where
+    True is text-to-image, False image-to-text; `kernel_terms` are those of the layer at hand, where
     both sides share them.
     """
 
@@ -36,14 +59,15 @@ class PositionContext:
     boxes: Tensor | None = None
     anchors: AnchorField | None = None
     text_queries: bool = True
-    anchor_terms: Tensor | None = None
+    kernel_terms: Tensor | None = None
 
 
 class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
-    The hooks go through `forward` so that wrappers which act on a module's call (ZeRO-3 gathering
-    its weights, activation checkpointing) see every use of its parameters.
+    Most encodings override one of the five hooks and nothing else. An encoding may also offer
+    faster forms of its hooks, which attention takes where it can: `lookups` for FlexAttention,
+    `shared_inputs` with `shares_keys`, and `attend` with `has_kernel`.
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -51,6 +75,21 @@ class PositionEncoding(nn.Module):
     """Attributes whose parameters are exempt from weight decay, as tables of places are."""
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
+    shares_keys: ClassVar[bool] = False
+    """True if hooks read the paths of a pair and nothing else of its keys, so that pairs of one
+    image may share projected keys and values, with `shared_inputs` in place of `inputs`."""
+    has_lookups: ClassVar[bool] = False
+    """True if `bias` is a sum of `lookups`."""
+    has_kernel: ClassVar[bool] = False
+    """True if `attend` computes the whole attention in one GPU kernel."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # A faster form holds for the hooks it was written for: who overrides one says so anew.
+        super().__init_subclass__(**options)
+        if any(hook in vars(cls) for hook in cls.HOOKS):
+            for form in ("shares_keys", "has_kernel"):
+                if form not in vars(cls):
+                    setattr(cls, form, False)
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -71,9 +110,9 @@ class PositionEncoding(nn.Module):
             name for name, _ in self.named_parameters() if name.partition(".")[0] in self.UNDECAYED
         }
 
-    def forward(self, hook: str, *arguments: Any) -> Any:
-        """Call one hook by name."""
-        return getattr(self, hook)(*arguments)
+    def forward(self, method: str, *arguments: Any) -> Any:
+        """Run a method by name, for `through_call`."""
+        return getattr(self, method)(*arguments)
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
         """Token embeddings (batch, tokens, width), once at the input."""
@@ -96,6 +135,65 @@ class PositionEncoding(nn.Module):
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
         """Added to the output (batch, heads, queries, head width), from the attention weights."""
         return None
+
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """Return `bias` as numbers that a kernel looks up by pair of tokens (`has_lookups`)."""
+        raise NotImplementedError
+
+    def shared_inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: tuple[Tensor, Tensor],
+        context: PositionContext,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `inputs` does where keys and values are projected already (`shares_keys`).
+
+        Args:
+            query: (B, Q, width), not projected.
+            key: (B, K, width), projected.
+            value: (B, K, width), projected.
+            weights: of the projections of key and value.
+            context: holds the paths.
+        """
+        return query, key, value
+
+    def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return what all calls of `attend` with these projections share (`has_kernel`).
+
+        Args:
+            weights: of the projections of query, key and value.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        context: PositionContext,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return the whole attention, (B, Q, width), hooks included (`has_kernel`).
+
+        Args:
+            query: (B, Q, width), projected, without the terms of `inputs`.
+            key: (B, K, width), the same.
+            value: (B, K, width), the same.
+            weights: of the three projections.
+            mask: (B, K) bool, True = may be attended to.
+            context: holds the paths.
+            scale: of the products of queries and keys; None: 1 / sqrt(head width).
+        """
+        raise NotImplementedError
+
+
+def offers(encoding: nn.Module, form: str) -> bool:
+    """Whether an encoding has a faster form, such as "has_kernel"; one in a wrapper has none."""
+    return isinstance(encoding, PositionEncoding) and bool(getattr(encoding, form))
 
 
 def hooks_of(encoding: nn.Module) -> frozenset[str]:
@@ -139,31 +237,33 @@ class ByModality(PositionEncoding):
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
         """Token embeddings of one stream; see the base."""
-        return self._dispatch("tokens", context, x)
+        return self._dispatch(PositionEncoding.tokens, context, x)
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what enters the projections of one stream; see the base."""
-        return self._dispatch("inputs", context, query, key, value)
+        return self._dispatch(PositionEncoding.inputs, context, query, key, value)
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
         """Projected queries and keys of one stream; see the base."""
-        return self._dispatch("rotate", context, query, key)
+        return self._dispatch(PositionEncoding.rotate, context, query, key)
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         """Bias of one stream's logits; see the base."""
-        return self._dispatch("bias", context, query, key)
+        return self._dispatch(PositionEncoding.bias, context, query, key)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
         """Addition to one stream's output; see the base."""
-        return self._dispatch("value", context, attention)
+        return self._dispatch(PositionEncoding.value, context, attention)
 
-    def _dispatch(self, hook: str, context: PositionContext, *tensors: Tensor) -> Any:
+    def _dispatch(
+        self, hook: Callable[..., Any], context: PositionContext, *tensors: Tensor
+    ) -> Any:
         side = self.text if context.text_queries else self.image
-        if side is None or hook not in hooks_of(side):
-            return getattr(PositionEncoding, hook)(self, *tensors, context)
-        return side(hook, *tensors, context)
+        if side is None or hook.__name__ not in hooks_of(side):
+            return hook(self, *tensors, context)
+        return through_call(side, hook, *tensors, context)
 
 
 Sizes = ParamSpec("Sizes")

@@ -48,11 +48,9 @@ class Lookup(NamedTuple):
 
 
 class LookupPosition(PositionEncoding):
-    """Base of encodings whose bias is nothing but lookups."""
+    """Base of encodings whose bias is nothing but lookups; a subclass writes `lookups`."""
 
-    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return the terms of the logits; shapes and errors are those of `bias`."""
-        raise NotImplementedError
+    has_lookups = True
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return the sum of all lookups, in the type of the queries.

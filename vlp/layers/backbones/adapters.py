@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vlp.layers.backbones import attention
 from vlp.layers.backbones.attention import Places, Positioned, TokenEncodings
 from vlp.layers.weight_decay import no_weight_decay
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 
 @register_notrace_module
@@ -137,7 +137,7 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
         context = self.places.write(int(rows), int(columns))
         x = self._own_positions(x)
         for encoding in self.positions:
-            x = encoding("tokens", x, context)
+            x = through_call(encoding, PositionEncoding.tokens, x, context)
         return self.pos_drop(x) if self.pos_embed is None and len(self.positions) else x
 
     def _own_positions(self, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class PositionedPatchEmbed(PatchEmbed):
         context = PositionContext((int(rows), int(columns)))
         tokens = x.flatten(1, 2)
         for encoding in self.positions:
-            tokens = encoding("tokens", tokens, context)
+            tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
         return tokens.reshape(x.shape)
 
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from vlp.layers.attention import Fused, attend, mask_bias
 from vlp.layers.thread_local import ThreadLocal
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
 
@@ -155,7 +155,7 @@ class TokenEncodings(nn.ModuleList):
             context = replace(whole, prefix_tokens=0)
         x = tokens.flatten(1, -2)
         for encoding in self:
-            x = encoding("tokens", x, context)
+            x = through_call(encoding, PositionEncoding.tokens, x, context)
         return x.reshape(tokens.shape)
 
 

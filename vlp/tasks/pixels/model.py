@@ -21,7 +21,7 @@ from vlp.layers.attention import attend
 from vlp.layers.blocks import FeedForward
 from vlp.layers.causal import CausalAttention, Past
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, PositionEncoding, through_call
 from vlp.positions.options import PositionConfig
 
 
@@ -176,14 +176,19 @@ class PixelPlaces(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, size * size * 3, width) -> same shape."""
         for encoding in self.sequence:
-            x = encoding("tokens", x, sequence_context(self.size))
+            x = through_call(encoding, PositionEncoding.tokens, x, sequence_context(self.size))
         if self.colours is None:
             return x
         pixel, colour = x.split([self.pixel_width, x.shape[-1] - self.pixel_width], -1)
         # Three images, one for each channel, whose pixels have the same places.
         pixel = pixel.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(0, 1)
         for encoding in self.pixel:
-            pixel = encoding("tokens", pixel, PositionContext(grid=(self.size, self.size)))
+            pixel = through_call(
+                encoding,
+                PositionEncoding.tokens,
+                pixel,
+                PositionContext(grid=(self.size, self.size)),
+            )
         pixel = pixel.unflatten(0, (-1, CHANNELS)).transpose(1, 2).flatten(1, 2)
         return torch.cat([pixel, colour + self.colours.repeat(self.size**2, 1)], -1)
 

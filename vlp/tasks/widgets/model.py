@@ -18,6 +18,7 @@ from vlp.layers.blocks import FeedForward
 from vlp.models.decoder import beam_search
 from vlp.models.vision.backbone import create_encoding
 from vlp.positions import PositionContext, PositionEncoding
+from vlp.positions.base import through_call
 from vlp.positions.options import PositionConfig
 from vlp.positions.sine import sinusoid
 from vlp.tasks.widgets.data import WidgetBatch
@@ -150,7 +151,7 @@ class ScreenEncoder(nn.Module):
 
     def _place(self, states: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
-            states = encoding("tokens", states, context)
+            states = through_call(encoding, PositionEncoding.tokens, states, context)
         return states
 
     def _spoken(self, ids: Tensor, words: nn.Embedding) -> Tensor:
