@@ -11,138 +11,22 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vlp.compilation import on_gpu
-from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.data.text.word_boxes import OTHER, OWN
-from vlp.distributed import global_sum
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.folder import HEADS, load_start, read_heads, save_pretrained
+from vlp.models.folder import load_start, save_pretrained
 from vlp.models.lora import add_lora
-from vlp.models.pretrained.load import LoadReport, copy_weights, todays_names
-from vlp.models.pretrained.local_copy import local_folder
-from vlp.models.pretrained.published import read_bert
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.monitors import anchor_statistics, feature_spread, token_cosine
 from vlp.objectives.running_quantile import move_threshold
-from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
+from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
+from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
 from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
 from vlp.tasks.task import AUTOCAST, PlainTask, Precision, StepOutput
 from vlp.tasks.teacher import MomentumTeacher, strip_prefix
-
-_BERT_HEAD = {
-    "cls.predictions.transform.dense": "mlm_head.dense",
-    "cls.predictions.transform.LayerNorm": "mlm_head.norm",
-    "cls.predictions": "mlm_head",
-}
-
-
-def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
-    """Copy a public BERT's head of masked language modelling, as ALBEF starts from.
-
-    Args:
-        modules: heads of the objectives by name, of which `mlm_head` is taken.
-        bert: folder, file or hub name of the text encoder's weights.
-
-    Returns:
-        What was copied; nothing without such a head on both sides, or of other sizes.
-
-    Raises:
-        ConfigError: the weights are missing or damaged.
-    """
-    if "mlm_head" not in modules:
-        return []
-    own = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
-    here, found = own.state_dict(), {}
-    try:
-        for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
-            module, _, kind = name.rpartition(".")
-            place = f"{_BERT_HEAD.get(module)}.{kind}"
-            if place in here and here[place].shape == tensor.shape:
-                found[place] = tensor
-        if found.keys() != here.keys():
-            return []
-        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())]
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"text.weights: {error}") from error
-
-
-def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
-    """Copy those weights of a model folder's heads that fit; others keep their own start.
-
-    Args:
-        modules: heads of the objectives, by the names that the folder has them under.
-        init_from: model folder, or a name on the hub.
-
-    Returns:
-        What was copied; nothing for a folder without heads.
-
-    Raises:
-        ConfigError: the folder's heads are damaged.
-    """
-    own = nn.ModuleDict(dict(modules))
-    here = own.state_dict()
-    try:
-        heads = read_heads(local_folder(init_from))
-        fitting = {
-            name: head
-            for name, head in heads.items()
-            if name in here and head.shape == here[name].shape
-        }
-        unused = sorted(heads.keys() - fitting.keys())
-        report = copy_weights(own, fitting, f"{init_from}/{HEADS}", unused, (".+",))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return [report] if heads else []
-
-
-def anchor_shares(step: Step, anchors: AnchorField) -> dict[str, Tensor]:
-    """Measure how selective anchors are, as means and by channel group, and the threshold."""
-    threshold = step.model.anchor_threshold
-    shares = anchor_statistics(
-        anchors.similarity,
-        threshold.clamp(min=1e-3),
-        anchors.path[:, 1:],
-        anchors.reachable,
-        step.batch.word_mask,
-        step.batch.valid,
-    )
-    statistics = {}
-    for name, groups in zip(shares._fields, shares):
-        statistics[f"anchor_{name}"] = groups.mean()
-        statistics |= {f"anchor_{name}/{g}": groups[g] for g in range(len(groups))}
-    return statistics | {"anchor_threshold": threshold.clone()}
-
-
-def collapse(step: Step) -> dict[str, Tensor]:
-    """Measure how alike tokens and features are, and the temperature."""
-    image, text, valid = step.image, step.text, step.batch.valid
-    return {
-        "image_token_cosine": token_cosine(image.tokens, valid=valid),
-        "text_token_cosine": token_cosine(text.tokens, step.batch.word_mask, valid),
-        "image_spread": feature_spread(image.feature, valid),
-        "text_spread": feature_spread(text.feature, valid),
-        "temperature": step.model.temperature().detach(),
-    }
-
-
-@torch.no_grad()
-def word_cosines(step: Step) -> dict[str, Tensor]:
-    """Measure a word's cosine with patches of its own object and of others (scenes only)."""
-    patches = step.batch.word_patches
-    if patches is None:
-        return {}
-    with torch.autocast(patches.device.type, enabled=False):
-        cosine = step.text.tokens @ step.image.tokens.transpose(1, 2)  # (B, N, M)
-    shown = torch.stack([patches == which for which in (OWN, OTHER)])
-    sums = global_sum((cosine * shown).sum((1, 2, 3)))
-    counts = global_sum(shown.sum((1, 2, 3)))
-    own, other = sums / counts.clamp(min=1)
-    return {"word_own_box": own, "word_other_box": other}
 
 
 class Pretraining(PlainTask):

@@ -1,0 +1,78 @@
+"""Weights that the objectives' heads start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from vlp.config import ConfigError
+from vlp.models.folder import HEADS, read_heads
+from vlp.models.pretrained.load import LoadReport, copy_weights, todays_names
+from vlp.models.pretrained.local_copy import local_folder
+from vlp.models.pretrained.published import read_bert
+
+_BERT_HEAD = {
+    "cls.predictions.transform.dense": "mlm_head.dense",
+    "cls.predictions.transform.LayerNorm": "mlm_head.norm",
+    "cls.predictions": "mlm_head",
+}
+
+
+def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
+    """Copy a public BERT's head of masked language modelling, as ALBEF starts from.
+
+    Args:
+        modules: heads of the objectives by name, of which `mlm_head` is taken.
+        bert: folder, file or hub name of the text encoder's weights.
+
+    Returns:
+        What was copied; nothing without such a head on both sides, or of other sizes.
+
+    Raises:
+        ConfigError: the weights are missing or damaged.
+    """
+    if "mlm_head" not in modules:
+        return []
+    own = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
+    here, found = own.state_dict(), {}
+    try:
+        for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
+            module, _, kind = name.rpartition(".")
+            place = f"{_BERT_HEAD.get(module)}.{kind}"
+            if place in here and here[place].shape == tensor.shape:
+                found[place] = tensor
+        if found.keys() != here.keys():
+            return []
+        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())]
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"text.weights: {error}") from error
+
+
+def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
+    """Copy those weights of a model folder's heads that fit; others keep their own start.
+
+    Args:
+        modules: heads of the objectives, by the names that the folder has them under.
+        init_from: model folder, or a name on the hub.
+
+    Returns:
+        What was copied; nothing for a folder without heads.
+
+    Raises:
+        ConfigError: the folder's heads are damaged.
+    """
+    own = nn.ModuleDict(dict(modules))
+    here = own.state_dict()
+    try:
+        heads = read_heads(local_folder(init_from))
+        fitting = {
+            name: head
+            for name, head in heads.items()
+            if name in here and head.shape == here[name].shape
+        }
+        unused = sorted(heads.keys() - fitting.keys())
+        report = copy_weights(own, fitting, f"{init_from}/{HEADS}", unused, (".+",))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return [report] if heads else []
