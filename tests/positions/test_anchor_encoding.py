@@ -33,11 +33,9 @@ def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradi
     image, text = torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
     image.requires_grad_(gradient)
     words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
-    given = image, text, words, GRID, torch.tensor(0.8).double(), GROUPS, 3, 1
-    zero, far = (
-        anchor_field(*given),
-        anchor_field(*given[:-1], given[-1]._replace(unreachable="far")),
-    )
+    settings = PathSettings(GRID, torch.tensor(0.8).double(), GROUPS, text_window=3, patch_window=1)
+    zero = anchor_field(image, text, words, settings)
+    far = anchor_field(image, text, words, settings._replace(unreachable="far"))
     lost = words[:, None, :, None] & ~zero.reachable
     assert lost.any()
     assert not lost.all()
