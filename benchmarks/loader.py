@@ -45,7 +45,7 @@ from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.shards.tar import append_member, close_tar
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.training.engines.environment import keep_freed_memory
 

@@ -44,8 +44,8 @@ from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.index import ROW, ShardEntry, write_table
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
-from vlp.data.stream.batch_sampler import read_at_once
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
+from vlp.data.stream.loader import read_at_once
 from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.training.config import PretrainConfig

@@ -24,8 +24,7 @@ from torch.profiler import profile
 from benchmarks import harness
 from benchmarks.harness import Figure
 from vlp.config import ConfigError
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Batch, Inputs
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import Compile, PretrainConfig

@@ -58,7 +58,7 @@ class DataCommand(Command):
     def invoke(self, ctx: Any) -> int:
         """Run the tool; returns the exit code (1: lost data, 2: wrong input, 130: interrupted)."""
         from vlp.config import ConfigError
-        from vlp.data.shards.bad_samples import DataError
+        from vlp.data.shards.sample_files import DataError
 
         try:
             return super().invoke(ctx) or 0

@@ -16,31 +16,28 @@ from tqdm import tqdm
 
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.data.features.header import (
-    HEADER_NAME,
-    FeatureHeader,
-    FeatureSource,
-    TowerKey,
-    shards_sha256,
-)
 from vlp.data.features.store import (
     BAD,
     CODE_DTYPE,
     FILE_DTYPES,
     FLIPPED,
+    HEADER_NAME,
     PLAIN,
+    FeatureHeader,
+    FeatureSource,
+    TowerKey,
     array_start,
     file_paths,
     is_whole,
+    shards_sha256,
 )
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.transforms import Preprocessing, TrainTransform
-from vlp.data.shards.cache import ShardCache
-from vlp.data.shards.remote import is_url
+from vlp.data.shards.remote import ShardCache, is_url
 from vlp.data.shards.sample_files import KINDS, BadSample
 from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.loader import running, worker_settings
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.workers import running, worker_settings
 from vlp.io import atomic_write
 from vlp.lock import FolderLock, is_lock
 from vlp.models.folder import load_start

@@ -36,8 +36,7 @@ from data_tools.shards import (
     shards_of,
 )
 from vlp.config import ConfigError
-from vlp.data.shards.build_index import index_folder
-from vlp.data.shards.index import BLOCK, ROW, sample_rows
+from vlp.data.shards.index import BLOCK, ROW, index_folder, sample_rows
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
 from vlp.io import atomic_write, parse_json, write_json

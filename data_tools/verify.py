@@ -35,8 +35,15 @@ from data_tools.shards import (
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image, open_image
 from vlp.data.schema import captions_of
-from vlp.data.shards.build_index import Survey, index_folder
-from vlp.data.shards.index import INDEX_NAME, ShardTable, map_samples, read_table, sample_rows
+from vlp.data.shards.index import (
+    INDEX_NAME,
+    ShardTable,
+    Survey,
+    index_folder,
+    map_samples,
+    read_table,
+    sample_rows,
+)
 from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.io import sha256_of

@@ -18,11 +18,10 @@ from evaluation.probes.anchor_maps import read_pair
 from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from vlp.config import Precision
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.io import parse_json
 from vlp.models.folder import Loaded
 

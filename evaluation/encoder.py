@@ -24,7 +24,7 @@ from evaluation.samples import (
     kinds_in_words,
 )
 from vlp.config import Precision
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded

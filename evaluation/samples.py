@@ -17,13 +17,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.remote import is_url
-from vlp.data.shards.sample_files import BadSample
-from vlp.data.stream.workers import running, worker_settings
+from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.data.stream.loader import running, worker_settings
 from vlp.io import Redacted
 from vlp.training.engines.environment import cores_of_rank
 

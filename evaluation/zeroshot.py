@@ -28,7 +28,7 @@ from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.results import Figure, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from vlp.config import Precision
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.data.shards.sample_files import BadSample

@@ -27,7 +27,7 @@ from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
-from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.sample_files import DataError
 from vlp.layers.blocks import pool_states
 from vlp.lock import FolderLock
 from vlp.models.pretrained.local_copy import CONFIG

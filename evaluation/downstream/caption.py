@@ -24,7 +24,7 @@ from evaluation.downstream.task_evaluation import (
 from evaluation.ranks import Ranks
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
-from vlp.data.downstream.items import Item
+from vlp.data.downstream.dataset import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample
 from vlp.tasks.caption.metrics import (

@@ -21,8 +21,7 @@ from evaluation.downstream.task_evaluation import (
     keep_scores,
     sentence_of,
 )
-from vlp.data.downstream.images import panels
-from vlp.data.downstream.items import Item
+from vlp.data.downstream.dataset import Item, panels
 from vlp.tasks.pair_classification.data import PairBatch, PairExample
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,

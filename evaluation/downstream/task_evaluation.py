@@ -28,10 +28,9 @@ from evaluation.samples import (
     said_in_one_line,
 )
 from vlp.config import Config, Precision
-from vlp.data.downstream.items import Item
+from vlp.data.downstream.dataset import Item
 from vlp.data.image.ablated_views import View
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
@@ -51,7 +50,7 @@ Given = TypeVar("Given", bound=Pictured, covariant=True)
 
 
 class Readable(Protocol[Given]):
-    """Items by number, such as `vlp.data.downstream.items.Items`."""
+    """Items by number, such as `vlp.data.downstream.dataset.Items`."""
 
     @property
     def folders(self) -> tuple[str, ...]:

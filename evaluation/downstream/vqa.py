@@ -24,7 +24,7 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
-from vlp.data.downstream.items import Item
+from vlp.data.downstream.dataset import Item
 from vlp.tasks.downstream.answer_task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy

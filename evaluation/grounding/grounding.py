@@ -29,13 +29,13 @@ from evaluation.ranks import evaluating, inference
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
 from vlp.config import Precision
-from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
-from vlp.data.image.patches import patches_in_box
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens
+from vlp.data.text.word_boxes import patches_in_box
 from vlp.layers.attention import Attention
 from vlp.layers.blocks import CrossLayer
 from vlp.models.features import ImageFeatures, TextFeatures

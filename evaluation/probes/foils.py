@@ -21,7 +21,7 @@ from evaluation.ranks import evaluating, inference
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
 from vlp.config import Precision
-from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evaluation.samples import CaptionedSample
 from vlp.data.schema import caption_numbers
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 
 
 def count_kept_captions(

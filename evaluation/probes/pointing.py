@@ -33,10 +33,9 @@ from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
 from vlp.config import Precision
-from vlp.data.image.patches import patches_in_box
 from vlp.data.schema import Annotation
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.text.word_boxes import WordBox, named_words, word_positions
+from vlp.data.shards.sample_files import SkippedSample
+from vlp.data.text.word_boxes import WordBox, named_words, patches_in_box, word_positions
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import PairIndices
 from vlp.models.features import ImageFeatures, TextFeatures

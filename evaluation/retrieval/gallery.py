@@ -12,7 +12,7 @@ from evaluation.encoder import GIBIBYTE, Encoder
 from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 

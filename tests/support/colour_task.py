@@ -21,11 +21,9 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
-from vlp.data.downstream.dataset import DownstreamDataset
-from vlp.data.downstream.images import decoded
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import DownstreamDataset, Items, decoded
 from vlp.data.schema import captions_of
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import moved
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task

@@ -17,11 +17,8 @@ from typing import Any
 
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.cache import CachedFile
-from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig
-from vlp.data.shards.remote import RemoteFolder
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.shards.remote import DEFAULT_OUTAGES, CachedFile, OutageConfig, RemoteFolder
+from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 
 MB = 10**6
 

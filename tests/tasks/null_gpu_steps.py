@@ -28,8 +28,8 @@ from benchmarks.gpu import LOG_EVERY, counted_waits, watched_config, watched_ste
 from benchmarks.step import random_batch
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.stream.copy_stream import CopyStream
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
+from vlp.data.stream.loader import CopyStream
 from vlp.data.text.tokenizer import predicted_places
 from vlp.layers.blocks import FeedForward
 from vlp.models.config import ModelConfig

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import Batch
 from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors

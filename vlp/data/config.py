@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_val
 
 from vlp.config import Config, LocalPath
 from vlp.data.schema import TextKind
-from vlp.data.shards.outages import OutageConfig
+from vlp.data.shards.remote import OutageConfig
 
 
 class SourceConfig(Config):

@@ -8,8 +8,7 @@ from math import prod
 import torch
 
 from vlp.config import ConfigError
-from vlp.data.features.header import TowerKey
-from vlp.data.features.store import StoredFeatures
+from vlp.data.features.store import StoredFeatures, TowerKey
 from vlp.models.vlp import VLPModel
 
 # All else of the configuration is in the weights, or comes after the tower.

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
-from vlp.data.shards.outages import PausedDataError
+from vlp.data.shards.remote import PausedDataError
 from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -184,7 +184,7 @@ def _refuse(message: str) -> int:
 
 def _explain(error: BaseException) -> None:
     """Print what ended this rank; a traceback only where the message alone would not help."""
-    from vlp.data.shards.bad_samples import DataError
+    from vlp.data.shards.sample_files import DataError
     from vlp.training.checkpoints import CheckpointError
     from vlp.training.loop import NonFiniteError
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from vlp.config import Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ModelConfig
 from vlp.models.towers import require_maskable

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.config import ConfigError, save_config
-from vlp.data.shards.outages import PausedDataError
+from vlp.data.shards.remote import PausedDataError
 from vlp.data.stream.batch import Slots
-from vlp.data.stream.copy_stream import CopyStream
+from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import identity
 from vlp.io import atomic_folder, keep_others, restore_folder
 from vlp.objectives.monitors import CollapseWatch

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vlp import distributed
-from vlp.data.shards.outages import retries
+from vlp.data.shards.remote import retries
 from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update

@@ -6,8 +6,7 @@ import torch
 from question_shards import AUGMENT, coloured, photo, toy_text, write_shards
 
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.images import ImagePreparation
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import ImagePreparation, Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
 from vlp.tasks.caption.data import CaptionDataConfig, CaptionDataset, captions_in

@@ -6,7 +6,7 @@ from pair_shards import annotated_shards
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import Items
 from vlp.data.scenes.render import encode_png
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample

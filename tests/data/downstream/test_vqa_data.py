@@ -12,8 +12,7 @@ from question_shards import AUGMENT, coloured, photo, question, toy_text, write_
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.images import ImagePreparation
-from vlp.data.downstream.items import Items
+from vlp.data.downstream.dataset import ImagePreparation, Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation

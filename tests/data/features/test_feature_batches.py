@@ -12,8 +12,7 @@ import torch
 from made_shards import encoded, photo
 
 from vlp.config import ConfigError, load_config
-from vlp.data.features.header import HEADER_NAME, TowerKey
-from vlp.data.features.store import FLIPPED, StoredFeatures
+from vlp.data.features.store import FLIPPED, HEADER_NAME, StoredFeatures, TowerKey
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation

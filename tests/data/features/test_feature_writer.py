@@ -18,12 +18,11 @@ from data_tools.__main__ import main
 from data_tools.feature_writer import FeatureWriter
 from data_tools.feature_writer import _name as named
 from vlp.data.config import AugmentConfig
-from vlp.data.features.header import HEADER_NAME, FeatureHeader
-from vlp.data.features.store import BAD, FLIPPED, PLAIN
+from vlp.data.features.store import BAD, FLIPPED, HEADER_NAME, PLAIN, FeatureHeader
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
-from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.sample_files import DataError
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 from vlp.data.stream.rng import make_rng
 

@@ -24,15 +24,21 @@ from evaluation.results import read_lines
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError, load_config
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256
-from vlp.data.features.store import SourceFeatures, StoredFeatures, file_paths
+from vlp.data.features.store import (
+    FeatureHeader,
+    FeatureSource,
+    SourceFeatures,
+    StoredFeatures,
+    file_paths,
+    shards_sha256,
+)
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.build_index import survey
+from vlp.data.shards.index import survey
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import KINDS, BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Element, Request
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained

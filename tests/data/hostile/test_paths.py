@@ -16,8 +16,7 @@ from guard import guarded
 from data_tools.builder.plan import Journal
 from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
-from vlp.data.shards.cache import CachedFile, ShardCache
-from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.data.image.patches import patches_in_box
+from vlp.data.text.word_boxes import patches_in_box
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(4, 40), st.integers(4, 40), st.data())

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from vlp.data.image.randaugment import OPERATIONS, randaugment
+from vlp.data.image.transforms import OPERATIONS, randaugment
 
 BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 FILL = (128, 128, 128)
@@ -139,7 +139,7 @@ def test_uncovered_places_are_mid_grey() -> None:
 
 @pytest.mark.parametrize("by", [-25.0, -3.5, -0.25, 0.0, 0.25, 2.0, 19.5, 40.0])
 def test_shifts_beyond_the_image(by: float) -> None:
-    from vlp.data.image.randaugment import _affine, _shifted
+    from vlp.data.image.transforms import _affine, _shifted
 
     image = levels(photo(20, 12))
     assert torch.allclose(_shifted(image, by, 2), _affine(image, (1, 0, by), (0, 1, 0)), atol=1e-3)

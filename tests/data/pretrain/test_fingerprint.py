@@ -12,7 +12,7 @@ import pytest
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.shards.shard_index import index_folder
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import DataError, PretrainData
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Request
 
@@ -250,7 +249,7 @@ TEN_EPOCHS = """
 import os, sys
 from pathlib import Path
 from vlp.data.config import DataConfig
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
 from vlp.data.pretrain.loader import PretrainData
 
 def resident():

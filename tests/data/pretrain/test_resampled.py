@@ -16,9 +16,8 @@ from vlp.config import ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import DataError, PretrainData
 from vlp.data.pretrain.resampled import ListedShards
-from vlp.data.shards import outages as outages_module
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.shards import remote as outages_module
+from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 from vlp.data.stream.rng import identity
 from vlp.data.stream.sampler import EndlessSampler
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vlp.data.shards import bad_samples as skipped
-from vlp.data.shards.bad_samples import DataError, SkippedSample, SkippedShareWatch
+from vlp.data.shards import sample_files as skipped
+from vlp.data.shards.sample_files import DataError, SkippedSample, SkippedShareWatch
 from vlp.data.stream.sampler import Pool, TrainingSampler
 
 

@@ -23,9 +23,8 @@ from broken_shards import (
 )
 
 from vlp.config import ConfigError
-from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.outages import OutageConfig
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.remote import OutageConfig
+from vlp.data.shards.sample_files import BadSample, DataError
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.shards.tar import Member, read_members
 

@@ -24,11 +24,9 @@ from shard_server import MB, ShardServer, batches, content, file_of, manifest, s
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import DataError
-from vlp.data.shards import cache as cache_module
-from vlp.data.shards import outages as outages_module
-from vlp.data.shards.cache import CachedFile, ShardCache
-from vlp.data.shards.outages import OutageConfig
-from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards import remote as cache_module
+from vlp.data.shards import remote as outages_module
+from vlp.data.shards.remote import CachedFile, OutageConfig, RemoteFolder, ShardCache
 from vlp.data.shards.shard_index import BadSample, ShardIndex
 
 MakeShards = Callable[..., Path]
@@ -305,8 +303,8 @@ def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
 
 KILLED = """
 import os, sys
-from vlp.data.shards.cache import CachedFile, ShardCache
-from vlp.data.shards.outages import OutageConfig
+from vlp.data.shards.remote import CachedFile, ShardCache
+from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.remote import RemoteFolder
 url, name, size, folder = sys.argv[1:]
 ShardCache(folder, 10**6).open(CachedFile(RemoteFolder(url), name, int(size)))

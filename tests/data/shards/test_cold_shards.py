@@ -12,8 +12,8 @@ from shard_server import MB, content, file_of, serve
 
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.cache import FETCHED_AHEAD, ShardCache
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.shards.remote import FETCHED_AHEAD, ShardCache
+from vlp.data.stream.batch import Inputs
 
 MakeShards = Callable[..., Path]
 

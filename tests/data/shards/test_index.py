@@ -79,7 +79,7 @@ def test_names_that_no_shard_has() -> None:
 
 _OPENED = """
 import sys, time
-from vlp.data.features.header import shards_sha256
+from vlp.data.features.store import shards_sha256
 from vlp.data.shards.shard_index import ShardIndex
 
 def peak():

@@ -17,10 +17,9 @@ from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.dataset import Slot
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
-from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_index import index_folder
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Element, Request
 
 # Pillow warns of sizes that are refused, and of what it finds beside the pixels.

@@ -12,10 +12,9 @@ import torch
 from shard_server import MB, ShardServer, batches, content, file_of, manifest, serve
 
 from vlp.config import ConfigError
-from vlp.data.shards import outages as outages_module
-from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.cache import ShardCache
-from vlp.data.shards.outages import OutageConfig, PausedDataError
+from vlp.data.shards import remote as outages_module
+from vlp.data.shards.remote import OutageConfig, PausedDataError, ShardCache
+from vlp.data.shards.sample_files import DataError
 from vlp.data.shards.shard_index import BadSample, ShardIndex
 
 SHARD = "shard-000001.tar"

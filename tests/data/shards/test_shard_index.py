@@ -16,9 +16,15 @@ from data_tools.executor import Executor
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.index import ShardTable
-from vlp.data.shards.locations import LocalFolder
-from vlp.data.shards.outages import OutageConfig
-from vlp.data.shards.shard_index import BadSample, ShardEntry, ShardIndex, ShardWriter, index_folder
+from vlp.data.shards.remote import OutageConfig
+from vlp.data.shards.shard_index import (
+    BadSample,
+    LocalFolder,
+    ShardEntry,
+    ShardIndex,
+    ShardWriter,
+    index_folder,
+)
 
 MakeShards = Callable[..., Path]
 

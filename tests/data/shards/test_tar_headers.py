@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.data.shards.tar import Member, append_member, members_in
-from vlp.data.shards.tar_headers import plain_members
+from vlp.data.shards.tar import Member, append_member, members_in, plain_members
 
 contents = st.lists(st.binary(max_size=1500), min_size=1, max_size=3)
 

@@ -5,7 +5,7 @@ from itertools import islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.data.stream.batch_sampler import BatchRequest, ShardAwareBatchSampler, read_at_once
+from vlp.data.stream.loader import BatchRequest, ShardAwareBatchSampler, read_at_once
 from vlp.data.stream.sampler import Pool, TrainingSampler
 
 shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.data.stream.batch_sampler import read_at_once
+from vlp.data.stream.loader import read_at_once
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Element, Pool, TrainingSampler
-from vlp.data.stream.sliding import SlidingSampler
+from vlp.data.stream.sampler import Element, Pool, SlidingSampler, TrainingSampler
 
 
 def epoch_of(order: TrainingSampler, epoch: int, size: int) -> list[list[Element | None]]:

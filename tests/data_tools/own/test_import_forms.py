@@ -17,7 +17,7 @@ from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 INPUTS = Inputs(16, (4, 4), 10, 64, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))

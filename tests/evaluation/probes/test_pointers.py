@@ -23,8 +23,7 @@ from evaluation.probes.pointing import (
 )
 from evaluation.results import saved_figures
 from evaluation.samples import Samples
-from vlp.data.image.patches import patches_in_box
-from vlp.data.text.word_boxes import named_words, word_positions
+from vlp.data.text.word_boxes import named_words, patches_in_box, word_positions
 from vlp.models.cross_encoder import PairIndices
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build, load

@@ -16,11 +16,9 @@ from vlp.data.features.store import SourceFeatures
 from vlp.data.image.jpeg import JpegImage
 from vlp.data.image.transforms import TrainTransform, names_a_side
 from vlp.data.schema import TextKind, texts_of
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample, RawSample
+from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Batch, Inputs
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Request
 from vlp.data.text.masking import IGNORED, mask_patches, mask_words

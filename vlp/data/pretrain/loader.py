@@ -10,19 +10,16 @@ from torch.utils.data import DataLoader
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
-from vlp.data.features.header import HEADER_NAME, shards_sha256
-from vlp.data.features.store import StoredFeatures
+from vlp.data.features.store import HEADER_NAME, StoredFeatures, shards_sha256
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import CaptionedSamples
 from vlp.data.pretrain.resampled import ListedShards, ResampledSamples
-from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.remote import ShardCache
+from vlp.data.shards.sample_files import DataError
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.data.stream.batch_sampler import read_at_once
-from vlp.data.stream.input_spec import Inputs
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.sampler import EndlessSampler, Pool, TrainingSampler
-from vlp.data.stream.sliding import SlidingSampler
+from vlp.data.stream.batch import Inputs
+from vlp.data.stream.loader import OrderedData, read_at_once
+from vlp.data.stream.sampler import EndlessSampler, Pool, SlidingSampler, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import sha256_of
 

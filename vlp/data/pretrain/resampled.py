@@ -21,12 +21,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vlp.config import ConfigError
 from vlp.data.pretrain.dataset import CaptionedSamples, Slot
-from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.file_section import section
-from vlp.data.shards.outages import OutageConfig, Unreachable, given_up, patiently
-from vlp.data.shards.remote import RemoteFolder, file_of, is_url
-from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
-from vlp.data.shards.tar import members_in
+from vlp.data.shards.remote import (
+    OutageConfig,
+    RemoteFolder,
+    Unreachable,
+    file_of,
+    given_up,
+    is_url,
+    patiently,
+)
+from vlp.data.shards.sample_files import BadSample, DataError, RawSample, grouped, parse
+from vlp.data.shards.tar import members_in, section
 from vlp.data.stream.sampler import Element
 from vlp.io import redacted
 

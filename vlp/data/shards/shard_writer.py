@@ -9,8 +9,7 @@ from types import TracebackType
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.build_index import survey
-from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, write_index
+from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, survey, write_index
 from vlp.data.shards.sample_files import IMAGES
 from vlp.data.shards.tar import append_member, close_tar
 from vlp.io import AtomicFile

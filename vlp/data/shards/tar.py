@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from errno import EINVAL
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
-from typing import IO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
@@ -209,3 +212,86 @@ def _behind(file: IO[bytes], end: int) -> str | None:
 def readable(name: str) -> str:
     """Return a file's name as messages and reports can hold it."""
     return name.translate(_UNREADABLE)
+
+
+_REGULAR = (0, ord("0"))
+# Mode, owner, group, time and device: not wanted, but where they are no numbers, there is damage.
+_UNUSED = ((100, 108), (108, 116), (116, 124), (136, 148), (329, 337), (337, 345))
+_NUMBER = frozenset(b"01234567")
+
+
+def plain_members(data: bytes) -> list[Member] | None:
+    """List the files of a part of a tar, in a tenth of the time that `tarfile` takes.
+
+    Returns:
+        The members as `vlp.data.shards.tar.members_in` gives them, or None where a header is
+        damaged, or is more than the name, in ASCII, and the length of a regular file.
+    """
+    members = []
+    place = 0
+    while place < len(data):
+        header = data[place : place + _BLOCK]
+        if len(header) < _BLOCK or header[156] not in _REGULAR or header[345:500].strip(b"\0"):
+            return None
+        for start, stop in _UNUSED:
+            if _octal(header[start:stop]) is None:
+                return None
+        name = header[:100].partition(b"\0")[0]
+        size, checksum = _octal(header[124:136]), _octal(header[148:156])
+        if size is None or checksum is None or not name.isascii() or not name or name[-1:] == b"/":
+            return None
+        # The field of the checksum counts as eight spaces.
+        if sum(header) - sum(header[148:156]) + 8 * ord(" ") != checksum:
+            return None
+        text = name.decode()
+        if not text.isprintable():
+            return None
+        place += _BLOCK
+        members.append(Member(text, place, size))
+        place += -(-size // _BLOCK) * _BLOCK
+    return members if place == len(data) else None
+
+
+@lru_cache(maxsize=1024)  # nearly all of a shard's are alike
+def _octal(field: bytes) -> int | None:
+    digits = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
+    return int(digits, 8) if _NUMBER.issuperset(digits) else None
+
+
+def section(file: int, start: int, stop: int, zeros: int = 0) -> BinaryIO:
+    """Return the bytes of an open file from `start` to `stop`, and so many zeros behind them.
+
+    Reads carry their own offset: processes that inherited the same handle do not disturb each
+    other. Closing it leaves `file` open.
+    """
+    return io.BufferedReader(_Section(file, start, stop, zeros), 4096)
+
+
+class _Section(io.RawIOBase):
+    def __init__(self, file: int, start: int, stop: int, zeros: int) -> None:
+        self._file, self._start = file, start
+        self._held, self._size = stop - start, stop - start + zeros
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        held = max(0, min(len(buffer), self._held - self._place))
+        if held:
+            data = os.pread(self._file, held, self._start + self._place)
+        else:
+            data = bytes(max(0, min(len(buffer), self._size - self._place)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {0: 0, 1: self._place, 2: self._size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place

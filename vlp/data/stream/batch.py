@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlp.data.image.transforms import MEAN, RGB, STD, normalise
-from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import SkippedSample
 
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
@@ -97,3 +97,27 @@ class Batch(NamedTuple):
         if there.pixels.dtype != torch.uint8:
             return there._replace(pixels=there.pixels.float())
         return there._replace(pixels=normalise(there.pixels, *self.statistics))
+
+
+class PatchMasking(NamedTuple):
+    """Share of masked patches, in squares of `unit` patches a side (SimMIM)."""
+
+    ratio: float
+    unit: int
+
+
+class Inputs(NamedTuple):
+    """Sizes of a batch.
+
+    image_size: side in pixels; grid: patches (rows, columns); max_tokens: tokens of a padded
+    caption; vocab_size: rows of the model's word table; word_masking: probability that a word is
+    masked, or None; patch_masking: or None; statistics: mean and deviation of pixel values.
+    """
+
+    image_size: int
+    grid: tuple[int, int]
+    max_tokens: int
+    vocab_size: int
+    word_masking: float | None = None
+    patch_masking: PatchMasking | None = None
+    statistics: tuple[RGB, RGB] = (MEAN, STD)

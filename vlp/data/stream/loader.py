@@ -2,19 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import ConfigError
-from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
+from vlp.data.shards.remote import retries, share_retries
+from vlp.data.shards.sample_files import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
-from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler
-from vlp.data.stream.sampler import EndlessSampler, TrainingSampler
-from vlp.data.stream.workers import running, worker_settings
+from vlp.data.stream.sampler import EndlessSampler, Request, SampleStep, TrainingSampler
+from vlp.signals import STOPS, end_with_parent
+
+
+def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
+    """Return arguments of a DataLoader whose workers leave signals to the main process.
+
+    Args:
+        workers: processes; 0 reads in the main one.
+        prefetch: batches that each of them has ready or in work.
+    """
+    if not workers:
+        return {"num_workers": 0}
+    return {
+        "num_workers": workers,
+        "prefetch_factor": prefetch,
+        "worker_init_fn": partial(_prepare_worker, os.getpid(), retries()),
+    }
+
+
+@contextmanager
+def running(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """Give the batches of a loader with `worker_settings`; its workers end with the context."""
+    batches = iter(loader)
+    # A generator that is never closed, as after an exception, must not leave workers behind.
+    stop = getattr(batches, "_shutdown_workers", None)
+    if stop is not None:
+        atexit.register(stop)
+    for worker in getattr(batches, "_workers", ()):
+        # PyTorch terminates one that does not end, as in an outage; it ignores SIGTERM.
+        worker.terminate = worker.kill
+    try:
+        yield batches
+    finally:
+        if stop is not None:
+            atexit.unregister(stop)
+            stop()
+
+
+def _prepare_worker(parent: int, count: Any, number: int) -> None:
+    share_retries(count)
+    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
+    # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
+    # the lock of the run's folder, which must not outlive it.
+    for asked in STOPS:
+        signal.signal(asked, signal.SIG_IGN)
+    if os.getppid() == parent:
+        end_with_parent(signal.SIGKILL, parent)
+    else:  # a fork server's, which itself stays as long as it has workers
+        threading.Thread(target=_end_with_main_process, daemon=True).start()
+
+
+def _end_with_main_process() -> None:
+    main_process = multiprocessing.parent_process()
+    if main_process is not None:
+        main_process.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+Prefetch = Callable[[int, int], object]
+"""Is told (source, shard) in a worker, about a window before the shard is needed."""
+
+
+class BatchRequest(NamedTuple):
+    """The slots of one rank's share of a batch, and shards that are needed soon."""
+
+    slots: list[Request]
+    ahead: list[tuple[int, int]]
+
+
+class ShardAwareBatchSampler:
+    """Yield one `BatchRequest` for each global batch: the batch sampler of a torch `DataLoader`.
+
+    Args:
+        sampler: which sample stands where.
+        batch: slots of a global batch.
+        consumed: samples that are gone.
+        rank: whose slots.
+        world_size: number of ranks.
+        stop_after: number of batches; None is no end.
+        fetchers: workers among which shards to fetch are dealt out; 0 asks for none.
+    """
+
+    def __init__(
+        self,
+        sampler: TrainingSampler,
+        batch: int,
+        consumed: int,
+        rank: int,
+        world_size: int,
+        stop_after: int | None,
+        fetchers: int,
+    ) -> None:
+        self._sampler, self._batch, self._consumed = sampler, batch, consumed
+        self._share = rank, world_size
+        self._stop_after, self._fetchers = stop_after, fetchers
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        ahead = self._ahead() if self._fetchers else None
+        for step in islice(self._sampler.steps(self._consumed, self._batch), self._stop_after):
+            slots = self._sampler.slots(step.epoch, step.start, self._batch, *self._share)
+            requests = [Request(step.epoch, element) for element in slots]
+            yield BatchRequest(requests, [] if ahead is None else next(ahead))
+
+    def _ahead(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield each batch's part of the shards of the window after the one it stands in."""
+        waiting: deque[tuple[int, int]] = deque()
+        last, at_once = (-1, 0), 0
+        for step in self._sampler.steps(self._consumed, self._batch):
+            new = [window for window in self._windows(step) if window > last]
+            at_once = at_once if waiting else 0
+            for window in new:
+                waiting.extend(self._sampler.shards_of_window(*window, *self._share))
+                last = window
+            at_once = max(at_once, -(-len(waiting) // self._fetchers))
+            yield [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
+
+    def _windows(self, step: SampleStep) -> list[tuple[int, int]]:
+        """Return (epoch, number) of the windows a batch takes from, and of the one after."""
+        behind = step.start + self._batch // self._sampler.streams
+        end = min(
+            -(-behind // self._sampler.prefetch_window), self._sampler.windows_in_epoch(step.epoch)
+        )
+        touched = [
+            (step.epoch, number)
+            for number in range(step.start // self._sampler.prefetch_window, end)
+        ]
+        return [*touched, self._after(*touched[-1])]
+
+    def _after(self, epoch: int, window: int) -> tuple[int, int]:
+        if window + 1 < self._sampler.windows_in_epoch(epoch):
+            return epoch, window + 1
+        epoch += 1
+        while not self._sampler.samples_in_epoch(epoch):
+            epoch += 1
+        return epoch, 0
+
+
+def read_at_once(
+    sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
+) -> set[tuple[int, int]]:
+    """Return (source, shard) that a rank needs at a time: its streams' windows and the next."""
+    return set(
+        next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
+    )
+
+
+class Answers(Dataset[Any]):
+    """Gives the slots that are asked for, and passes on which shards to fetch.
+
+    Args:
+        samples: maps a `Request` to a slot.
+        prefetch: is told which shards are needed soon; None where nothing has to be fetched.
+    """
+
+    def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
+        self.samples, self.prefetch = samples, prefetch
+
+    def __getitems__(self, asked: BatchRequest) -> list[Any]:
+        """Return all slots of a batch; `DataLoader` calls this with what its batch sampler gave."""
+        if self.prefetch is not None:
+            for source, shard in asked.ahead:
+                self.prefetch(source, shard)
+        several = getattr(self.samples, "__getitems__", None)
+        if several is not None:
+            return several(asked.slots)
+        return [self.samples[request] for request in asked.slots]
+
+    def __getitem__(self, request: Request) -> Any:
+        """Return the slot of a single request."""
+        return self.samples[request]
 
 
 class OrderedData:
@@ -149,3 +328,30 @@ class OrderedData:
                     yield batch, step.consumed
         except DataError as error:
             raise type(error)(error.told) from error
+
+
+class CopyStream:
+    """Moves batches to `device`, to a GPU on a stream of its own.
+
+    The host is launches ahead of a GPU that it does not wait for, so the copy of a batch from
+    pinned memory begins while the step before is still computed, and no batch need be fetched
+    earlier for it. What is launched after it on the current stream waits for the copy. A batch
+    that is no tuple, whose tensors cannot be found, is copied on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def move(self, batch: Slots) -> Slots:
+        """Return the batch with every tensor on the device."""
+        if self._stream is None or not isinstance(batch, tuple):
+            return batch.to(self._device)
+        with torch.cuda.stream(self._stream):
+            there = batch.to(self._device)
+        reader = torch.cuda.current_stream(self._device)
+        reader.wait_stream(self._stream)
+        for leaf in tree_leaves(there):
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(reader)  # its memory is free only after the reader's last use
+        return there

@@ -10,8 +10,7 @@ from pydantic import Field
 from torch.utils.data import Dataset
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng

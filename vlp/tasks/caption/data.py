@@ -9,12 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset
-from vlp.data.downstream.images import ImagePreparation, decoded
-from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, Item, Items, decoded
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, predicted_places

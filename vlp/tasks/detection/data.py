@@ -24,8 +24,7 @@ from vlp.data.scenes.graph import SHAPES
 from vlp.data.scenes.render import render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import OrderedData

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from vlp.config import Config, plugin_of, require_plugins, validated
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset
-from vlp.data.downstream.images import ImagePreparation
+from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json

@@ -13,8 +13,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data

@@ -9,12 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlp.data.downstream.dataset import DownstreamDataset
-from vlp.data.downstream.images import ImagePreparation, decoded, panels
-from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.dataset import (
+    DownstreamDataset,
+    ImagePreparation,
+    Item,
+    Items,
+    decoded,
+    panels,
+)
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.stream.rng import make_rng

@@ -12,8 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.data.labelled_images import LabelledImages, some_of
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data

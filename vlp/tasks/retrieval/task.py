@@ -15,7 +15,7 @@ from torch import Tensor
 from vlp import distributed
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.batch import Inputs
 from vlp.models.folder import Loaded, save_pretrained
 from vlp.models.tower_key import require_frozen_tower
 from vlp.objectives.config import ObjectivesConfig

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from vlp.config import ConfigError
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset
-from vlp.data.downstream.images import ImagePreparation, decoded
-from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, Item, Items, decoded
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory

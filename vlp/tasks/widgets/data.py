@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import stored_files
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import OrderedData
