@@ -20,28 +20,28 @@ from data_tools.options import (
     WorkerOptions,
 )
 from vlp.config import ConfigError
-from vlp.data.scenes.annotation import (
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.io import parse_json, write_text
+from vlp.lock import FolderLock
+from vlp.process.command_line import nearest
+from vlp.scenes.annotation import (
     annotation,
     box_statement_annotation,
     snli_ve_annotation,
     statement_annotation,
     swap_annotation,
 )
-from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
-from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.negatives import SWAP_KINDS, SwapKind, sample_swap, swap_kinds
-from vlp.data.scenes.nlvr2 import sample_statement
-from vlp.data.scenes.nlvr_v1.box_statements import sample_box_statement
-from vlp.data.scenes.nlvr_v1.boxes import render_boxes
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import FULL, LEAST, Variety, sample_scene
-from vlp.data.scenes.snli_ve import sample_triple
-from vlp.data.scenes.splits import Split
-from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
-from vlp.io import parse_json, write_text
-from vlp.lock import FolderLock
-from vlp.process.command_line import nearest
+from vlp.scenes.distinct import ambiguous_share, distinct_scenes
+from vlp.scenes.graph import Scene
+from vlp.scenes.negatives import SWAP_KINDS, SwapKind, sample_swap, swap_kinds
+from vlp.scenes.nlvr2 import sample_statement
+from vlp.scenes.nlvr_v1.boxes import render_boxes
+from vlp.scenes.nlvr_v1.sentences import sample_box_statement
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import FULL, LEAST, Variety, sample_scene
+from vlp.scenes.snli_ve import sample_triple
+from vlp.scenes.splits import Split
 
 SETTINGS_NAME = "scenes.json"
 CORPUS_VERSION = 7

@@ -25,12 +25,12 @@ from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
-from vlp.data.scenes.negatives import SWAP_KINDS
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
+from vlp.scenes.negatives import SWAP_KINDS
 
 CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
 SCORES = tuple(CHANCE)

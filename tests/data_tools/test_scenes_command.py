@@ -10,12 +10,12 @@ from PIL import Image
 from data_tools import scenes
 from data_tools.__main__ import load
 from vlp.config import ConfigError
-from vlp.data.scenes.negatives import sample_swap, swap_kinds
-from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 from vlp.data.text.word_boxes import named_words
 from vlp.process.command_line import Command
+from vlp.scenes.negatives import sample_swap, swap_kinds
+from vlp.scenes.sample import FULL, Variety, sample_scene
 
 
 def _run(out: Path, *options: str) -> int:

@@ -14,15 +14,15 @@ from PIL import Image
 
 import vlp
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.distinct import distinct_scenes
-from vlp.data.scenes.render import encode_png, render
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import AnchorConfig, CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
+from vlp.scenes.annotation import annotation
+from vlp.scenes.distinct import distinct_scenes
+from vlp.scenes.render import encode_png, render
 from vlp.training.config import PretrainConfig
 
 SCENES = 21

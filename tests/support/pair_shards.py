@@ -8,15 +8,15 @@ import torch
 from tests_support import TINY_MODEL, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.scenes.annotation import snli_ve_annotation, statement_annotation
-from vlp.data.scenes.nlvr2 import sample_statement
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.snli_ve import sample_triple
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
+from vlp.scenes.annotation import snli_ve_annotation, statement_annotation
+from vlp.scenes.nlvr2 import sample_statement
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.snli_ve import sample_triple
 
 
 def tiny_folder(folder: Path, **cross: object) -> Path:

@@ -7,9 +7,9 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.downstream.dataset import Items
-from vlp.data.scenes.render import encode_png
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample
+from vlp.scenes.render import encode_png
 
 IMAGE = encode_png(Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)))
 

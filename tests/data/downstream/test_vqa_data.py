@@ -14,11 +14,11 @@ from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.downstream.dataset import ImagePreparation, Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
-from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.map_dataset import IndexedSamples
 from vlp.data.stream.sampler import Element, Request
+from vlp.scenes.annotation import SOURCE
 from vlp.tasks.vqa.data import (
     VqaDataConfig,
     VqaDataset,

@@ -26,10 +26,10 @@ from evaluation.samples import EvaluationError
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from launch import validation
 from launch.validation import HeldOutLosses
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
+from vlp.scenes.annotation import annotation
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 from vlp.tasks.pretraining import Pretraining

@@ -12,9 +12,9 @@ from evaluation.downstream import evaluate_task
 from evaluation.downstream.task_evaluation import sentence_of
 from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2Config,

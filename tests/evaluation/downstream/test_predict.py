@@ -17,13 +17,13 @@ from evaluation.downstream import evaluate_task
 from evaluation.downstream.predict import predict, predict_one
 from evaluation.page.session import TryIt
 from evaluation.samples import EvaluationError
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.decoder import answer_likelihood
 from vlp.models.vlp import VLPModel
+from vlp.scenes.annotation import annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import (

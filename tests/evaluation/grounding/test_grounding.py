@@ -15,11 +15,11 @@ from evaluation.grounding.grounding import evaluate_grounding, grad_cam
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
 from vlp.data.text.word_boxes import patches_in_box
+from vlp.scenes.annotation import annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 
 SCENE = sample_scene(0, 3, image_size=32)
 IMAGE = encode_png(render(SCENE))

@@ -23,9 +23,9 @@ from evaluation.report.sources import read_sources, short_names
 from evaluation.results import Figure, Table
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 

@@ -24,9 +24,9 @@ from evaluation.suite.suite import (
     run_suite,
 )
 from vlp.config import ConfigError, load_config
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
+from vlp.scenes.annotation import annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 

@@ -12,9 +12,6 @@ import vlp
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.distinct import distinct_scenes
-from vlp.data.scenes.render import encode_png, render
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -24,6 +21,9 @@ from vlp.models.folder import save_pretrained
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
+from vlp.scenes.annotation import annotation
+from vlp.scenes.distinct import distinct_scenes
+from vlp.scenes.render import encode_png, render
 from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification import task as pair_classification

@@ -8,11 +8,11 @@ from pair_shards import annotated_shards, entailment_shards, statement_shards, t
 from tests_support import CAPTIONS
 
 from vlp.config import ConfigError
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import from_pretrained
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.pair_classification.data import NLVR2_LABELS

@@ -13,10 +13,10 @@ from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from launch.finetune import build_task, select
 from vlp.config import ConfigError, validated
-from vlp.data.scenes.annotation import annotation
-from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
 from vlp.models.folder import from_pretrained, save_pretrained
+from vlp.scenes.annotation import annotation
+from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import sample_scene
 from vlp.training.finetune_config import FinetuneConfig
 from vlp.training.progress import Progress
 

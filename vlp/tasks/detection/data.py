@@ -20,16 +20,16 @@ from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS
-from vlp.data.scenes.graph import SHAPES
-from vlp.data.scenes.render import render
-from vlp.data.scenes.sample import sample_scene
-from vlp.data.scenes.splits import Split
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.io import parse_json
+from vlp.scenes.graph import SHAPES
+from vlp.scenes.render import render
+from vlp.scenes.sample import sample_scene
+from vlp.scenes.splits import Split
 
 ROUNDING = 1.0
 """Pixels by which a box may stand over the image's edge: annotators' rounding, which is cut."""

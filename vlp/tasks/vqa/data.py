@@ -16,7 +16,6 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, Item, Items, decoded
-from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_index import ShardIndex
@@ -24,6 +23,7 @@ from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
 from vlp.io import parse_json
+from vlp.scenes.annotation import SOURCE
 
 
 def answers_of(question: Question) -> dict[str, int]:

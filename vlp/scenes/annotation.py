@@ -1,0 +1,118 @@
+"""A scene as the JSON of a sample (`vlp.data.schema`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlp.data.schema import Annotation, Answer, Expression, Question, Word
+from vlp.scenes.captions import SceneCaption, captions, word_objects
+from vlp.scenes.expressions import expressions
+from vlp.scenes.graph import Scene, relations
+from vlp.scenes.negatives import SwapPair
+from vlp.scenes.nlvr2 import Statement
+from vlp.scenes.nlvr_v1.sentences import BoxStatement
+from vlp.scenes.snli_ve import SnliVeTriple
+from vlp.scenes.vqa import questions
+
+SOURCE = "scenes"
+ANNOTATORS = 10
+"""Every answer counts as given by so many people, as VQA scores it."""
+
+
+def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Annotation:
+    """Captions, boxes, named words, expressions, questions and the graph of a scene.
+
+    The captions are `texts`, or those that the scene has by itself.
+    """
+    texts = captions(scene) if texts is None else texts
+    return Annotation(
+        captions=[caption.text for caption in texts],
+        source=SOURCE,
+        image_id=scene.key,
+        boxes=[list(obj.box) for obj in scene.objects],
+        expressions=[
+            Expression(
+                id=f"{scene.key}-{number}",
+                text=expression.text,
+                box=list(scene.objects[expression.obj].box),
+            )
+            for number, expression in enumerate(expressions(scene))
+        ],
+        questions=[
+            Question(
+                id=f"{scene.key}-{asked.kind}",
+                question=asked.question,
+                answers=[Answer(answer=asked.answer, count=ANNOTATORS)],
+            )
+            for asked in questions(scene)
+        ],
+        words=[
+            Word(caption=number, index=index, word=word, kind=kind, box=list(box))
+            for number, caption in enumerate(texts)
+            for index, word, kind, box in word_objects(caption, scene)
+        ],
+        scene=graph_of(scene),
+    )
+
+
+def graph_of(scene: Scene) -> dict[str, Any]:
+    """Return the graph in JSON's types; relations are [object, relation, object] by number."""
+    graph: dict[str, Any] = {
+        "image_size": scene.image_size,
+        "background": list(scene.background),
+        "objects": [{**obj._asdict(), "box": list(obj.box)} for obj in scene.objects],
+        "relations": [list(relation) for relation in relations(scene)],
+    }
+    if scene.cover is not None:
+        graph["cover"] = scene.cover
+    return graph
+
+
+def swap_annotation(pair: SwapPair) -> Annotation:
+    """Annotate a hard negative; `scene["swap"]["foil"]` is the second image's caption."""
+    return Annotation(
+        caption=pair.caption.text,
+        source=SOURCE,
+        image_id=pair.scene.key,
+        boxes=[list(obj.box) for obj in pair.scene.objects],
+        scene={
+            **graph_of(pair.scene),
+            "swap": {"kind": pair.kind, "foil": pair.foil.text, "twin": graph_of(pair.twin)},
+        },
+    )
+
+
+def statement_annotation(statement: Statement) -> Annotation:
+    """Annotate a statement about two images; the first image is the left one."""
+    return Annotation(
+        statement=statement.text,
+        label=statement.label,
+        source=SOURCE,
+        image_id=statement.key,
+        scene={"left": graph_of(statement.left), "right": graph_of(statement.right)},
+    )
+
+
+def box_statement_annotation(statement: BoxStatement) -> Annotation:
+    """Annotate a statement about three boxes."""
+    return Annotation(
+        statement=statement.text,
+        label=statement.label,
+        source=SOURCE,
+        image_id=statement.key,
+        scene={"boxes": [[item._asdict() for item in box] for box in statement.scene.boxes]},
+    )
+
+
+def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
+    """Annotate a hypothesis about an image with a curtain."""
+    return Annotation(
+        premise=triple.premise,
+        hypothesis=triple.hypothesis,
+        label=triple.label,
+        source=SOURCE,
+        image_id=triple.key,
+        boxes=[list(obj.box) for obj in triple.scene.objects],
+        scene=graph_of(triple.scene),
+    )

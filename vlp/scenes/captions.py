@@ -1,0 +1,245 @@
+"""Captions that identify their image: every object with its colour and shape, size and place or
+relation, in varied English of at most `MAX_WORDS` words.
+
+A pattern is a row of slots and literal words. `N0` is the noun phrase of object 0 with its
+article, `T0` the same without; `P0` its place, `C0` its place in telegram style; `R01` the relation
+of object 0 to object 1, `B01` that relation with object 1 taken up as 'it', and `A01` whether the
+two lie near each other or far apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.graph import Box, Scene, main_relation, nearness
+from vlp.scenes.meaning import Meaning, ObjectPhrase
+
+MAX_WORDS = 18
+"""Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
+
+CAPTIONS = 5
+SIZE_SHARE = 1.0
+"""Probability that a phrase gives the size, if there is room; a single object's always does."""
+
+# Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
+# of training reach much lower recall.
+PATTERNS = {
+    1: (
+        "N0 P0",
+        "there is N0 P0",
+        "P0 there is N0",
+        "P0 , N0",
+        "a picture of N0 P0",
+        "one T0 P0",
+        "T0 , C0",
+        "only N0 P0",
+        "nothing but N0 P0",
+    ),
+    2: (
+        "N0 P0 and N1 P1",
+        "N0 P0 , N1 P1",
+        "there is N0 P0 and N1 P1",
+        "P0 N0 , P1 N1",
+        "T0 C0 , T1 C1",
+        "C0 T0 , C1 T1",
+        "N0 P0 , R01 N1",
+        "N0 R01 N1",
+        "N0 is R01 N1",
+        "N0 with N1 B10",
+    ),
+    3: (
+        "T0 C0 , T1 C1 , T2 C2",
+        "T0 C0 , T1 C1 and T2 C2",
+        "C0 T0 , C1 T1 , C2 T2",
+        "C0 T0 , C1 T1 and C2 T2",
+        "N0 C0 , N1 C1 , N2 C2",
+        "T0 R01 T1 , T2 C2",
+        "N0 R01 N1 , and N2 P2",
+        "N0 R01 N1 and R02 N2",
+        "N0 with N1 B10 and N2 B20",
+    ),
+}
+EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
+"""Patterns which say that the image holds nothing else."""
+
+RELATION_WORDS = {
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+BACK_WORDS = {
+    "left": ("to its left", "on its left"),
+    "right": ("to its right", "on its right"),
+    "above": ("above it", "over it"),
+    "below": ("below it", "under it"),
+}
+# One word each: of two, the one would tell the other when it alone is masked.
+NEARNESS_WORDS = {"near": ("close", "together"), "far": ("apart", "distant")}
+SIZE_WORDS = {"small": ("small", "small", "little"), "large": ("large", "large", "big")}
+
+PLACE_WORDS = {
+    "top left": ("at the top left", "in the top left corner", "in the upper left"),
+    "top": ("at the top", "at the top centre", "at the top in the middle"),
+    "top right": ("at the top right", "in the top right corner", "in the upper right"),
+    "left": ("on the left", "at the left edge", "at the middle left"),
+    "centre": ("in the centre", "in the middle", "at the centre"),
+    "right": ("on the right", "at the right edge", "at the middle right"),
+    "bottom left": ("at the bottom left", "in the bottom left corner", "in the lower left"),
+    "bottom": ("at the bottom", "at the bottom centre", "at the bottom in the middle"),
+    "bottom right": ("at the bottom right", "in the bottom right corner", "in the lower right"),
+}
+
+_WORDINGS = {"R": RELATION_WORDS, "B": BACK_WORDS, "A": NEARNESS_WORDS}
+
+_SLOT = re.compile(r"([NTPCRBA])(\d)(\d?)")
+
+
+class NamedWord(NamedTuple):
+    """The word at `position` of a text names what `kind` (colour or shape) object `obj` has."""
+
+    position: int
+    word: str
+    kind: str
+    obj: int
+
+
+class SceneCaption(NamedTuple):
+    """A sentence, what it claims, and which of its words name which object."""
+
+    text: str
+    meaning: Meaning
+    words: tuple[NamedWord, ...]
+
+
+def article(word: str) -> str:
+    """'a' or 'an', as stands before the word."""
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
+    """Write `count` captions of different patterns as far as there are, fixed by the scene's key.
+
+    Raises:
+        ValueError: if `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"captions must be at least 1, got {count}")
+    rng = make_rng(0, 0, scene.key, "captions")
+    patterns = PATTERNS[len(scene.objects)]
+    written: dict[str, SceneCaption] = {}
+    for _ in range(count):  # each round adds one caption or, nearly always, several
+        for pattern in rng.permutation(len(patterns)):
+            caption = write(scene, patterns[int(pattern)], rng)
+            if caption is not None:
+                written.setdefault(caption.text, caption)
+            if len(written) == count:
+                return list(written.values())
+    return list(written.values())
+
+
+def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption | None:
+    """Fill a pattern for the scene; None where even without sizes it is over `MAX_WORDS`."""
+    count = len(scene.objects)
+    order = [int(number) for number in rng.permutation(count)]
+    sizes = [bool(given) for given in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
+    style = draw_style(rng)
+    while True:
+        caption = fill(scene, pattern, order, sizes, style)
+        if len(words_of(caption.text)) <= MAX_WORDS:
+            return caption
+        given = [number for number in range(count) if sizes[number]]
+        if not given:
+            return None
+        sizes[given[int(rng.integers(len(given)))]] = False
+
+
+def words_of(text: str) -> list[str]:
+    """Split a text into words and punctuation marks, as BERT does before word pieces."""
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
+    """List words that name objects: (position, word, 'colour' or 'shape', the object's box).
+
+    Positions count `words_of(caption.text)`.
+    """
+    return [
+        (named.position, named.word, named.kind, scene.objects[named.obj].box)
+        for named in caption.words
+    ]
+
+
+def draw_style(rng: np.random.Generator) -> list[int]:
+    """Draw the choices between equal wordings, one for each slot of a pattern."""
+    return [int(number) for number in rng.integers(1 << 16, size=16)]
+
+
+def fill(
+    scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
+) -> SceneCaption:
+    """Fill a pattern's slots.
+
+    Args:
+        scene: what is spoken of.
+        pattern: slots and words, see above.
+        order: the scene's object for each object number of the pattern.
+        sizes: for each object of the scene, whether its phrase gives the size.
+        style: the choice of wording for each slot (`draw_style`).
+
+    Raises:
+        ValueError: the pattern asks whether two objects are near or far, and they are neither.
+    """
+    words: list[str] = []
+    named: list[NamedWord] = []
+    relations: list[tuple[int, str, int]] = []
+    placed: set[int] = set()
+    for position, token in enumerate(pattern.split()):
+        slot = _SLOT.fullmatch(token)
+        if slot is None:
+            words.append(token)
+            continue
+        kind, first = slot[1], int(slot[2])
+        obj = scene.objects[order[first]]
+        pick = style[position]
+        if kind in "NT":
+            phrase = [_pick(SIZE_WORDS[obj.size], pick)] if sizes[order[first]] else []
+            phrase += [obj.colour, obj.shape]
+            if kind == "N":
+                words.append(article(phrase[0]))
+            words += phrase
+            end = len(words)
+            named.append(NamedWord(end - 2, obj.colour, "colour", order[first]))
+            named.append(NamedWord(end - 1, obj.shape, "shape", order[first]))
+        elif kind in "PC":
+            place = _pick(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
+            words += place.split()
+            placed.add(first)
+        else:
+            second = int(slot[3])
+            pair = order[first], order[second]
+            relation = nearness(scene, *pair) if kind == "A" else main_relation(scene, *pair)
+            if relation is None:
+                raise ValueError(f"{scene.key}: objects {pair} are neither near nor far")
+            relations.append((first, relation, second))
+            words += _pick(_WORDINGS[kind][relation], pick).split()
+    nouns = tuple(
+        ObjectPhrase(
+            shape=scene.objects[number].shape,
+            colour=scene.objects[number].colour,
+            size=scene.objects[number].size if sizes[number] else None,
+            place=scene.objects[number].place if position in placed else None,
+        )
+        for position, number in enumerate(order)
+    )
+    meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
+    return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(named))
+
+
+def _pick(choices: tuple[str, ...], pick: int) -> str:
+    return choices[pick % len(choices)]

@@ -1,0 +1,109 @@
+"""Referring expressions: phrases that mean exactly one object of the scene, with its box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.captions import PLACE_WORDS, RELATION_WORDS
+from vlp.scenes.graph import Scene, main_relation
+from vlp.scenes.meaning import Meaning, ObjectPhrase, holds, subjects
+
+
+class ReferringExpression(NamedTuple):
+    """A phrase, the object it means and its claim, whose first noun is that object."""
+
+    text: str
+    obj: int
+    meaning: Meaning
+
+
+def expressions(scene: Scene) -> list[ReferringExpression]:
+    """Up to three phrases for each object: by its looks, by its place, by a relation.
+
+    Each is as short as it can be drawn, and none fits another object even in a lenient reading.
+    Objects whose looks or neighbours do not single them out have fewer.
+    """
+    rng = make_rng(0, 0, scene.key, "expressions")
+    found: list[ReferringExpression] = []
+    for number in range(len(scene.objects)):
+        for candidates in (_looks, _places, _relations):
+            chosen = next(
+                (each for each in candidates(scene, number, rng) if is_unique(each, scene)), None
+            )
+            if chosen is not None:
+                found.append(chosen)
+    return found
+
+
+def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
+    """Return whether the phrase means its object for sure, and no other one even leniently."""
+    # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
+    return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
+        expression.meaning, scene
+    )
+
+
+def noun_words(noun: ObjectPhrase) -> str:
+    """'small red circle', 'red object', 'circle': what the noun says, without article and place."""
+    words = (noun.size, noun.colour, noun.shape or "object")
+    return " ".join(word for word in words if word)
+
+
+# The makers yield candidates one by one, most of which are never asked for.
+
+
+def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
+    obj = scene.objects[number]
+    short = [
+        ObjectPhrase(shape=obj.shape),
+        ObjectPhrase(colour=obj.colour),
+        ObjectPhrase(size=obj.size),
+    ]
+    long = [
+        ObjectPhrase(shape=obj.shape, colour=obj.colour),
+        ObjectPhrase(shape=obj.shape, size=obj.size),
+        ObjectPhrase(colour=obj.colour, size=obj.size),
+    ]
+    for noun in _rotated(short, rng) + _rotated(long, rng):
+        yield ReferringExpression(f"the {noun_words(noun)}", number, Meaning((noun,)))
+
+
+def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
+    obj = scene.objects[number]
+    nouns = [
+        ObjectPhrase(place=obj.place),
+        ObjectPhrase(place=obj.place, shape=obj.shape),
+        ObjectPhrase(place=obj.place, colour=obj.colour),
+        ObjectPhrase(place=obj.place, shape=obj.shape, colour=obj.colour),
+    ]
+    words = PLACE_WORDS[obj.place][int(rng.integers(3))]
+    for noun in _rotated(nouns, rng):
+        yield ReferringExpression(f"the {noun_words(noun)} {words}", number, Meaning((noun,)))
+
+
+def _relations(
+    scene: Scene, number: int, rng: np.random.Generator
+) -> Iterator[ReferringExpression]:
+    for other in (int(at) for at in rng.permutation(len(scene.objects))):
+        if other == number:
+            continue
+        relation = main_relation(scene, number, other)
+        mark = ObjectPhrase(shape=scene.objects[other].shape, colour=scene.objects[other].colour)
+        words = RELATION_WORDS[relation][int(rng.integers(2))]
+        nouns = [
+            ObjectPhrase(shape=scene.objects[number].shape),
+            ObjectPhrase(),
+            ObjectPhrase(colour=scene.objects[number].colour),
+        ]
+        for noun in _rotated(nouns, rng):
+            text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
+            yield ReferringExpression(text, number, Meaning((noun, mark), ((0, relation, 1),)))
+
+
+def _rotated(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:
+    start = int(rng.integers(len(nouns)))
+    return nouns[start:] + nouns[:start]

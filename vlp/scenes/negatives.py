@@ -1,0 +1,199 @@
+"""Hard negatives: two images and two captions, each caption true of exactly one image.
+
+The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
+only in which object has which colour, or only in whether two objects are near or far, and the
+images differ only in the same. A text alone cannot know which of the two is right, because each
+is right once; nor can a bag of words, because both images show the same colours and shapes.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.captions import SceneCaption, draw_style, fill
+from vlp.scenes.graph import LATTICE, Scene, gap, nearness
+from vlp.scenes.meaning import truth
+from vlp.scenes.sample import FULL, Variety, moved, sample_scene
+from vlp.scenes.splits import held_out_pairs, split_of, swap_family
+
+SwapKind = Literal["place", "relation", "order", "binding", "distance"]
+SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
+
+
+def swap_kinds(variety: Variety) -> tuple[SwapKind, ...]:
+    """Kinds of swap that a corpus has unless it is asked for others: what captions speak of.
+
+    All but `place` need two objects. `distance` is for a corpus of its own.
+    """
+    if variety.objects == 1:
+        return ("place",)
+    return tuple(kind for kind in SWAP_KINDS if kind != "distance")
+
+
+PATTERNS = (
+    "N0 R01 N1",
+    "N0 is R01 N1",
+    "there is N0 R01 N1",
+    "R01 N1 is N0",
+    "N0 with N1 B10",
+    "a picture of N0 R01 N1",
+)
+PLACE_PATTERNS = (
+    "N0 P0",
+    "there is N0 P0",
+    "P0 there is N0",
+    "P0 , N0",
+    "a picture of N0 P0",
+)
+DISTANCE_PATTERNS = (
+    "N0 and N1 are A01",
+    "N0 and N1 , A01",
+    "there are N0 and N1 , A01",
+    "A01 , N0 and N1",
+    "a picture of N0 and N1 , A01",
+)
+
+_MAX_ATTEMPTS = 1000
+_MAX_MOVES = 20
+_NEW = 1 << 40
+"""Scenes of training from this index on are no part of any corpus that is trained on."""
+
+_PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
+    "place": PLACE_PATTERNS,
+    "distance": DISTANCE_PATTERNS,
+}
+
+
+class SwapPair(NamedTuple):
+    """`caption` is true of `scene` and false of `twin`, `foil` the other way round."""
+
+    kind: SwapKind
+    scene: Scene
+    twin: Scene
+    caption: SceneCaption
+    foil: SceneCaption
+
+
+def sample_swap(
+    seed: int,
+    index: int,
+    kind: SwapKind,
+    split: Literal["swaps", "unseen", "train"] = "swaps",
+    image_size: int = 64,
+    variety: Variety = FULL,
+) -> SwapPair:
+    """Draw pair `index`: about two objects that the split holds out from training, or from it.
+
+    Neither image of a pair for training shows what the other two splits hold out. A `place` swap
+    is about one object, of which no pair is held out: for `swaps` its images are new ones with
+    contents that training has.
+
+    Raises:
+        RuntimeError: no scene of the split has such a swap.
+    """
+    if kind == "place" and split == "swaps":
+        split, index = "train", index + _NEW
+    for attempt in range(_MAX_ATTEMPTS):
+        least = 1 if kind == "place" else 2
+        scene = sample_scene(seed, index, split, image_size, attempt, least, variety)
+        rng = make_rng(seed, 0, scene.key, f"swap {kind} {attempt}")
+        pairs: list[tuple[int, ...]] = (
+            list(held_out_pairs(scene, split))
+            if split == "swaps" or split == "unseen"
+            else list(combinations(range(len(scene.objects)), least))
+        )
+        pair = pairs[int(rng.integers(len(pairs)))]
+        swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
+        if swapped is not None:
+            if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
+                continue
+            # Which of the two is 'the' image is a coin as well.
+            return swapped if rng.random() < 0.5 else _turned(swapped)
+    raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
+
+
+def swap_pair(
+    scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
+) -> SwapPair | None:
+    """Swap two objects of a scene; None where it would not make one caption clearly false.
+
+    Sizes stay with their boxes and the captions do not speak of them.
+
+    Args:
+        scene: any scene of two or more objects; of one or more for `place`.
+        kind: `place` moves one object to another place, and says where it is; `relation` exchanges
+            the two objects' boxes and turns the relation word round; `order` exchanges the nouns
+            instead, so both captions are the same bag of words; `binding` exchanges the two
+            objects' colours; `distance` moves the second object, from near the first to far from
+            it or back, in the same direction.
+        pair: numbers of the two objects, first the caption's subject; for `place`, of one.
+        rng: for the wording.
+    """
+    patterns = _PATTERNS_OF.get(kind, PATTERNS)
+    pattern = patterns[int(rng.integers(len(patterns)))]
+    style = draw_style(rng)
+    sizes = [False] * len(scene.objects)
+    if kind == "place":
+        pair = pair[:1]
+        twin = moved(scene, pair[0], rng)
+    elif kind == "distance":
+        twin = _nearer_or_farther(scene, pair[0], pair[1], rng)
+    else:
+        twin = _exchanged(scene, pair[0], pair[1], "colour" if kind == "binding" else "box")
+    if twin is None:
+        return None
+    foil = fill(twin, pattern, pair[::-1] if kind == "order" else pair, sizes, style)
+    caption = fill(scene, pattern, pair, sizes, style)
+    answers = [truth(text.meaning, seen) for seen in (scene, twin) for text in (caption, foil)]
+    if answers != [True, False, False, True]:
+        return None
+    return SwapPair(kind, scene, twin, caption, foil)
+
+
+def _nearer_or_farther(
+    scene: Scene, first: int, second: int, rng: np.random.Generator
+) -> Scene | None:
+    """Move the second object such that near turns to far or far to near; None if impossible.
+
+    The direction stays horizontal or vertical, so the pair stays in its family of swaps. Near ones
+    keep a gap that no patch of a sixth of the image's side bridges: one that holds both would
+    tell that they are near to a model that knows no places.
+    """
+    before = nearness(scene, first, second)
+    if before is None or _bridged(scene, first, second):
+        return None
+    for _ in range(_MAX_MOVES):
+        twin = moved(scene, second, rng)
+        if twin is None:
+            return None
+        same_family = swap_family(twin, first, second) == swap_family(scene, first, second)
+        turned = nearness(twin, first, second) not in (None, before)
+        if same_family and turned and not _bridged(twin, first, second):
+            return twin
+    return None
+
+
+def _bridged(scene: Scene, first: int, second: int) -> bool:
+    return gap(scene.objects[first], scene.objects[second], scene.image_size) <= LATTICE // 6
+
+
+def _exchanged(scene: Scene, first: int, second: int, what: Literal["colour", "box"]) -> Scene:
+    objects, tints = list(scene.objects), list(scene.tints)
+    one, other = objects[first], objects[second]
+    if what == "colour":
+        objects[first] = one._replace(colour=other.colour)
+        objects[second] = other._replace(colour=one.colour)
+        tints[first], tints[second] = tints[second], tints[first]
+    else:
+        objects[first] = one._replace(box=other.box, place=other.place, size=other.size)
+        objects[second] = other._replace(box=one.box, place=one.place, size=one.size)
+    key = f"{scene.key}-{what}-{first}-{second}"
+    return scene._replace(key=key, objects=tuple(objects), tints=tuple(tints))
+
+
+def _turned(pair: SwapPair) -> SwapPair:
+    return SwapPair(pair.kind, pair.twin, pair.scene, pair.foil, pair.caption)

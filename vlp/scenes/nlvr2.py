@@ -1,0 +1,192 @@
+"""Statements about two images, true or false (the form of NLVR2).
+
+The statement is drawn first, its label by a coin, and only then images until the label is right:
+whatever a model reads in the words alone, it is right half of the time. Three of four statements
+say where something is, and of images that show it, so that only the place decides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.captions import PLACE_WORDS, RELATION_WORDS, article
+from vlp.scenes.expressions import noun_words
+from vlp.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
+from vlp.scenes.meaning import Meaning, ObjectPhrase, holds, referents, truth
+from vlp.scenes.nlvr_v1.grammar import every
+from vlp.scenes.sample import sample_scene
+from vlp.scenes.splits import Split
+
+Rule = Callable[[Scene, Scene], bool | None]
+
+_MAX_ATTEMPTS = 5000
+_IMAGES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
+_SHARE_OF_WHAT = 0.25  # what is shown can be told from shuffled patches too
+_SIDES = ("left", "right")
+
+
+class Statement(NamedTuple):
+    """A sentence about a left and a right image, and whether it is true of them."""
+
+    key: str
+    text: str
+    label: bool
+    left: Scene
+    right: Scene
+
+
+def sample_statement(
+    seed: int, index: int, split: Split = "train", image_size: int = 64
+) -> Statement:
+    """Draw statement `index`; its images are scenes of the split.
+
+    Raises:
+        RuntimeError: no two scenes of the split fit the statement.
+    """
+    key = f"statement-{split}-{seed}-{index}"
+    rng = make_rng(seed, 0, key, "statement")
+    makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
+    text, rule = makers[int(rng.integers(len(makers)))](rng)
+    label = bool(rng.random() < 0.5)
+    for _ in range(_MAX_ATTEMPTS):
+        left, right = (
+            _image(seed, int(number), split, image_size) for number in rng.integers(_IMAGES, size=2)
+        )
+        if rule(left, right) is label:
+            return Statement(key, text, label, left, right)
+    raise RuntimeError(f"no two scenes of split {split!r} make {text!r} {label}")
+
+
+@cache
+def _image(seed: int, number: int, split: Split, image_size: int) -> Scene:
+    return sample_scene(seed, number, split, image_size)
+
+
+def _more(rng: np.random.Generator) -> tuple[str, Rule]:
+    compare: Callable[[int, int], bool]
+    if rng.random() < 1 / 3:
+        text, compare = "both pictures show the same number of objects", operator.eq
+    elif rng.random() < 0.5:
+        text, compare = "the left picture shows more objects than the right one", operator.gt
+    else:
+        text, compare = "the left picture shows fewer objects than the right one", operator.lt
+    return text, lambda left, right: compare(len(left.objects), len(right.objects))
+
+
+def _both(rng: np.random.Generator) -> tuple[str, Rule]:
+    noun, words = _coarse_noun(rng)
+    return (
+        f"both pictures show {words}",
+        lambda left, right: bool(referents(noun, left) and referents(noun, right)),
+    )
+
+
+def _exactly_one(rng: np.random.Generator) -> tuple[str, Rule]:
+    noun, words = _coarse_noun(rng)
+    return (
+        f"exactly one of the pictures shows {words}",
+        lambda left, right: bool(referents(noun, left)) != bool(referents(noun, right)),
+    )
+
+
+def _in_all(rng: np.random.Generator) -> tuple[str, Rule]:
+    number = int(rng.integers(3, 6))
+    word = ("three", "four", "five")[number - 3]
+    return (
+        f"there are {word} objects in all",
+        lambda left, right: len(left.objects) + len(right.objects) == number,
+    )
+
+
+def _sizes(rng: np.random.Generator) -> tuple[str, Rule]:
+    size = SIZES[int(rng.integers(2))]
+    return (
+        f"all objects in both pictures are {size}",
+        lambda left, right: all(obj.size == size for obj in left.objects + right.objects),
+    )
+
+
+def _relation(rng: np.random.Generator) -> tuple[str, Rule]:
+    # Colours only: a relation between shapes may be one that the split never shows. Of two objects
+    # of one colour, one nearly always is above the other, and one left of it.
+    first, second = (
+        ObjectPhrase(colour=COLOURS[number])
+        for number in rng.choice(len(COLOURS), size=2, replace=False)
+    )
+    relation = RELATIONS[int(rng.integers(4))]
+    words = RELATION_WORDS[relation][int(rng.integers(2))]
+    side = int(rng.integers(2))
+    return (
+        f"in the {_SIDES[side]} picture {_with_article(first)} is {words} {_with_article(second)}",
+        lambda left, right: _where_shown(
+            Meaning((first, second)),
+            Meaning((first, second), ((0, relation, 1),)),
+            (left, right)[side],
+        ),
+    )
+
+
+def _place(rng: np.random.Generator) -> tuple[str, Rule]:
+    noun = ObjectPhrase(colour=COLOURS[int(rng.integers(len(COLOURS)))])
+    place, words = _some_place(rng)
+    side = int(rng.integers(2))
+    return (
+        f"in the {_SIDES[side]} picture {_with_article(noun)} is {words}",
+        lambda left, right: _where_shown(
+            Meaning((noun,)), Meaning((noun._replace(place=place),)), (left, right)[side]
+        ),
+    )
+
+
+def _place_in_both(rng: np.random.Generator) -> tuple[str, Rule]:
+    place, words = _some_place(rng)
+    meaning = Meaning((ObjectPhrase(place=place),))
+
+    return (
+        f"both pictures show an object {words}",
+        lambda left, right: every([truth(meaning, left), truth(meaning, right)]),
+    )
+
+
+def _place_in_one(rng: np.random.Generator) -> tuple[str, Rule]:
+    place, words = _some_place(rng)
+    meaning = Meaning((ObjectPhrase(place=place),))
+
+    def rule(left: Scene, right: Scene) -> bool | None:
+        found = truth(meaning, left), truth(meaning, right)
+        return None if None in found else found[0] is not found[1]
+
+    return f"exactly one of the pictures shows an object {words}", rule
+
+
+def _where_shown(shown: Meaning, where: Meaning, scene: Scene) -> bool | None:
+    """Return the truth of `where` in images for which `shown` holds, None in others."""
+    return truth(where, scene) if holds(shown, scene) else None
+
+
+def _some_place(rng: np.random.Generator) -> tuple[str, str]:
+    place = PLACES[int(rng.integers(len(PLACES)))]
+    return place, PLACE_WORDS[place][int(rng.integers(3))]
+
+
+def _with_article(noun: ObjectPhrase) -> str:
+    words = noun_words(noun)
+    return f"{article(words)} {words}"
+
+
+def _coarse_noun(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
+    if rng.random() < 0.5:
+        shape = SHAPES[int(rng.integers(len(SHAPES)))]
+        return ObjectPhrase(shape=shape), f"a {shape}"
+    colour = COLOURS[int(rng.integers(len(COLOURS)))]
+    return ObjectPhrase(colour=colour), f"something {colour}"
+
+
+_WHAT = (_more, _both, _exactly_one, _in_all, _sizes)
+_WHERE = (_relation, _place, _place_in_both, _place_in_one)

@@ -1,0 +1,209 @@
+"""Draw a scene: a pure function of (seed, split, index), in pixels of any image size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.graph import COLOURS, LATTICE, SHAPES, SIZES, Obj, Scene, place_name
+from vlp.scenes.splits import Split, split_of
+
+OBJECT_SHARES = (0.08, 0.4, 0.52)
+"""Shares of scenes with one, two and three objects."""
+
+SAME_COLOUR_SHARE = 0.25
+"""Probability that two objects drawn in one colour may keep it. A colour then mostly means one
+object, as a caption's reader expects, and there is still something to count."""
+
+SIDES = {"small": (12, 14), "large": (25, 28)}
+"""Shortest and longest side of an object, in 64ths of the image's side: four times the area, as
+the eye has no scale to measure by."""
+
+CENTRES = ((0, 20), (25, 39), (44, 64))
+"""Ranges of a centre, in 64ths, that lie clearly in the first, second or last third."""
+
+MARGIN = 1
+GAP = 2
+
+PALETTE = {
+    "red": (214, 32, 36),
+    "orange": (250, 136, 16),
+    "yellow": (252, 224, 40),
+    "green": (24, 150, 56),
+    "blue": (30, 72, 216),
+    "purple": (136, 36, 168),
+    "black": (22, 22, 24),
+    "white": (246, 246, 244),
+}
+TINT = 9
+LEAST_SIDE = 16
+"""Pixels."""
+BACKGROUND = (146, 186)
+
+_MAX_ATTEMPTS = 10_000
+
+Rectangle = tuple[int, int, int, int]
+
+
+class Variety(NamedTuple):
+    """Limits of a scene's variety: the first so many colours and shapes, at most `objects`.
+
+    A small variety leaves a model little to learn but where things stand.
+    """
+
+    colours: int = len(COLOURS)
+    shapes: int = len(SHAPES)
+    objects: int = len(OBJECT_SHARES)
+
+
+FULL = Variety()
+LEAST = Variety(2, 2, 1)
+
+
+def sample_scene(
+    seed: int,
+    index: int,
+    split: Split = "train",
+    image_size: int = 64,
+    attempt: int = 0,
+    least: int = 1,
+    variety: Variety = FULL,
+) -> Scene:
+    """Draw scene `index` of a split.
+
+    Args:
+        seed: seed of the corpus.
+        index: number of the scene within its split; any non-negative number.
+        split: which contents the scene may have (`vlp.scenes.splits`).
+        image_size: side of the image in pixels; the same scene at every size.
+        attempt: another scene in the same place of the corpus, with as many objects.
+        least: fewest objects; `swaps` and `unseen` are about pairs and have two at least.
+        variety: colours, shapes and objects that there are.
+
+    Raises:
+        ValueError: if the index, the image size or the variety is out of range.
+        RuntimeError: no scene of the split is found.
+    """
+    if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
+        raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
+    if index < 0 or image_size < LEAST_SIDE:
+        raise ValueError(
+            f"a scene needs index >= 0 and image_size >= {LEAST_SIDE}, got {index} and {image_size}"
+        )
+    key = f"{split}-{seed}-{index}"
+    shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
+    count = 1 + int((make_rng(seed, 0, key, "objects").random() >= shares[:-1]).sum())
+    count = max(count, 2 if split in ("swaps", "unseen") else least)
+    rng = make_rng(seed, 0, key, f"scene {attempt}")
+    for _ in range(_MAX_ATTEMPTS):
+        scene = _any_scene(rng, key, count, image_size, variety)
+        if split_of(scene) == split:
+            return scene
+    raise RuntimeError(f"no scene of split {split!r} in {_MAX_ATTEMPTS} draws")
+
+
+def _any_scene(
+    rng: np.random.Generator, key: str, count: int, image_size: int, variety: Variety
+) -> Scene:
+    names = _names(rng, count, variety)
+    sizes = [SIZES[number] for number in rng.integers(len(SIZES), size=count)]
+    rectangles, places = _layout(rng, sizes)
+    scale = image_size / LATTICE
+    objects = tuple(
+        Obj(
+            shape=SHAPES[name % variety.shapes],
+            colour=COLOURS[name // variety.shapes],
+            size=size,
+            box=_pixels(rectangle, scale),
+            place=place,
+        )
+        for name, size, rectangle, place in zip(names, sizes, rectangles, places, strict=True)
+    )
+    grey = int(rng.integers(BACKGROUND[0], BACKGROUND[1] + 1))
+    background = rng.integers(grey - 4, grey + 5, size=3)
+    tints = rng.integers(-TINT, TINT + 1, size=(count, 3))
+    return Scene(
+        key=key,
+        image_size=image_size,
+        objects=objects,
+        background=_rgb(background),
+        tints=tuple(
+            _rgb(np.clip(PALETTE[obj.colour] + tint, 0, 255))
+            for obj, tint in zip(objects, tints, strict=True)
+        ),
+    )
+
+
+def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray:
+    """Numbers of colour and shape together; no two objects have both in common."""
+    keep = rng.random() < SAME_COLOUR_SHARE
+    while True:
+        names = rng.permutation(variety.colours * variety.shapes)[:count]
+        if keep or len(set(names // variety.shapes)) == count:
+            return names
+
+
+def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
+    """Move one object of a scene to another place, of the same size; None without room."""
+    scale = scene.image_size / LATTICE
+    lattice = [tuple(round(value / scale) for value in obj.box) for obj in scene.objects]
+    side = lattice[number][2]
+    others = lattice[:number] + lattice[number + 1 :]
+    for cell in rng.permutation(9):
+        row, column = divmod(int(cell), 3)
+        rectangle = (_start(rng, side, column), _start(rng, side, row), side, side)
+        place = place_name(row, column)
+        taken = place == scene.objects[number].place
+        if not taken and not any(_touch(rectangle, other) for other in others):  # type: ignore[arg-type]
+            obj = scene.objects[number]._replace(box=_pixels(rectangle, scale), place=place)
+            objects = (*scene.objects[:number], obj, *scene.objects[number + 1 :])
+            return scene._replace(key=f"{scene.key}-moved-{number}-{cell}", objects=objects)
+    return None
+
+
+def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
+    """Non-overlapping rectangles in different places; all are drawn again when one does not fit."""
+    while True:
+        cells = rng.permutation(9)[: len(sizes)]
+        rectangles = [_rectangle(rng, size, int(cell)) for size, cell in zip(sizes, cells)]
+        if not any(
+            _touch(one, other)
+            for number, one in enumerate(rectangles)
+            for other in rectangles[number + 1 :]
+        ):
+            return rectangles, [place_name(*divmod(int(cell), 3)) for cell in cells]
+
+
+def _rectangle(rng: np.random.Generator, size: str, cell: int) -> Rectangle:
+    side = int(rng.integers(SIDES[size][0], SIDES[size][1] + 1))
+    row, column = divmod(cell, 3)
+    return _start(rng, side, column), _start(rng, side, row), side, side
+
+
+def _start(rng: np.random.Generator, side: int, third: int) -> int:
+    """Draw a start such that the centre lies in the third and the object inside the image."""
+    low, high = CENTRES[third]
+    first = max(MARGIN, -(-(2 * low - side) // 2))
+    last = min(LATTICE - MARGIN - side, (2 * high - side) // 2)
+    return int(rng.integers(first, last + 1))
+
+
+def _touch(one: Rectangle, other: Rectangle) -> bool:
+    return (
+        one[0] < other[0] + other[2] + GAP
+        and other[0] < one[0] + one[2] + GAP
+        and one[1] < other[1] + other[3] + GAP
+        and other[1] < one[1] + one[3] + GAP
+    )
+
+
+def _pixels(rectangle: Rectangle, scale: float) -> tuple[float, float, float, float]:
+    x, y, width, height = (round(value * scale, 2) for value in rectangle)
+    return x, y, width, height
+
+
+def _rgb(values: np.ndarray) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in values)
+    return red, green, blue

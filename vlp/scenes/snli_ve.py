@@ -1,0 +1,98 @@
+"""Image and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
+
+One place of every image is hidden by a curtain. What a hypothesis says of a place one can see is
+true or false; what it says of the hidden place cannot be known. The hypothesis is drawn first and
+its label with equal odds, so the words alone say nothing, and since there is always a curtain its
+presence says nothing either.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.captions import PLACE_WORDS, article, captions
+from vlp.scenes.expressions import noun_words
+from vlp.scenes.graph import COLOURS, PLACES, SHAPES, Scene
+from vlp.scenes.meaning import ObjectPhrase
+from vlp.scenes.render import cover_box
+from vlp.scenes.sample import sample_scene
+from vlp.scenes.splits import Split
+
+Label = Literal["entailment", "neutral", "contradiction"]
+LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
+
+_MAX_ATTEMPTS = 10_000
+
+
+class SnliVeTriple(NamedTuple):
+    """An image with a curtain, a caption of what is seen, a hypothesis and its label."""
+
+    key: str
+    scene: Scene
+    premise: str
+    hypothesis: str
+    label: Label
+
+
+def sample_triple(
+    seed: int, index: int, split: Split = "train", image_size: int = 64
+) -> SnliVeTriple:
+    """Draw triple `index`; its image is a scene of the split.
+
+    Raises:
+        RuntimeError: no scene of the split fits the hypothesis.
+    """
+    key = f"entailment-{split}-{seed}-{index}"
+    rng = make_rng(seed, 0, key, "entailment")
+    noun, hypothesis = _hypothesis(rng)
+    label = LABELS[int(rng.integers(len(LABELS)))]
+    for _ in range(_MAX_ATTEMPTS):
+        bare = sample_scene(seed, int(rng.integers(1 << 40)), split, image_size)
+        free = [place for place in PLACES if hides_nothing(bare, place)]
+        if not free:
+            continue
+        scene = bare._replace(cover=free[int(rng.integers(len(free)))])
+        if label_of(noun, scene) == label:
+            return SnliVeTriple(key, scene, captions(scene, 1)[0].text, hypothesis, label)
+    raise RuntimeError(f"no scene of split {split!r} makes {hypothesis!r} {label}")
+
+
+def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
+    """Return the label of 'there is NOUN at its place' for a curtained image; None where vague."""
+    if any(noun.fits(obj) for obj in scene.objects):
+        return "entailment"
+    if any(noun.fits(obj, lenient=True) for obj in scene.objects):
+        return None
+    if noun.place == scene.cover:
+        return "neutral"
+    # 'at the top' may be meant to include a hidden 'top left'.
+    vague = scene.cover is not None and noun.place in scene.cover.split(" ")
+    return None if vague else "contradiction"
+
+
+def hides_nothing(scene: Scene, place: str) -> bool:
+    """Return whether a curtain over the place leaves every object of the scene in full view."""
+    x, y, width, height = cover_box(place, scene.image_size)
+    return not any(
+        x < obj.box[0] + obj.box[2]
+        and obj.box[0] < x + width
+        and y < obj.box[1] + obj.box[3]
+        and obj.box[1] < y + height
+        for obj in scene.objects
+    )
+
+
+def _hypothesis(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
+    place = PLACES[int(rng.integers(len(PLACES)))]
+    colour = COLOURS[int(rng.integers(len(COLOURS)))]
+    shape = SHAPES[int(rng.integers(len(SHAPES)))]
+    said = int(rng.integers(3))
+    noun = ObjectPhrase(
+        shape=shape if said != 1 else None, colour=colour if said != 0 else None, place=place
+    )
+    words = noun_words(noun)
+    where = PLACE_WORDS[place][int(rng.integers(3))]
+    return noun, f"there is {article(words)} {words} {where}"

@@ -1,0 +1,123 @@
+"""Questions about a scene with one right answer, yes and no equally likely by construction.
+
+A question of yes or no is drawn so that its words alone say nothing: every colour, shape and
+relation is as likely where the answer is yes as where it is no.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.stream.rng import make_rng
+from vlp.scenes.captions import RELATION_WORDS, article
+from vlp.scenes.expressions import noun_words
+from vlp.scenes.graph import COLOURS, INVERSE, SHAPES, Scene, main_relation
+from vlp.scenes.meaning import Meaning, ObjectPhrase, referents, subjects, truth
+
+NUMBERS = ("zero", "one", "two", "three")
+
+
+class SceneQuestion(NamedTuple):
+    """A question, its answer, and what kind it is."""
+
+    kind: str
+    question: str
+    answer: str
+
+
+def questions(scene: Scene) -> list[SceneQuestion]:
+    """Write one question of each kind that the scene allows."""
+    rng = make_rng(0, 0, scene.key, "questions")
+    number = int(rng.integers(len(scene.objects)))
+    makers = (_colour, _shape, _place, _count, _exists, _relation, _neighbour)
+    asked = (maker(scene, number, rng) for maker in makers)
+    return [question for question in asked if question is not None]
+
+
+def _colour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    obj = scene.objects[number]
+    noun = _first_unique(
+        scene, [ObjectPhrase(shape=obj.shape), ObjectPhrase(shape=obj.shape, size=obj.size)]
+    )
+    return noun and SceneQuestion("colour", f"what colour is the {noun_words(noun)}?", obj.colour)
+
+
+def _shape(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    obj = scene.objects[number]
+    noun = _first_unique(
+        scene, [ObjectPhrase(colour=obj.colour), ObjectPhrase(colour=obj.colour, size=obj.size)]
+    )
+    return noun and SceneQuestion("shape", f"what shape is the {noun_words(noun)}?", obj.shape)
+
+
+def _place(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    obj = scene.objects[number]
+    noun = ObjectPhrase(shape=obj.shape, colour=obj.colour)
+    return SceneQuestion("place", f"where is the {noun_words(noun)}?", obj.place)
+
+
+def _count(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    obj = scene.objects[number]
+    nouns = (
+        ObjectPhrase(),
+        ObjectPhrase(shape=obj.shape),
+        ObjectPhrase(colour=obj.colour),
+        ObjectPhrase(size=obj.size),
+    )
+    noun = nouns[int(rng.integers(len(nouns)))]
+    answer = NUMBERS[len(referents(noun, scene))]
+    plural = "crosses" if noun.shape == "cross" else noun_words(noun) + "s"
+    return SceneQuestion("count", f"how many {plural} are there?", answer)
+
+
+def _exists(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    names = {(obj.colour, obj.shape) for obj in scene.objects}
+    if rng.random() < 0.5:
+        colour, shape = scene.objects[number].colour, scene.objects[number].shape
+    else:
+        # Half of the false ones take colour and shape from the image, each from another object:
+        # only who knows which belongs to which can answer.
+        colours = [obj.colour for obj in scene.objects] if rng.random() < 0.5 else list(COLOURS)
+        shapes = [obj.shape for obj in scene.objects] if len(colours) < len(COLOURS) else [*SHAPES]
+        absent = [(c, s) for c in colours for s in shapes if (c, s) not in names]
+        if not absent:
+            absent = [(c, s) for c in COLOURS for s in SHAPES if (c, s) not in names]
+        colour, shape = absent[int(rng.integers(len(absent)))]
+    answer = "yes" if (colour, shape) in names else "no"
+    return SceneQuestion("exists", f"is there {article(colour)} {colour} {shape}?", answer)
+
+
+def _relation(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    if len(scene.objects) < 2:
+        return None
+    other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
+    relation = main_relation(scene, number, other)
+    relation = INVERSE[relation] if rng.random() < 0.5 else relation
+    nouns = tuple(
+        ObjectPhrase(shape=scene.objects[at].shape, colour=scene.objects[at].colour)
+        for at in (number, other)
+    )
+    answer = "yes" if truth(Meaning(nouns, ((0, relation, 1),)), scene) else "no"
+    words = RELATION_WORDS[relation][int(rng.integers(2))]
+    text = f"is the {noun_words(nouns[0])} {words} the {noun_words(nouns[1])}?"
+    return SceneQuestion("relation", text, answer)
+
+
+def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+    if len(scene.objects) < 2:
+        return None
+    other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
+    relation = main_relation(scene, other, number)
+    mark = ObjectPhrase(shape=scene.objects[number].shape, colour=scene.objects[number].colour)
+    meaning = Meaning((ObjectPhrase(), mark), ((0, relation, 1),))
+    if subjects(meaning, scene, lenient=True) != [other]:
+        return None
+    words = RELATION_WORDS[relation][int(rng.integers(2))]
+    answer = f"{scene.objects[other].colour} {scene.objects[other].shape}"
+    return SceneQuestion("neighbour", f"what is {words} the {noun_words(mark)}?", answer)
+
+
+def _first_unique(scene: Scene, nouns: list[ObjectPhrase]) -> ObjectPhrase | None:
+    return next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
