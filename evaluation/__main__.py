@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from evaluation.commands import ablations, measure, predictions, reports
+from evaluation.commands import ablations, measure, reports
 from evaluation.commands.options import EvaluationCommand
 from vlp.process.command_line import new_app, run_app
 
 app = new_app("Evaluate models; torchrun shares the work between its ranks.")
 app.add_typer(measure.app)
-app.add_typer(predictions.app)
 app.add_typer(reports.app)
 app.add_typer(ablations.app)
 app.command("demo", cls=EvaluationCommand, hidden=True)(reports.serve_app)

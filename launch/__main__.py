@@ -16,7 +16,6 @@ from evaluation.commands import (
     measure,
     plans,
     positions,
-    predictions,
     reports,
 )
 from launch import commands as launching
@@ -66,7 +65,6 @@ def _add(group: str, *functions: Callable[..., int]) -> None:
 _add(START_HERE, launching.demo, launching.train, launching.finetune)
 app.add_typer(measure.app, name="evaluate", rich_help_panel=START_HERE)
 app.add_typer(reports.app)
-app.add_typer(predictions.app)
 _add(MODELS, launching.align, launching.convert_albef)
 _add(MODELS, launching.export, info)
 app.add_typer(plans.app)

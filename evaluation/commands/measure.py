@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from evaluation.commands import predictions
 from evaluation.commands.fine_tuned import command_of
 from evaluation.commands.options import (
     Device,
@@ -27,6 +28,7 @@ from vlp.process.command_line import Overrides, new_app, positive
 from vlp.tasks.downstream.registry import task_kinds
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
+app.add_typer(predictions.app)
 
 _ANY_MODEL = {"retrieval", "grounding"}
 """Tasks with commands of their own below, which take any model folder."""

@@ -23,12 +23,12 @@ from evaluation.commands.options import (
     first_rank,
     load_model,
 )
-from vlp.process.command_line import MODELS, new_app, positive
+from vlp.process.command_line import new_app, positive
 
 app = new_app()
 
 
-@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
+@app.command(cls=EvaluationCommand)
 def predict(
     model: Model,
     shards: Shards = None,
@@ -66,8 +66,8 @@ def predict(
     and image match.
 
     \b
-      vlp predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
-      vlp predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
+      vlp evaluate predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
+      vlp evaluate predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
     """
     from evaluation.downstream.predict import predict as predict_shards
     from evaluation.downstream.predict import predict_one, write_official
@@ -126,7 +126,7 @@ def predict(
     print(f"{found.kind}: {len(found.rows)} predictions written to {out}")
 
 
-@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
+@app.command(cls=EvaluationCommand)
 def embed(
     model: Model,
     shards: Shards = None,
@@ -147,8 +147,8 @@ def embed(
     them. Of single inputs the features are printed as lines of JSON, or written with --out.
 
     \b
-      vlp embed --model runs/base/model --shards shards/coco/val --out features/coco
-      vlp embed --model runs/base/model --text "a red circle" --image a.jpg
+      vlp evaluate embed --model runs/base/model --shards shards/coco/val --out features/coco
+      vlp evaluate embed --model runs/base/model --text "a red circle" --image a.jpg
     """
     from evaluation.embed import embed as embed_shards
     from evaluation.embed import embed_inputs, write_inputs
