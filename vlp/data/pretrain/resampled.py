@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from vlp.config import ConfigError
 from vlp.data.pretrain.dataset import CaptionedSamples, Slot
 from vlp.data.shards.remote import (
+    DEFAULT_OUTAGES,
     OutageConfig,
     RemoteFolder,
     Unreachable,
@@ -44,7 +45,7 @@ Drawn = tuple[Element, RawSample | BadSample]
 class ListedShards:
     """Shards by name: of a folder, a pattern like `cc/{00000..00331}.tar`, or a `.txt` list."""
 
-    def __init__(self, path: str, outages: OutageConfig) -> None:
+    def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.outages = outages
         self.shards = [SimpleNamespace(name=name) for name in _names(path)]
         if not self.shards:
