@@ -46,10 +46,12 @@ _FUNCTIONS = {"import": "import_data"}
 class LazyCommand(Command):
     """A command whose function, and so its options, is imported when it is called."""
 
-    def make_context(self, info_name: str | None, args: list[str], **extra: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
         """Import the command and let it parse its arguments."""
         assert self.name is not None
-        return load(self.name).make_context(info_name, args, **extra)
+        return load(self.name).make_context(info_name, args, parent, **extra)
 
 
 class DataCommand(Command):

@@ -130,7 +130,7 @@ def command_of(function: Callable[..., int]) -> Callable[..., int]:
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         kind = parameter.annotation
-        if is_dataclass(kind):
+        if is_dataclass(kind) and isinstance(kind, type):
             groups[name] = kind
             found = inspect.signature(kind, eval_str=True).parameters.values()
         else:

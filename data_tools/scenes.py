@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 from tqdm import tqdm
 from typer import Option
@@ -224,6 +224,7 @@ def make_sample(
 def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor) -> int:
     count, seed, image_size = getattr(options, part), options.seed, options.image_size
     variety = options.variety
+    kinds = cast("Sequence[SwapKind] | None", options.kinds)  # checked by SceneOptions
     jobs: list[int | Scene] = list(range(count))
     scenes: list[Scene] = []
     keys = [_key(part, seed, index) for index in range(count)]
@@ -233,7 +234,7 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
         jobs = list(scenes)
     with ShardWriter(out / part, options.samples_per_shard) as writer:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
-        make = partial(make_sample, part, seed, image_size, variety=variety, kinds=options.kinds)
+        make = partial(make_sample, part, seed, image_size, variety=variety, kinds=kinds)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
         with bar:
             for sample in _mapped(make, missing, executor):
