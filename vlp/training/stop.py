@@ -23,6 +23,7 @@ import torch
 
 from vlp import distributed
 from vlp.signals import STOPS
+from vlp.training.launchers import Launchers
 
 REQUEUE = 75
 """Exit code of a run that was asked to stop and goes on with --resume: EX_TEMPFAIL of BSD."""
@@ -37,8 +38,6 @@ SECONDS = 4.0
 """About how long ranks train between two looks at each other's stop signals."""
 
 _POLL = 1.0
-# What torchrun (and so accelerate and `vlp train`) and DeepSpeed set in every rank they start.
-_LAUNCHED = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 _wakes = False
 
 
@@ -103,8 +102,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         global _wakes
-        # A run without a launcher may outlive the shell that started it.
-        self._launcher = os.getppid() if any(name in os.environ for name in _LAUNCHED) else None
+        self._launchers = Launchers()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._woke = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -146,7 +144,7 @@ class StopSignals:
             for number in os.read(self._read, 64) if woken.poll(1000 * _POLL) else b"":
                 if number in STOPS:
                     self._ask(signal.Signals(number).name)
-            if self._launcher not in (None, os.getppid()):
+            if self._launchers.lost():
                 self._ask("the end of its launcher")
             patient = self._patient
             limit = self._asked + self._patience if patient else self._deadline

@@ -33,8 +33,10 @@ LAUNCHERS: dict[str, list[str | Path]] = {
     "vlp": [sys.executable, "-m", "launch", "train", "--ranks", "2"],
     "torchrun": [PROGRAMS / "torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"],
 }
+# A shell between launcher and rank, which tells how the rank ended.
 RANK = """#!/bin/bash
-exec "{python}" "{command}" "$@"
+"{python}" "{command}" "$@"
+echo $? > "{folder}/code.$RANK"
 """
 
 
@@ -43,13 +45,15 @@ class Started:
 
     def __init__(self, lab: Lab, launcher: str, name: str) -> None:
         self.lab, self.name = lab, name
-        rank = lab.folder / f"{name}.sh"
-        rank.write_text(RANK.format(python=sys.executable, command=COMMAND))
+        self.folder = lab.folder / f"{name}_codes"
+        self.folder.mkdir()
+        rank = self.folder / "rank.sh"
+        rank.write_text(RANK.format(python=sys.executable, command=COMMAND, folder=self.folder))
         rank.chmod(0o755)
         more = ("training.steps=100000", "training.checkpoint_every=100000", "training.keep_last=2")
         port = ["--master_port", str(ranks.free_port())] if launcher == "deepspeed" else []
         ran = [] if launcher == "vlp" else [rank]
-        self.said = lab.folder / f"{name}.txt"
+        self.said = self.folder / "said.txt"
         with self.said.open("wb") as file:
             self.process = subprocess.Popen(
                 [*LAUNCHERS[launcher], *port, *ran, *lab.arguments(name, *more)],
@@ -68,6 +72,11 @@ class Started:
         self.ranks = sorted(running, key=lambda process: int(process.environ()["RANK"]))
         assert len(self.ranks) == 2
         self.family = family
+
+    def code(self, rank: int) -> int:
+        file = self.folder / f"code.{rank}"
+        until(lambda: file.exists() and bool(file.read_text()), 5, self.said)
+        return int(file.read_text())
 
     def end(self) -> float:
         """Wait for both ranks, at most 30 s; returns how long it took."""
@@ -114,6 +123,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param("deepspeed", signal.SIGTERM, marks=SLOW),
         pytest.param("deepspeed", signal.SIGINT, marks=SLOW),
+        pytest.param("deepspeed", signal.SIGKILL, marks=SLOW),
         ("accelerate", signal.SIGTERM),
         pytest.param("accelerate", signal.SIGINT, marks=SLOW),
         pytest.param("accelerate", signal.SIGKILL, marks=SLOW),
@@ -134,12 +144,13 @@ def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
 
 @pytest.mark.integration
 def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> None:
-    """Nobody is left to signal them."""
+    """Nobody is left to signal them, and a shell stands between."""
     with started(lab, "deepspeed", "node") as run:
         assert run.node is not None
         run.node.kill()
         run.end()
         require_stopped(run)
+        assert [run.code(0), run.code(1)] == [REQUEUE, REQUEUE]
 
 
 @SLOW
@@ -149,6 +160,7 @@ def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
         time.sleep(3)  # rank 0 is now in a collective
         run.process.kill()
         until(lambda: not run.ranks[0].is_running(), 30, run.said)
+        assert run.code(0) == REQUEUE
         run.ranks[1].resume()
         run.end()
         assert "in the midst of a step" in run.said.read_text()
