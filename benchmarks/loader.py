@@ -43,7 +43,7 @@ from vlp.data.image.jpeg import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.shards.tar import append_member, close_tar
 from vlp.data.stream.batch import Inputs
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece

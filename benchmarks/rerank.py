@@ -25,7 +25,6 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.step import SCALE, SHAPE, SHORTEST
 from evaluation.encoder import GIBIBYTE, Block, BlockCache, Collection
-from evaluation.ranks import Ranks, inference
 from evaluation.retrieval.rerank import (
     CandidatePairs,
     PairScorer,
@@ -37,6 +36,7 @@ from evaluation.retrieval.rerank import (
     search,
 )
 from evaluation.retrieval.retrieval import DIRECTIONS, Direction
+from evaluation.work_sharding import Ranks, inference
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures

@@ -37,13 +37,13 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.step import random_batch
 from data_tools.executor import Executor
-from evaluation.commands.plans import meta_task
+from launch.plan import meta_task
 from vlp.compilation import gpu_form
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.index import ROW, ShardEntry, write_table
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Inputs
 from vlp.data.stream.loader import read_at_once
 from vlp.data.stream.sampler import Pool, TrainingSampler

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from vlp.process.command_line import Command, Group, run_app
+from vlp.command_line import Command, Group, run_app
 
 # Name -> module, function where it has another name, and one line of help.
 COMMANDS = {

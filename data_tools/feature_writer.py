@@ -35,7 +35,7 @@ from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.remote import ShardCache, is_url
 from vlp.data.shards.sample_files import KINDS, BadSample
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.loader import running, worker_settings
 from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from data_tools.options import Out, at_least_1
+from vlp.command_line import Overrides
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
-from vlp.process.command_line import Overrides
 
 if TYPE_CHECKING:
     from data_tools.feature_writer import FeatureWriter, Written

@@ -19,12 +19,12 @@ from data_tools.options import (
     Out,
     WorkerOptions,
 )
+from vlp.command_line import nearest
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.io import parse_json, write_text
 from vlp.lock import FolderLock
-from vlp.process.command_line import nearest
 from vlp.scenes.annotation import (
     annotation,
     box_statement_annotation,

@@ -45,7 +45,7 @@ from vlp.data.shards.index import (
     sample_rows,
 )
 from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import sha256_of
 from vlp.lock import FolderLock
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of, every_text_of
-from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
 
 def vocabulary(

@@ -336,7 +336,7 @@ def _command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 def _help(root: Any, names: tuple[str, ...]) -> str:
     """Return what `--help` prints, as plain text."""
-    from vlp.process.command_line import run_app
+    from vlp.command_line import run_app
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):

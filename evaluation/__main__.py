@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from evaluation.commands import ablations, measure, reports
 from evaluation.commands.options import EvaluationCommand
-from vlp.process.command_line import new_app, run_app
+from vlp.command_line import new_app, run_app
 
 app = new_app("Evaluate models; torchrun shares the work between its ranks.")
 app.add_typer(measure.app)

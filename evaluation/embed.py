@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.probes.anchor_maps import read_pair
-from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
+from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.ranks import Ranks, inference
 from evaluation.samples import (
     BlockReader,
     CaptionedSample,
@@ -23,6 +22,7 @@ from evaluation.samples import (
     count_kinds,
     kinds_in_words,
 )
+from evaluation.work_sharding import Ranks, inference
 from vlp.config import Precision
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens

@@ -24,15 +24,15 @@ from evaluation.downstream.task_evaluation import (
     keep_scores,
 )
 from evaluation.encoder import GIBIBYTE, Block, BlockCache
-from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.results import Figure, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import INDEX_NAME
+from vlp.data.shards.shard_reader import INDEX_NAME
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel

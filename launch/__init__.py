@@ -1,1 +1,1 @@
-"""`vlp` (launch.commands) and the scripts that launchers run by their path."""
+"""`vlp` (launch.training_commands) and the scripts that launchers run by their path."""

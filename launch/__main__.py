@@ -11,16 +11,11 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import (
-    ablations,
-    measure,
-    plans,
-    positions,
-    reports,
-)
-from launch import commands as launching
+from evaluation.commands import ablations, measure, positions, reports
+from launch import plan as plans
+from launch import training_commands as launching
 from launch.info import info
-from vlp.process.command_line import MODELS, START_HERE, Command, new_app, run_app
+from vlp.command_line import MODELS, START_HERE, Command, new_app, run_app
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evaluation.probes.pointing import PointingResult
+    from evaluation.probes.word_pointing import PointingResult
     from evaluation.retrieval.retrieval import Direction, RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def _evaluate() -> list[str]:
     import vlp
     from evaluation.probes.anchor_maps import anchor_maps
     from evaluation.probes.anchor_plots import draw_anchor_maps
-    from evaluation.probes.pointing import evaluate_pointing
+    from evaluation.probes.word_pointing import evaluate_pointing
     from evaluation.retrieval.retrieval import evaluate_retrieval
 
     loaded = vlp.load(RUN / "run" / "model")

@@ -7,15 +7,15 @@ from contextlib import closing
 
 import torch
 
-from evaluation.ranks import evaluating
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from evaluation.samples import EvaluationError, workers_for
+from evaluation.work_sharding import evaluating
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, SourceConfig
 from vlp.data.features.store import StoredFeatures
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.metrics.recall import RECALL_AT
 from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining

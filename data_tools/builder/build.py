@@ -28,7 +28,7 @@ from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.limits import limits
 from vlp.data.shards.index import TABLE_GLOB
-from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
+from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex, index_folder
 from vlp.io import atomic_write, parse_json, sync_path, write_text
 from vlp.lock import FolderLock
 

@@ -53,8 +53,8 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     All figures are percent, but the spread of paths, which is in patches and tokens.
     """
     import vlp
-    from evaluation.probes.pointing import evaluate_pointing
-    from evaluation.probes.winoground import evaluate_swaps
+    from evaluation.probes.swaps import evaluate_swaps
+    from evaluation.probes.word_pointing import evaluate_pointing
     from evaluation.retrieval.retrieval import evaluate_retrieval
 
     loaded = vlp.load(folder / "model")

@@ -12,7 +12,7 @@ from typer import Option
 
 from evaluation.commands.options import EvaluationCommand, one_process
 from evaluation.commands.positions import Plugin, positions_app
-from vlp.process.command_line import Overrides, nearest, new_app, positive
+from vlp.command_line import Overrides, nearest, new_app, positive
 
 if TYPE_CHECKING:
     from evaluation.ablations.config import AblationConfig

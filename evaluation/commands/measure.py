@@ -23,8 +23,8 @@ from evaluation.commands.options import (
     measurement,
     one_process,
 )
+from vlp.command_line import Overrides, new_app, positive
 from vlp.config import Precision
-from vlp.process.command_line import Overrides, new_app, positive
 from vlp.tasks.downstream.registry import task_kinds
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
@@ -212,7 +212,7 @@ def pointing(
     **measured: Any,
 ) -> Any:
     """Pointing accuracy of words (generated corpus, COCO)."""
-    from evaluation.probes.pointing import evaluate_pointing
+    from evaluation.probes.word_pointing import evaluate_pointing
 
     return evaluate_pointing(load_model(model), controls=controls, **measured)
 
@@ -225,7 +225,7 @@ def swaps(
     **measured: Any,
 ) -> Any:
     """Tell an arrangement from its swap (generated corpus)."""
-    from evaluation.probes.winoground import evaluate_swaps
+    from evaluation.probes.swaps import evaluate_swaps
 
     return evaluate_swaps(load_model(model), view=view, **measured)
 

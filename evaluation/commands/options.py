@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 from typer import Option
 
+from vlp.command_line import Command, positive
 from vlp.config import Precision
-from vlp.process.command_line import Command, positive
 
 if TYPE_CHECKING:
     from evaluation.results import Table

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from evaluation.commands.options import EvaluationCommand
-from vlp.process.command_line import new_app, positive
+from vlp.command_line import new_app, positive
 
 positions_app = new_app("Position encodings: list, show one, compare several in a timm model.")
 app = new_app()

@@ -23,7 +23,7 @@ from evaluation.commands.options import (
     first_rank,
     load_model,
 )
-from vlp.process.command_line import new_app, positive
+from vlp.command_line import new_app, positive
 
 app = new_app()
 

@@ -19,7 +19,7 @@ from evaluation.commands.options import (
     load_model,
     one_process,
 )
-from vlp.process.command_line import MODELS, START_HERE, new_app, positive
+from vlp.command_line import MODELS, START_HERE, new_app, positive
 
 app = new_app()
 

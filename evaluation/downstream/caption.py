@@ -21,9 +21,9 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
-from evaluation.ranks import Ranks
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks
 from vlp.data.downstream.dataset import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample

@@ -18,9 +18,9 @@ from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import EvaluatedItems, Row, load_for_evaluation, without
 from evaluation.encoder import encode_one
 from evaluation.probes.anchor_maps import read_pair
-from evaluation.ranks import evaluating, inference
 from evaluation.results import NEVER_MATCHED
 from evaluation.samples import EvaluationError, said_in_one_line
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded

@@ -18,7 +18,6 @@ from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from evaluation.downstream.submissions import Submission
-from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.results import Figure, Table, write_lines, write_report
 from evaluation.samples import (
     BlockReader,
@@ -27,6 +26,7 @@ from evaluation.samples import (
     kinds_in_words,
     said_in_one_line,
 )
+from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Config, Precision
 from vlp.data.downstream.dataset import Item
 from vlp.data.image.ablated_views import View

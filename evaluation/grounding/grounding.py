@@ -6,9 +6,7 @@ cross-attention layer (ACE-RPE, section 4.2, after ALBEF), or the cosine of word
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from evaluation.downstream.task_evaluation import (
     TaskResult,
@@ -25,9 +22,10 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
-from evaluation.ranks import evaluating, inference
+from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
@@ -36,130 +34,9 @@ from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.data.text.word_boxes import patches_in_box
-from vlp.layers.attention import Attention
-from vlp.layers.blocks import CrossLayer
-from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
-from vlp.models.vlp import VLPModel
 from vlp.tasks.grounding.metrics import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.tasks.grounding.task import map_of
-
-_ONE_AT_A_TIME = threading.Lock()
-"""Each map switches its layer's attention over, and back."""
-
-
-def grad_cam(
-    model: VLPModel,
-    image: ImageFeatures,
-    text: TextFeatures,
-    layer: int | None = None,
-) -> Tensor:
-    """Grad-CAM maps of one cross-attention layer for B aligned pairs.
-
-    For the probabilities A (heads, queries, keys) with which the text stream attends to the
-    image, and the match log-odds y: mean over heads of relu(dy/dA) * A, without the column of
-    the image's [CLS] (Selvaraju et al. 2017, on attention as ALBEF does for grounding). y is the
-    difference of the two ITM logits, since it alone moves the predicted probability.
-
-    The maps are not scaled: they compare across words of a pair. Behind the last cross-attention
-    no token reads another, so in the last layer only the row of [CLS] is not zero. The model is as
-    before afterwards: modes, hooks and gradients.
-
-    Args:
-        model: a VLP model.
-        image: of B images.
-        text: of B texts.
-        layer: number of the cross-modal layer from 0, negative from the end; None is the
-            middle one, the third of six, which ALBEF takes for grounding.
-
-    Returns:
-        (B, N, rows, columns), float32 or better, at least 0; row 0 ([CLS]) is the map of the whole
-        text, and padding is 0.
-
-    Raises:
-        ValueError: there is no such layer, or the features do not fit each other or the model's
-            grid.
-    """
-    number = layer_number(model, layer)
-    grid = model.config.image.grid
-    if len(image.states) != len(text.states):
-        raise ValueError(
-            f"{len(image.states)} images and {len(text.states)} texts are not aligned pairs"
-        )
-    patches = image.states.shape[1] - 1
-    if patches != grid[0] * grid[1]:
-        raise ValueError(f"{patches} patches do not fill the model's grid of {grid[0]} x {grid[1]}")
-    crossed = model.cross_encoder.layers[number]
-    assert isinstance(crossed, CrossLayer)
-    with (
-        _ONE_AT_A_TIME,
-        evaluating(model, image.states.device),
-        _text_probabilities(crossed.cross_attention) as taken,
-        torch.enable_grad(),
-    ):
-        odds = model.match(image, text)
-        (attention,) = taken
-        # Pairs do not touch each other, so the sum gives each pair its own gradient.
-        (gradient,) = torch.autograd.grad(odds.sum(), attention)
-    exact = torch.promote_types(attention.dtype, torch.float32)
-    maps = (gradient.to(exact).relu() * attention.detach().to(exact)).mean(1)[..., 1:]
-    return maps.unflatten(-1, grid) * text.attention_mask[..., None, None]
-
-
-def layer_number(model: VLPModel, layer: int | None = None) -> int:
-    """The number of a cross-modal layer, counted from 0; None and negative ones as in `grad_cam`.
-
-    Raises:
-        ValueError: there is no such layer.
-    """
-    count = len(model.cross_encoder.layers)
-    if count == 0:
-        raise ValueError("the model has no cross-modal layer to take a Grad-CAM map of")
-    if layer is None:
-        return (count - 1) // 2
-    if not -count <= layer < count:
-        raise ValueError(
-            f"there is no cross-modal layer {layer}: the model has {count}, 0 to {count - 1}"
-        )
-    return layer % count
-
-
-@contextmanager
-def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
-    """Collects the probabilities with which the text stream attends, as leaves that want gradients.
-
-    A leaf cuts the graph, so only what follows the layer is differentiated, also where the
-    parameters are frozen. Both streams may run through one layer; the context says which asks.
-    Calls of the model by other threads stay as they are.
-    """
-    thread = threading.get_ident()
-    taken: list[Tensor] = []
-    text_asks = False
-
-    def note_stream(_: nn.Module, __: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal text_asks
-        if threading.get_ident() == thread:
-            text_asks = named["context"].text_queries
-
-    def take(_: nn.Module, __: tuple[Tensor, ...], probabilities: Tensor) -> Tensor | None:
-        if not text_asks or threading.get_ident() != thread:
-            return None
-        taken.append(probabilities.detach().requires_grad_())
-        return taken[-1]
-
-    fused = attention.fused
-    hooks = [
-        attention.register_forward_pre_hook(note_stream, with_kwargs=True),
-        attention.probabilities.register_forward_hook(take),
-    ]
-    attention.fused = False
-    try:
-        yield taken
-    finally:
-        attention.fused = fused
-        for hook in hooks:
-            hook.remove()
-
 
 SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]

@@ -16,8 +16,8 @@ from PIL import Image, ImageDraw
 from evaluation.encoder import encode_one
 from evaluation.grounding.grounding import grad_cam, layer_number
 from evaluation.probes.anchor_plots import GRADCAM_COLOURS, SHARE_COLOURS
-from evaluation.ranks import evaluating
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import evaluating
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 

@@ -21,10 +21,10 @@ from evaluation.downstream.task_evaluation import PageAction
 from evaluation.encoder import encode_one
 from evaluation.grounding.heatmaps import anchors_over, framed, heat_over, phrase_heat
 from evaluation.probes.anchor_maps import map_caption
-from evaluation.ranks import evaluating, inference
 from evaluation.results import NEVER_MATCHED
 from evaluation.retrieval.gallery import Gallery
 from evaluation.samples import CaptionedSample, EvaluationError, said_in_one_line
+from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import MAX_IMAGE_BYTES, limits
 from vlp.data.schema import Annotation

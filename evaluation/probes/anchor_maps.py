@@ -16,8 +16,8 @@ from torch import Tensor
 from evaluation.encoder import encode_one
 from evaluation.grounding.grounding import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
-from evaluation.ranks import evaluating
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
+from evaluation.work_sharding import evaluating
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample

@@ -17,9 +17,9 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
-from evaluation.ranks import evaluating, inference
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed

@@ -18,12 +18,12 @@ import vlp
 from evaluation.downstream.registry import get_evaluation
 from evaluation.grounding.heatmaps import anchors_over, data_uri, framed
 from evaluation.probes.anchor_maps import map_caption
-from evaluation.ranks import evaluating
 from evaluation.report.sources import Source, StoredResult, course, settings
 from evaluation.results import Table, attributed
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.rerank import search
 from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
+from evaluation.work_sharding import evaluating
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.registry import task_kinds

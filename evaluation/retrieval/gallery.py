@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from evaluation.encoder import GIBIBYTE, Encoder
-from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
+from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.encoder import NOTHING, BlockCache, Collection
-from evaluation.ranks import Ranks, inference
+from evaluation.work_sharding import Ranks, inference
 from vlp.config import Precision
 from vlp.models.itm_scorer import ITMScorer
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation.encoder import GIBIBYTE, Collection, Encoder
-from evaluation.ranks import Ranks, evaluating
 from evaluation.results import Figure, Table, untrained_match_notes, write_lines, write_report
+from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import (
     Encoded,
     PairScorer,
@@ -26,9 +26,9 @@ from evaluation.retrieval.rerank import (
     nearest_pairs,
     reranked_ranks,
     search,
-    similarity,
 )
 from evaluation.samples import EvaluationError, Samples, kinds_in_words
+from evaluation.work_sharding import Ranks, evaluating
 from vlp.config import Precision
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
@@ -39,37 +39,6 @@ from vlp.models.tower_key import require_tower
 
 CANDIDATES, QUERIES = 1024, 8192
 """Of both sides at a time."""
-
-
-def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
-    """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
-
-    Args:
-        candidate: (candidates, d) features of unit length.
-        bank: (queries, d) features of unit length, at least one.
-        temperature: positive; the smaller, the more the nearest queries count.
-
-    Returns:
-        (candidates,) float32, in units of the similarity.
-    """
-    count = torch.tensor(float(len(bank))).log()
-    masses = []
-    for some in candidate.split(CANDIDATES):
-        parts = [
-            (similarity(some, queries).double() / temperature).logsumexp(1)
-            for queries in bank.split(QUERIES)
-        ]
-        masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
-    return torch.cat(masses).float()
-
-
-def normalised_sides(
-    query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return features (., d + 1) whose products are similarities less the candidates' log-mass."""
-    ones = query.new_ones(len(query), 1)
-    mass = log_mass(candidate, bank, temperature).to(candidate)
-    return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)
 
 
 Direction = Literal["text_to_image", "image_to_text"]

@@ -19,13 +19,13 @@ import vlp
 from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.task_evaluation import NAME, Job
 from evaluation.probes.foils import evaluate_foils
-from evaluation.probes.pointing import evaluate_pointing
-from evaluation.probes.winoground import evaluate_swaps
-from evaluation.ranks import Ranks
+from evaluation.probes.swaps import evaluate_swaps
+from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.results import Saved, Table, attributed, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError, kinds_in_words
 from evaluation.suite.others import OtherModel, other_model
+from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import LABEL, evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validated
 from vlp.data.image.ablated_views import View

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.ranks import evaluating, inference
 from evaluation.samples import BlockReader, evenly_spread
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled

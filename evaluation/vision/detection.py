@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from evaluation.ranks import evaluating, inference
 from evaluation.samples import BlockReader, evenly_spread
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.tasks.detection.data import (
     DetectionDataConfig,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evaluation.ranks import evaluating, inference
 from evaluation.samples import evenly_spread
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import (

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from evaluation.ranks import evaluating, inference
 from evaluation.samples import BlockReader, evenly_spread
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.pixels.data import pixel_values

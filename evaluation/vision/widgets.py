@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from evaluation.ranks import evaluating, inference
 from evaluation.samples import BlockReader, evenly_spread
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.tasks.caption.metrics import TokenizerName, caption_scores, require_caption_tools

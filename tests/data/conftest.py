@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 WORDS = ("red", "green", "blue", "dog", "cat", "house", "left", "runs")

@@ -13,7 +13,7 @@ from data_tools.__main__ import main
 from data_tools.peek import WIDTH, Card, draw_sheet, sample_card, wrapped
 from data_tools.shards import ShardReader
 from vlp.data.schema import Annotation, Expression, Question
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 
 RED = (214, 39, 40)
 """The colour of the first frame."""

@@ -14,7 +14,7 @@ from made_shards import cut, jpeg, run, write, write_tar
 
 from data_tools import reshard
 from data_tools.__main__ import main
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 Members = list[tuple[str, bytes]]
 

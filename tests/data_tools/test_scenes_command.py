@@ -9,11 +9,11 @@ from PIL import Image
 
 from data_tools import scenes
 from data_tools.__main__ import load
+from vlp.command_line import Command
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.text.word_boxes import named_words
-from vlp.process.command_line import Command
 from vlp.scenes.negatives import sample_swap, swap_kinds
 from vlp.scenes.sample import FULL, Variety, sample_scene
 

@@ -14,7 +14,7 @@ from data_tools import stats as tally
 from data_tools.__main__ import main
 from data_tools.stats import Tally, describe, rounded
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 CAPTIONS = {

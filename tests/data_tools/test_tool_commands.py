@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.__main__ import COMMANDS, main
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.text.tokenizer import TextProcessor
 
 

@@ -10,7 +10,7 @@ from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_
 
 from data_tools import verify
 from data_tools.__main__ import main
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 
 @pytest.fixture

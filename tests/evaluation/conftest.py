@@ -14,7 +14,7 @@ from PIL import Image
 
 import vlp
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import AnchorConfig, CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import save_pretrained

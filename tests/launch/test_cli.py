@@ -21,7 +21,7 @@ import vlp
 from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.__main__ import commands, main
-from launch.commands import train
+from launch.training_commands import train
 from vlp.lock import FolderLock
 from vlp.training.run_folder import RunFolder, record_start
 

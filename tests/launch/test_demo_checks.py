@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests_support import launch_script
 
-from evaluation.probes.pointing import KindFigures, PointingResult
+from evaluation.probes.word_pointing import KindFigures, PointingResult
 from evaluation.results import Figure
 from evaluation.retrieval.retrieval import RetrievalResult
 

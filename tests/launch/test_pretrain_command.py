@@ -20,11 +20,11 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter, index_folder
+from vlp.data.shards.shard_reader import ShardWriter, index_folder
 from vlp.training.checkpoints import verify
 from vlp.training.command import _explain, run_training
 from vlp.training.config import PretrainConfig
-from vlp.training.stop import REQUEUE
+from vlp.training.stop_requests import REQUEUE
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 FAILING = Path(__file__).with_name("failing_pretrain.py")

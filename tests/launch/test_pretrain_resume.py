@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from vlp.models.folder import read_model
 from vlp.training.checkpoints import verify
-from vlp.training.stop import REQUEUE
+from vlp.training.stop_requests import REQUEUE
 
 pytestmark = pytest.mark.distributed
 

@@ -11,9 +11,8 @@ from vlp.positions.learned import (
     LearnedBoxPosition,
     LearnedGridPosition,
     LearnedPosition,
-    TokenEncoding,
-    mix,
 )
+from vlp.positions.mixer import TokenEncoding, mix
 from vlp.positions.object import ObjectPosition
 from vlp.positions.sine import MDSinePosition, SinePosition
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlp.data.shards.shard_index import RawSample, ShardIndex
+from vlp.data.shards.shard_reader import RawSample, ShardIndex
 
 
 def photo(width: int = 12, height: int = 8, kind: str = "jpeg") -> bytes:

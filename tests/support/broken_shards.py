@@ -13,7 +13,7 @@ from broken_images import photo
 
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 
 END = bytes(1024)
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from data_tools.__main__ import main
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.shards.tar import read_members
 
 

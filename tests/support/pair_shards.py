@@ -9,7 +9,7 @@ from tests_support import TINY_MODEL, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel

@@ -11,7 +11,7 @@ from tests_support import TINY_MODEL
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.schema import Annotation, Answer, Question
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded

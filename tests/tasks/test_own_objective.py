@@ -16,7 +16,8 @@ import vlp.objectives.config as objectives_config
 from vlp.config import Config
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import Loss
-from vlp.tasks.pretraining import Objective, Term, objective, register_objective
+from vlp.tasks.pretraining import Objective, Term, register_objective
+from vlp.tasks.pretraining import registry as objective
 from vlp.tasks.pretraining import task as pretraining_task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-an-objective.md"

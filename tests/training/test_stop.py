@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import ranks
 
-from vlp.training.stop import REQUEUE, StopSignals
+from vlp.training.stop_requests import REQUEUE, StopSignals
 
 # The main thread waits for a lock in C, as in a collective call; no handler can run.
 BLOCKED = """
 import ctypes, sys
-from vlp.training.stop import StopSignals
+from vlp.training.stop_requests import StopSignals
 lock = ctypes.create_string_buffer(128)
 with StopSignals(grace=1.0) as stop:
     if sys.argv[1] == "training":
@@ -86,7 +86,7 @@ def test_the_grace_begins_anew_after_validating_or_saving() -> None:
 
 IN_PATIENCE = """
 import os, signal, sys, time
-from vlp.training.stop import StopSignals
+from vlp.training.stop_requests import StopSignals
 with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
     stop.look()
     with stop.patient():
@@ -149,7 +149,7 @@ def test_what_was_there_before_is_there_after() -> None:
 
 CHILD = """
 import os, time
-from vlp.training.stop import StopSignals
+from vlp.training.stop_requests import StopSignals
 with StopSignals() as stop:
     print(os.getpid(), flush=True)
     while not stop.look():

@@ -12,7 +12,7 @@ from PIL import Image
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex
+from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex
 from vlp.data.shards.tar import stored_files
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vlp.compilation import off_cpu
 from vlp.layers.attention import Attention
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.sine import sinusoid
@@ -257,3 +259,22 @@ def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) ->
             share = mask / mask.sum(1, keepdim=True).clamp(min=1)
             parts.append(torch.einsum("bn,bnc->bc", share.to(states.dtype), states))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def fuse_by_device(model: nn.Module, x: Tensor) -> None:
+    """Fused attention on accelerators, explicit on CPU, where the fused backward pass is slow.
+
+    Most of all in bf16: a whole training step takes 2.5 times as long with it. The device is that
+    of a tensor `x` of any shape.
+    """
+    fused = off_cpu(x)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused  # type: ignore[assignment]
+
+
+class ThreadLocal(threading.local):
+    """Attributes that each thread has for itself; a copy and a pickle begin without any."""
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()

@@ -12,9 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.layers.blocks import BlockMlp, pool_states, pooled_width
-from vlp.layers.fused import fuse_by_device
-from vlp.layers.thread_local import ThreadLocal
+from vlp.layers.blocks import BlockMlp, ThreadLocal, fuse_by_device, pool_states, pooled_width
 from vlp.models.config import ImageConfig
 from vlp.models.towers import TrainableTower, create_image_tower
 from vlp.positions import attach

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import require_extent, token_coordinates
-from vlp.positions.learned import TokenEncoding
+from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
 from vlp.positions.options import require_defaults
 

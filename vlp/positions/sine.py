@@ -14,7 +14,7 @@ from vlp.positions.coordinates import (
     token_coordinates,
     vertical_first,
 )
-from vlp.positions.learned import TokenEncoding
+from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
 from vlp.positions.options import require_defaults, require_known
 

@@ -255,7 +255,7 @@ def _training(folder: Path) -> str:
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
     """Folders that were trained on, with their weights, and their samples where they still lie."""
     from vlp.config import ConfigError
-    from vlp.data.shards.shard_index import ShardIndex
+    from vlp.data.shards.shard_reader import ShardIndex
 
     named = [(str(one["path"]), float(one.get("weight", 1))) for one in data.get("sources") or ()]
     named += [(str(path), 1.0) for path in data.get("train") or ()]

@@ -36,7 +36,7 @@ from vlp.training.engines.environment import (
     prepare_environment,
     start_deepspeed,
 )
-from vlp.training.stop import REQUEUE, StopSignals, leave
+from vlp.training.stop_requests import REQUEUE, StopSignals, leave
 from vlp.training.trackers import require_access
 
 # What PyTorch says of memory that loader processes lack, and what helps.

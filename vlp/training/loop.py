@@ -37,7 +37,7 @@ from vlp.training.log import RunLog
 from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Meter, Outcome, Progress, on_cpu
 from vlp.training.run_folder import RunFolder, device_name, record_start, this_host, write_report
-from vlp.training.stop import StopSignals, StopTogether
+from vlp.training.stop_requests import StopSignals, StopTogether
 from vlp.training.trackers import open_trackers
 from vlp.training.watchdog import Watchdog
 

@@ -16,7 +16,7 @@ from vlp.data.features.store import FLIPPED, HEADER_NAME, StoredFeatures, TowerK
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.rng import identity
 from vlp.training.config import PretrainConfig

@@ -23,7 +23,7 @@ from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import DataError
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.rng import make_rng
 
 ROOT = Path(__file__).resolve().parents[3]

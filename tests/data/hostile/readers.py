@@ -37,7 +37,7 @@ from vlp.data.pretrain.loader import PretrainData
 from vlp.data.shards.index import survey
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import KINDS, BadSample
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Element, Request
 from vlp.models.config import ModelConfig

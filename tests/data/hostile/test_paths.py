@@ -18,7 +18,7 @@ from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
 from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit

@@ -11,7 +11,7 @@ import pytest
 
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.shard_index import index_folder
+from vlp.data.shards.shard_reader import index_folder
 from vlp.data.stream.batch import Inputs
 
 

@@ -14,7 +14,7 @@ from broken_shards import END, FINE, GOOD, JSON, PNG, checked, found, header, me
 
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.shards.tar import read_members, stored_files
 
 SIZES = {

@@ -25,7 +25,7 @@ from broken_shards import (
 from vlp.config import ConfigError
 from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.sample_files import BadSample, DataError
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.shards.tar import Member, read_members
 
 

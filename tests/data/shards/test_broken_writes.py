@@ -17,7 +17,7 @@ from killed_steps import in_child, killed_at, steps_of
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.lock import is_lock
 
 

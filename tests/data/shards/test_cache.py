@@ -27,7 +27,7 @@ from vlp.data.pretrain.loader import DataError
 from vlp.data.shards import remote as cache_module
 from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import CachedFile, OutageConfig, RemoteFolder, ShardCache
-from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
 MakeShards = Callable[..., Path]
 

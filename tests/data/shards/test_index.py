@@ -15,7 +15,7 @@ from broken_shards import change_index
 
 from vlp.config import ConfigError
 from vlp.data.shards.index import ShardTable, write_table
-from vlp.data.shards.shard_index import ShardEntry, ShardIndex
+from vlp.data.shards.shard_reader import ShardEntry, ShardIndex
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"\x93NUMPY\x01\x00", b"[" * 100_000])
@@ -80,7 +80,7 @@ def test_names_that_no_shard_has() -> None:
 _OPENED = """
 import sys, time
 from vlp.data.features.store import shards_sha256
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 def peak():
     [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

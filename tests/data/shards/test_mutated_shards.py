@@ -18,7 +18,7 @@ from vlp.data.pretrain.dataset import Slot
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
-from vlp.data.shards.shard_index import index_folder
+from vlp.data.shards.shard_reader import index_folder
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Element, Request
 

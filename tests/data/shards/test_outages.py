@@ -15,7 +15,7 @@ from vlp.config import ConfigError
 from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import OutageConfig, PausedDataError, ShardCache
 from vlp.data.shards.sample_files import DataError
-from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
 SHARD = "shard-000001.tar"
 Policy = Literal["fail", "pause", "skip"]

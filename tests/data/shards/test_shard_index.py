@@ -17,7 +17,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.index import ShardTable
 from vlp.data.shards.remote import OutageConfig
-from vlp.data.shards.shard_index import (
+from vlp.data.shards.shard_reader import (
     BadSample,
     LocalFolder,
     ShardEntry,
@@ -390,7 +390,7 @@ def test_an_index_in_use_goes_to_other_processes(make_shards: MakeShards, method
 
 
 def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlp.data.shards.shard_index._FILES_KEPT", 3)
+    monkeypatch.setattr("vlp.data.shards.shard_reader._FILES_KEPT", 3)
     write(tmp_path, range(20), per_shard=1)
     index = ShardIndex.open(tmp_path)
     before = len(os.listdir("/proc/self/fd"))

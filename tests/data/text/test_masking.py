@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.data.text.masking import mask_patches, mask_words
+from vlp.data.masking import mask_patches, mask_words
 
 SPECIAL = (0, 1, 2, 3, 4)
 

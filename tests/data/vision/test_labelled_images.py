@@ -14,7 +14,7 @@ from vlp.config import ConfigError
 from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
 
 CLASSES = ("blue", "red")

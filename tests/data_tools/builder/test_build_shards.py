@@ -29,7 +29,7 @@ from data_tools.builder.samples import Line, TakeDown, write_list
 from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 FOUR = BuildOptions(samples_per_shard=4, processes=1)
 

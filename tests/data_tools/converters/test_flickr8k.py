@@ -11,7 +11,7 @@ from PIL import Image
 from data_tools.__main__ import main
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 
 def jpeg(value: int) -> bytes:

@@ -16,7 +16,7 @@ from data_tools.__main__ import main
 from data_tools.converters.web import image_id_of
 from data_tools.originals import Originals
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 
 URL = "http://x.org/{}.jpg"
 

@@ -18,7 +18,7 @@ from data_tools.dedup.hashes import RECORD, differing_bits, fine_distance
 from data_tools.dedup.near import duplicate_images
 from data_tools.originals import Originals
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 
 TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
 """Two images of Flickr8k with the same bytes."""

@@ -9,7 +9,7 @@ from PIL import Image
 
 from data_tools.dedup import hashes as image_hash
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 
 Sample = tuple[str, bytes, Annotation, bytes | None]
 

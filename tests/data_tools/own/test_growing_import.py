@@ -12,7 +12,7 @@ from own_forms import Files, write
 from data_tools.__main__ import main
 from data_tools.own.import_data import NAME, keys_of
 from vlp.data.shards.sample_files import contents
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 SPLITS = ("train", "val", "test")
 

@@ -15,7 +15,7 @@ from made_shards import encoded, photo
 from own_forms import Files, as_csv, as_tar, as_zip, images, pairs, rows, write
 
 from data_tools.__main__ import main
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from data_tools.own.content import SPLITS
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 

@@ -11,7 +11,7 @@ from own_forms import Files, write
 
 from data_tools.__main__ import main
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.shards.tar import readable
 
 ALL_TRAIN = ["--split", "1", "0", "0"]

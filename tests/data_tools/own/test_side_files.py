@@ -10,7 +10,7 @@ from made_shards import encoded, photo
 from own_forms import Files, as_csv, write
 
 from data_tools.__main__ import main
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 
 def imported(place: Path, *options: str) -> list[list[str]]:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from evaluation.ranks import inference
+from evaluation.work_sharding import inference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

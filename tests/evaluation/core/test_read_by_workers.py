@@ -19,15 +19,15 @@ from evaluation.downstream import evaluate_task
 from evaluation.embed import embed
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.probes.foils import evaluate_foils
-from evaluation.probes.pointing import evaluate_pointing
-from evaluation.probes.winoground import evaluate_swaps
+from evaluation.probes.swaps import evaluate_swaps
+from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from launch import validation
 from launch.validation import HeldOutLosses
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.scenes.annotation import annotation
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts

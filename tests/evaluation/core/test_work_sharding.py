@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation.__main__ import main
-from evaluation.ranks import Ranks
+from evaluation.work_sharding import Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,7 +79,7 @@ def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_s
 
 
 FAILING = """
-from evaluation.ranks import Ranks
+from evaluation.work_sharding import Ranks
 from vlp.distributed import process_group
 def work(block):
     if block == 3:

@@ -10,8 +10,8 @@ from question_shards import AUGMENT, coloured, photo, toy_parts, write_shards
 
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_captions
-from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 from vlp.tasks.caption import metrics as captions
 from vlp.tasks.caption.metrics import caption_scores

@@ -10,8 +10,8 @@ from question_shards import write_shards
 
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.task_evaluation import sentence_of
-from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene

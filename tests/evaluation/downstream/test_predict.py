@@ -18,7 +18,7 @@ from evaluation.downstream.predict import predict, predict_one
 from evaluation.page.session import TryIt
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation, Expression
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.models.decoder import answer_likelihood
 from vlp.models.vlp import VLPModel
 from vlp.scenes.annotation import annotation

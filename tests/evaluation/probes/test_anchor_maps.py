@@ -25,7 +25,7 @@ from evaluation.probes.anchor_maps import (
 from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
 from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 

@@ -12,7 +12,7 @@ from evaluation.__main__ import main
 from evaluation.probes.foils import evaluate_foils, examples
 from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.foils import make_foils
 
 

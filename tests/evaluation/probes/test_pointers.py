@@ -11,7 +11,7 @@ from torch import nn
 import vlp
 from evaluation.__main__ import main
 from evaluation.grounding.grounding import grad_cam
-from evaluation.probes.pointing import (
+from evaluation.probes.word_pointing import (
     CONTROLS,
     centre_map,
     evaluate_pointing,

@@ -10,10 +10,10 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.probes.anchor_maps import first_samples
-from evaluation.probes.pointing import KINDS, evaluate_pointing, score_words
+from evaluation.probes.word_pointing import KINDS, evaluate_pointing, score_words
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.word_boxes import named_words, word_positions
 from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
 

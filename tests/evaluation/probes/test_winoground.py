@@ -9,7 +9,7 @@ import torch
 
 import vlp
 from data_tools.scenes import make_sample
-from evaluation.probes.winoground import (
+from evaluation.probes.swaps import (
     CHANCE,
     SCORES,
     differing_words,
@@ -20,7 +20,7 @@ from evaluation.probes.winoground import (
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
-from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from test_work_sharding import launch
 import vlp
 from evaluation.__main__ import main
 from evaluation.embed import FeatureFiles, embed, embed_inputs
-from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, Samples
+from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 import vlp
 from evaluation.encoder import Encoder
-from evaluation.ranks import Ranks
 from evaluation.retrieval import rerank as matching
 from evaluation.retrieval.rerank import (
     CandidatePairs,
@@ -18,6 +17,7 @@ from evaluation.retrieval.rerank import (
     shelves,
 )
 from evaluation.samples import Samples
+from evaluation.work_sharding import Ranks
 
 ALL = 2**30
 

@@ -10,8 +10,9 @@ import torch
 from retrieval_stub import StubITMScorer, make_stub, write_numbered
 from torch.nn import functional
 
-from evaluation.retrieval import retrieval as query_bank
-from evaluation.retrieval.retrieval import evaluate_retrieval, log_mass, normalised_sides
+from evaluation.retrieval import query_bank
+from evaluation.retrieval.query_bank import log_mass, normalised_sides
+from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.metrics.recall import pessimistic_ranks
 

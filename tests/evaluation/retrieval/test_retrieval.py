@@ -13,7 +13,7 @@ from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.metrics.recall import pessimistic_ranks
 from vlp.models.itm_scorer import ITMScorer
 

@@ -16,7 +16,7 @@ from evaluation import samples
 from evaluation.__main__ import main
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.scenes.annotation import annotation
 from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import encode_png, render

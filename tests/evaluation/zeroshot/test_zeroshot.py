@@ -12,13 +12,13 @@ from question_shards import COLOURS, photo
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare
+from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import Prompts, class_features, evaluate_zeroshot, read_prompts, reordered
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 
 CLASSES = ("red", "green", "blue", "a circle", "yellow", "purple")
 TEMPLATES = ("a photo of a {}.", "{}")

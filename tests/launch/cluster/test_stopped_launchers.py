@@ -17,7 +17,7 @@ import ranks
 from launch_lab import Lab
 
 from vlp.training.checkpoints import verify
-from vlp.training.stop import REQUEUE
+from vlp.training.stop_requests import REQUEUE
 
 pytestmark = pytest.mark.distributed
 

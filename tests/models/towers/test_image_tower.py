@@ -16,7 +16,7 @@ import vlp
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import bert_tokenizer
-from vlp.layers.fused import fuse_by_device
+from vlp.layers.blocks import fuse_by_device
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.models.folder import start_from
 from vlp.models.image_encoder import ImageEncoder

@@ -12,7 +12,7 @@ import vlp
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import ModelConfig

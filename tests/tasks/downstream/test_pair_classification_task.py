@@ -128,7 +128,7 @@ def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
 def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
     shards = tmp_path / "captioned"
     images = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
-    from vlp.data.shards.shard_index import ShardWriter
+    from vlp.data.shards.shard_reader import ShardWriter
 
     with ShardWriter(shards) as writer:
         for number, image in enumerate(images):

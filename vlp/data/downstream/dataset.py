@@ -10,21 +10,47 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.config import AugmentConfig
 from vlp.data.features.store import shards_sha256
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import RngFactory, indexed_data
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor
+
+
+class DownstreamDataConfig(MapDatasetConfig):
+    """Shard folders to train on and to choose the best model by."""
+
+    train: tuple[str, ...] = Field(
+        min_length=1, description="shard folders to train on", json_schema_extra={"resume": "path"}
+    )
+    validation: tuple[str, ...] = Field(
+        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+    )
+    limit: int | None = Field(None, ge=1, description="only the first so many items of `train`")
+    validation_limit: int | None = Field(
+        None,
+        ge=1,
+        description="likewise of `validation`",
+        json_schema_extra={"resume": "tolerated"},
+    )
+    augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")
+    view: View = Field(
+        "image",
+        description="what the model is shown: `shuffled` (patches in random order) and `blank` "
+        "tell what it owes to places and to the image",
+    )
+
 
 Parts = Callable[[Annotation], int]
 """Function from an annotation to the number of items of its sample."""

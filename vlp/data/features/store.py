@@ -27,7 +27,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.index import ShardTable
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import write_json
 
 HEADER_NAME = "features.json"

@@ -15,13 +15,13 @@ from torch.utils.data import Dataset, get_worker_info
 from vlp.data.features.store import SourceFeatures
 from vlp.data.image.jpeg import JpegImage
 from vlp.data.image.transforms import TrainTransform, names_a_side
+from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Batch, Inputs
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Request
-from vlp.data.text.masking import IGNORED, mask_patches, mask_words
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_patches
 

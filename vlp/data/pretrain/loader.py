@@ -16,7 +16,7 @@ from vlp.data.pretrain.dataset import CaptionedSamples
 from vlp.data.pretrain.resampled import ListedShards, ResampledSamples
 from vlp.data.shards.remote import ShardCache
 from vlp.data.shards.sample_files import DataError
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Inputs
 from vlp.data.stream.loader import OrderedData, read_at_once
 from vlp.data.stream.sampler import EndlessSampler, Pool, SlidingSampler, TrainingSampler

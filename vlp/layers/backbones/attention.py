@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from vlp.layers.attention import Fused, attend, mask_bias
-from vlp.layers.thread_local import ThreadLocal
+from vlp.layers.blocks import ThreadLocal
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 register_notrace_module(PositionEncoding)  # what they check of shapes has no graph

@@ -8,8 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, Item, Items, decoded
+from vlp.data.downstream.dataset import (
+    DownstreamDataConfig,
+    DownstreamDataset,
+    ImagePreparation,
+    Item,
+    Items,
+    decoded,
+)
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved

@@ -17,7 +17,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
-from vlp.layers.fused import fuse_by_device
+from vlp.layers.blocks import fuse_by_device
 from vlp.models.vision.backbone import BackboneConfig, create_backbone
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision

@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, plugin_of, require_plugins, validated
-from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation
+from vlp.data.downstream.dataset import DownstreamDataConfig, DownstreamDataset, ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json

@@ -5,7 +5,6 @@ module outside the package that is imported before the configuration is read. Ob
 their losses are summed, in the order in which they are registered.
 """
 
-from vlp.tasks.pretraining.objective import Objective, Step, Term, register_objective
 from vlp.tasks.pretraining.objectives import (
     Contrastive,
     ImageTextMatching,
@@ -14,6 +13,7 @@ from vlp.tasks.pretraining.objectives import (
     SigmoidContrastive,
     TokenTerms,
 )
+from vlp.tasks.pretraining.registry import Objective, Step, Term, register_objective
 from vlp.tasks.pretraining.task import Pretraining
 
 __all__ = ["Objective", "Pretraining", "Step", "Term", "register_objective"]

@@ -28,7 +28,7 @@ from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.objectives.mim import MIMHead, mim_loss
 from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_slots
 from vlp.objectives.token import phrase_loss, token_losses
-from vlp.tasks.pretraining.objective import TOKENS, Objective, Step, Term
+from vlp.tasks.pretraining.registry import TOKENS, Objective, Step, Term
 from vlp.tasks.teacher import gather_keys
 
 

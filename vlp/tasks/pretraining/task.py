@@ -23,8 +23,8 @@ from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
-from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
-from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
+from vlp.tasks.pretraining.registry import OBJECTIVES, Objective, Step, Term
+from vlp.tasks.pretraining.statistics import anchor_shares, collapse, word_cosines
 from vlp.tasks.task import AUTOCAST, PlainTask, Precision, StepOutput
 from vlp.tasks.teacher import MomentumTeacher, strip_prefix
 

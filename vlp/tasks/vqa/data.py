@@ -14,11 +14,17 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, Item, Items, decoded
+from vlp.data.downstream.dataset import (
+    DownstreamDataConfig,
+    DownstreamDataset,
+    ImagePreparation,
+    Item,
+    Items,
+    decoded,
+)
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places

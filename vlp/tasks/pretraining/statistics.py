@@ -9,7 +9,7 @@ from vlp.data.text.word_boxes import OTHER, OWN
 from vlp.distributed import global_sum
 from vlp.objectives.monitors import anchor_statistics, feature_spread, token_cosine
 from vlp.positions.anchor_field import AnchorField
-from vlp.tasks.pretraining.objective import Step
+from vlp.tasks.pretraining.registry import Step
 
 
 def anchor_shares(step: Step, anchors: AnchorField) -> dict[str, Tensor]:

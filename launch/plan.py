@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
-from vlp.process.command_line import Command, Overrides, new_app, positive
+from vlp.command_line import Command, Overrides, new_app, positive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vlp.config import Precision
     from vlp.tasks.pretraining import Pretraining
     from vlp.training.config import PretrainConfig
+
 
 app = new_app()
 
@@ -246,7 +247,7 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
 def _indexed(config: PretrainConfig) -> int | None:
     """Count the pairs of an epoch of local shards; None where some source is not here."""
     from vlp.config import ConfigError
-    from vlp.data.shards.shard_index import ShardIndex
+    from vlp.data.shards.shard_reader import ShardIndex
     from vlp.io import as_url
 
     total = 0.0

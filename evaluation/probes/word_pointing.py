@@ -29,9 +29,9 @@ from tqdm import tqdm
 from evaluation.downstream.task_evaluation import clustered_figures
 from evaluation.grounding.grounding import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
-from evaluation.ranks import Ranks, evaluating, inference
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
+from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Precision
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
@@ -205,7 +205,7 @@ class KindFigures(NamedTuple):
     at random. any_object: the most similar patch lies in any object's box. anchors: of a word's
     anchors (patch and channel group with S at least the threshold) the share that lies in its box,
     over words that have any; None where no word has. controls: accuracies of all pointers and
-    controls by name, where they were asked for (`evaluation.probes.pointing.pointer_figures`).
+    controls by name, where they were asked for (`evaluation.probes.word_pointing.pointer_figures`).
     """
 
     words: int

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Option
 
-from vlp.process.command_line import Overrides, nearest, positive
+from vlp.command_line import Overrides, nearest, positive
 from vlp.signals import STOPS
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -203,7 +203,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from vlp.training.stop import REQUEUE
+    from vlp.training.stop_requests import REQUEUE
 
     handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
     options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]

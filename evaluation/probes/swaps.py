@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.downstream.task_evaluation import evaluate_blocks
-from evaluation.ranks import evaluating, inference
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed

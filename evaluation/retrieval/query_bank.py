@@ -1,0 +1,51 @@
+"""Query-bank normalisation: hubs lose what they gain from being near to everything.
+
+Some images lie near to most captions, and some captions to most images (hubs). A bank of queries
+that are not those of the evaluation, such as the training pairs, tells which: the score of a
+candidate is lowered by the log-mass of all queries of the bank near to it (inverted softmax, Smith
+et al. 2017, section 3.3; QB-Norm, Bogolin et al. 2022, section 3.2). Nothing of the evaluated
+gallery's own queries is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evaluation.retrieval.rerank import (
+    similarity,
+)
+
+CANDIDATES, QUERIES = 1024, 8192
+"""Of both sides at a time."""
+
+
+def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
+    """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
+
+    Args:
+        candidate: (candidates, d) features of unit length.
+        bank: (queries, d) features of unit length, at least one.
+        temperature: positive; the smaller, the more the nearest queries count.
+
+    Returns:
+        (candidates,) float32, in units of the similarity.
+    """
+    count = torch.tensor(float(len(bank))).log()
+    masses = []
+    for some in candidate.split(CANDIDATES):
+        parts = [
+            (similarity(some, queries).double() / temperature).logsumexp(1)
+            for queries in bank.split(QUERIES)
+        ]
+        masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
+    return torch.cat(masses).float()
+
+
+def normalised_sides(
+    query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return features (., d + 1) whose products are similarities less the candidates' log-mass."""
+    ones = query.new_ones(len(query), 1)
+    mass = log_mass(candidate, bank, temperature).to(candidate)
+    return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)
