@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from evaluation.encoder import encode_one
-from evaluation.grounding.grounding import grad_cam, layer_number
+from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.probes.anchor_plots import GRADCAM_COLOURS, SHARE_COLOURS
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating

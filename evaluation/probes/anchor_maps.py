@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.encoder import encode_one
-from evaluation.grounding.grounding import grad_cam, layer_number
+from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.work_sharding import evaluating

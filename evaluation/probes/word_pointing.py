@@ -27,7 +27,7 @@ from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
 from evaluation.downstream.task_evaluation import clustered_figures
-from evaluation.grounding.grounding import grad_cam, layer_number
+from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
