@@ -35,9 +35,6 @@ class FeatureFiles:
         width: of the features.
         dtype: of the features, "float32" or "float16".
         ranks: who writes.
-
-    Raises:
-        EvaluationError: there is something at `out`, or it cannot be made.
     """
 
     def __init__(
@@ -198,10 +195,6 @@ def embed(
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: `out` is there already, or no image can be used.
-        ConfigError: a shard folder cannot be read.
     """
     ranks, items = Ranks.current(), Items(shards, limit=limit)
     width = loaded.model.config.embed_dim
@@ -256,11 +249,7 @@ def embed_inputs(
     device: torch.device | str | None = None,
     precision: Precision | None = None,
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
-    """Return a description ({image} or {text}) and the (d,) feature of each image file and text.
-
-    Raises:
-        EvaluationError: an image cannot be read, or there is nothing to embed.
-    """
+    """Return a description ({image} or {text}) and the (d,) feature of each image file and text."""
     if not images and not texts:
         raise EvaluationError("there is nothing to embed: give --image or --text")
     pixels = [loaded.preprocess(read_pair(path, "").image) for path in images]

@@ -175,11 +175,7 @@ class Encoder:
         self.text_widths = np.zeros(0, dtype=np.int64)
 
     def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
-        """Encode everything once; samples that show the same image become one image.
-
-        Raises:
-            EvaluationError: no sample could be used.
-        """
+        """Encode everything once; samples that show the same image become one image."""
 
         def encode(block: int) -> _Encoded:
             encoded = self.images[block]

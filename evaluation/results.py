@@ -87,11 +87,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file.
-
-    Raises:
-        EvaluationError: it cannot be read, or a line is no JSON object.
-    """
+    """The rows of a file."""
     rows = []
     try:
         with path.open(encoding="utf-8") as file:

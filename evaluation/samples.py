@@ -33,11 +33,7 @@ class EvaluationError(Redacted, ValueError):
 
 @contextmanager
 def said_in_one_line() -> Iterator[None]:
-    """Turn a ValueError into one line for the person at the terminal.
-
-    Raises:
-        EvaluationError: the block raised ValueError.
-    """
+    """Turn a ValueError into one line for the person at the terminal."""
     try:
         yield
     except ValueError as error:
@@ -68,9 +64,6 @@ class Samples:
         Args:
             folders: shard folders.
             limit: only the first so many samples.
-
-        Raises:
-            ConfigError: as `Items`.
         """
         self._items = Items(folders, limit=limit)
         self.folders = list(self._items.folders)
@@ -289,11 +282,7 @@ def _as_it_is(parcel: Any) -> Any:
 
 
 def evenly_spread(total: int, limit: int | None) -> list[int]:
-    """Choose so many of `total` samples, from the first to the last; None is all of them.
-
-    Raises:
-        EvaluationError: a limit below 1.
-    """
+    """Choose so many of `total` samples, from the first to the last; None is all of them."""
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit {limit}: at least one sample is needed")
     count = total if limit is None else min(limit, total)

@@ -56,10 +56,6 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
     """Class names, one a line, and templates, one a line; blank lines are left out.
 
     A line of classes may say first what the data calls the class: `n02084071<TAB>dog`.
-
-    Raises:
-        EvaluationError: a file cannot be read or is empty, a class comes twice, or a template has
-            no {}.
     """
     lines = [line.split("\t", 1) for line in _lines(classes)]
     labels = tuple(line[0].strip() for line in lines)
@@ -136,10 +132,6 @@ class ClassedImages:
         prompts: the classes.
         label_field: of the annotations in shards.
         limit: only the first so many images.
-
-    Raises:
-        EvaluationError: a limit below 1, or no place is given.
-        ConfigError: a place cannot be read, or has folders of other classes.
     """
 
     def __init__(
@@ -276,10 +268,6 @@ def evaluate_zeroshot(
         workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: no image can be used, or `match` is negative.
-        ConfigError: a place cannot be read.
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")

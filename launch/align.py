@@ -67,10 +67,6 @@ def align(
 
     Returns:
         The number of pairs read, and the model.
-
-    Raises:
-        ConfigError: the data or the towers cannot be used, `out` holds a model, or shrinkage is not
-            above 0. Nothing is read then.
     """
     if (out / CONFIG).exists():
         raise ConfigError(f"{out} already holds a model; name another folder")

@@ -60,11 +60,7 @@ def run_finetuning(
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
-    """Build the task of a configuration and its training data.
-
-    Raises:
-        ConfigError: start, task and data do not fit.
-    """
+    """Build the task of a configuration and its training data."""
     training = config.training
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
@@ -95,9 +91,6 @@ def select(
     """Return what validates the model; None where the configuration names no validation data.
 
     A few samples are evaluated at once, so that what fails does so before the training.
-
-    Raises:
-        ConfigError: the validation data, the figure that decides or a tool cannot be used.
     """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training

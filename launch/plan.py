@@ -90,9 +90,6 @@ def run_plan(
         pairs: of an epoch; None reads the index of local sources.
         pairs_per_second: of all GPUs; None looks for a measurement.
         json_file: takes all figures.
-
-    Raises:
-        ConfigError: the configuration is wrong.
     """
     from evaluation.results import aligned
     from vlp.config import ConfigError, load_config

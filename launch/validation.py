@@ -34,9 +34,6 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     Its figures are `mean` (of all recalls, after re-ranking where that is asked for), each recall,
     and `loss/total` with its parts. A few samples are evaluated at once, so that what fails does so
     before the training.
-
-    Raises:
-        ConfigError: the validation data or the metric cannot be used.
     """
     chosen, training = config.validation, config.training
     if chosen is None:
@@ -84,12 +81,7 @@ def readers(config: PretrainConfig) -> int:
 def recalls(
     loaded: Loaded, chosen: ValidationConfig, limit: int | None, config: PretrainConfig
 ) -> Figures:
-    """Compute the mean of all recalls and each recall, of the last stage.
-
-    Raises:
-        EvaluationError: there is nothing to evaluate.
-        ConfigError: a shard folder or the features cannot be read.
-    """
+    """Compute the mean of all recalls and each recall, of the last stage."""
     found = evaluate_retrieval(
         loaded,
         chosen.shards,
@@ -116,9 +108,6 @@ class HeldOutLosses:
     A batch counts by its pairs, as the last one may be short. Images are not augmented, hard
     negatives and masks are those of step 0, and soft targets of a teacher do not enter; its queue
     of training keys does.
-
-    Raises:
-        ConfigError: the shards cannot be read, or hold no pairs.
     """
 
     def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:

@@ -39,10 +39,6 @@ class FolderLock:
     Args:
         folder: made if it is not there; goes with the lock if it is empty then.
         prefix: of the lock file's name, which differs where a folder has locks of two kinds.
-
-    Raises:
-        ConfigError: the folder is being written by another process, which the message names, or
-            cannot be written.
     """
 
     def __init__(self, folder: Path, prefix: str = PREFIX) -> None:

@@ -231,13 +231,12 @@ def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> st
     """
     for said in (name, name.partition("#")[0]):
         if beside is None:
-            path = tree.path_of(said, folder)
-            if path is not None:
+            if (path := tree.path_of(said, folder)) is not None:
                 return path
-        elif (path := Path(os.path.abspath(beside / said))).is_file():
-            if not path.is_relative_to(os.path.abspath(beside)):
+        elif (file := Path(os.path.abspath(beside / said))).is_file():
+            if not file.is_relative_to(os.path.abspath(beside)):
                 raise BadSample(OUTSIDE, name)
-            return tree.add_file(path, said)
+            return tree.add_file(file, said)
     return name
 
 

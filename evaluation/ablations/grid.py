@@ -79,9 +79,6 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
         config: the ablation.
         source: its file, which the training configuration is relative to.
         only: these variants; none means all.
-
-    Raises:
-        ConfigError: `only` names an unknown variant, or the training configuration is missing.
     """
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)
@@ -107,12 +104,7 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
 
 
 def check(runs: Sequence[Run]) -> None:
-    """Read the settings of each variant, before one of them is trained.
-
-    Raises:
-        ConfigError: they are wrong, and whose, or a folder holds a run, finished or not, that
-            differs in more than keys that no training depends on.
-    """
+    """Read the settings of each variant, before one of them is trained."""
     for run in {run.variant: run for run in runs}.values():
         try:
             run.read()
@@ -152,10 +144,6 @@ def run_ablation(
         source: its file, which the training configuration is relative to.
         only: variants to train now; none means all.
         say: gets a line for each command and run.
-
-    Raises:
-        ConfigError: settings are wrong, a folder holds a run of others, or a command failed (its
-            log is named).
     """
     from evaluation.ablations.figures import evaluate_run
 
@@ -181,11 +169,7 @@ def do_runs(
     evaluation: dict[str, Any] | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Do the runs that have no result of this evaluation, `jobs` side by side.
-
-    Raises:
-        ConfigError: a training failed (its log is named).
-    """
+    """Do the runs that have no result of this evaluation, `jobs` side by side."""
     todo = [run for run in runs if run.result(evaluation) is None]
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
     # They share the cores.
@@ -228,11 +212,7 @@ def _train_frozen(
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
-    """Run a command to its end; it is told to stop where nobody waits for it any more.
-
-    Raises:
-        ConfigError: it ended with another code than 0.
-    """
+    """Run a command to its end; it is told to stop where nobody waits for it any more."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # It imports what this process does, installed or not.
     path = os.pathsep.join(filter(None, sys.path))

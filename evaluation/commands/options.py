@@ -170,22 +170,14 @@ def _count(kind: Any, help: str) -> Any:
 
 
 def load_model(model: str) -> Loaded:
-    """Load a model folder.
-
-    Raises:
-        EvaluationError: it is damaged or does not fit together.
-    """
+    """Load a model folder."""
     import vlp
 
     return checked(lambda: vlp.load(model))
 
 
 def checked(work: Callable[[], Any]) -> Any:
-    """Call a function; a ValueError becomes one line for the person at the terminal.
-
-    Raises:
-        EvaluationError: the function raised ValueError.
-    """
+    """Call a function; a ValueError becomes one line for the person at the terminal."""
     from evaluation.samples import said_in_one_line
 
     with said_in_one_line():

@@ -21,9 +21,5 @@ def evaluate_task(
         task: as `vlp.tasks.downstream.task.load_task` gives it, or one in training.
         shards: shard folders, evaluated as one set.
         options: of the kind's `TaskEvaluation.evaluate`.
-
-    Raises:
-        EvaluationError: there is nothing to evaluate.
-        ConfigError: a shard folder cannot be read.
     """
     return get_evaluation(task.kind).evaluate(task, shards, **options)

@@ -51,11 +51,7 @@ class CaptionEvaluation(TaskEvaluation):
     action = PageAction("Caption", "caption", "write captions", "Write", "Caption")
 
     def require_tools(self, task: CaptionTask) -> None:
-        """Check for pycocoevalcap, and for Java unless the task goes without.
-
-        Raises:
-            EvaluationError: one is missing.
-        """
+        """Check for pycocoevalcap, and for Java unless the task goes without."""
         try:
             require_caption_tools(task.config.java)
         except CaptionToolError as error:

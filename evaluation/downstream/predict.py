@@ -87,9 +87,6 @@ def write_official(path: Path, predictions: Predictions) -> None:
 
     VQA results (JSON), NLVR2 (CSV), SNLI-VE (JSON lines), COCO captions (JSON), RefCOCO (JSON).
     Of NLVR v1's permutations, which share their identifier, each is named by its key.
-
-    Raises:
-        EvaluationError: the kind has no such format, or the shards lack what it needs.
     """
     submission = get_evaluation(predictions.kind).submission
     if submission is None:

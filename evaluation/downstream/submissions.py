@@ -42,9 +42,6 @@ def write_vqa(path: Path, rows: Iterable[Row]) -> None:
     Args:
         path: the file to write.
         rows: {"question_id", "answer"}.
-
-    Raises:
-        EvaluationError: an id is no number or given twice, or an answer is no text.
     """
     _write_texts(path, rows, "question_id", "answer")
 
@@ -55,9 +52,6 @@ def write_captions(path: Path, rows: Iterable[Row]) -> None:
     Args:
         path: the file to write.
         rows: {"image_id", "caption"}.
-
-    Raises:
-        EvaluationError: an id is no number or given twice, or a caption is no text.
     """
     _write_texts(path, rows, "image_id", "caption")
 
@@ -68,10 +62,6 @@ def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
     Args:
         path: the file to write.
         rows: {"identifier", "label": bool}.
-
-    Raises:
-        EvaluationError: an identifier holds a comma or is given twice, or a label is no truth
-            value.
     """
     ready = []
     for row in rows:
@@ -92,9 +82,6 @@ def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
     Args:
         path: the file to write.
         rows: {"pairID", "label"}, the label one of `LABELS`.
-
-    Raises:
-        EvaluationError: a pairID is given twice, or a label is none of the three.
     """
     ready = []
     for row in rows:
@@ -115,10 +102,6 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     Args:
         path: the file to write.
         rows: {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
-
-    Raises:
-        EvaluationError: an id is no number or given twice, rows name their expressions by
-            different ids, or a box is not four finite numbers with an area.
     """
     rows = list(rows)
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"

@@ -111,9 +111,6 @@ def evaluate_blocks(
         progress: a bar on the first rank.
         device: where `evaluate` computes.
         workers: processes that read, as a `BlockReader` takes them.
-
-    Raises:
-        EvaluationError: no item could be used.
     """
     ranks = Ranks.current()
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
@@ -265,11 +262,7 @@ def sentence_of(row: Mapping[str, Any]) -> str:
 def with_truth(
     rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
 ) -> list[dict[str, Any]]:
-    """Return the rows whose field `truth` people have filled in.
-
-    Raises:
-        EvaluationError: there is none; `nobody` says so of the shards.
-    """
+    """Return the rows whose field `truth` people have filled in."""
     found = [row for row in rows if row[truth]]
     if not found:
         raise EvaluationError(
@@ -387,11 +380,7 @@ class TaskEvaluation:
         raise NotImplementedError
 
     def require_tools(self, task: Any) -> None:
-        """Check that what `score` needs is installed, before anything is predicted.
-
-        Raises:
-            EvaluationError: it is not.
-        """
+        """Check that what `score` needs is installed, before anything is predicted."""
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
@@ -427,10 +416,6 @@ class TaskEvaluation:
             resamples: bootstrap draws over images.
             progress: a bar on the first rank.
             options: named in `options`.
-
-        Raises:
-            EvaluationError: no item can be used or has truth, or a tool of the figures is missing.
-            ConfigError: a shard folder cannot be read.
         """
         self.require_tools(task)
         rows, skipped = self.predictions(
@@ -527,11 +512,7 @@ class TaskEvaluation:
     def predict_one(
         self, task: Any, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return predictions for images and a text with probabilities, the likeliest first.
-
-        Raises:
-            EvaluationError: the kind predicts nothing of single images.
-        """
+        """Return predictions for images and a text with probabilities, the likeliest first."""
         raise EvaluationError(f"nothing is said about single images by a task {self.kind!r}")
 
 

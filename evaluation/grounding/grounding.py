@@ -91,11 +91,6 @@ def evaluate_grounding(
         workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: no expression can be used, there is no such layer, `head` is below 1, or
-            Grad-CAM of the last layer, which knows [CLS] alone, with `head`.
-        ConfigError: a shard folder cannot be read.
     """
     made = map_of(loaded.folder)
     by = by or made.by

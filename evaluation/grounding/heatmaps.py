@@ -110,9 +110,6 @@ def phrase_heat(
         phrase: with a word in it.
         layer: of the cross-modal encoder, see `evaluation.grounding.grounding.grad_cam`.
         device: where to compute; None is this rank's GPU, or the CPU.
-
-    Raises:
-        EvaluationError: the phrase holds no word, or there is no such layer.
     """
     try:
         number = layer_number(loaded.model, layer)

@@ -46,9 +46,6 @@ def page(tried: TryIt) -> Any:
 
     Each action has a name of the interface too: `/search`, that of the task (`/answer`),
     `/match`, `/ground`, `/anchors`.
-
-    Raises:
-        EvaluationError: Gradio is not installed.
     """
     gradio = gradio_module()
 
@@ -252,9 +249,6 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
         host: the default lets this machine in, and no other.
         port: where.
         block: whether to wait; the page is given back otherwise.
-
-    Raises:
-        EvaluationError: Gradio is not installed, the port is taken, or a proxy is in the way.
     """
     gradio, blocks = gradio_module(), page(tried)
     # The usual theme would fetch its fonts from a server.
@@ -283,11 +277,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
 
 
 def gradio_module() -> Any:
-    """Gradio, told not to report to anybody, and to keep images in a folder of this user alone.
-
-    Raises:
-        EvaluationError: it is not installed.
-    """
+    """Gradio, told not to report to anybody, and to keep images in a folder of this user alone."""
     # Said before the import: Gradio asks its servers for its newest version and counts starts.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     if "GRADIO_TEMP_DIR" not in os.environ:

@@ -58,9 +58,6 @@ class SeenImage:
         least: pixels.
         loaded: the model.
         device: of the model.
-
-    Raises:
-        EvaluationError: there is no image, or it cannot be decoded.
     """
 
     def __init__(self, given: Given, least: int, loaded: Loaded, device: torch.device) -> None:
@@ -150,9 +147,6 @@ class TryIt:
 
         Of each the similarity is said, and the probability of a match where that was asked. A match
         score that was never trained re-ranks nothing.
-
-        Raises:
-            EvaluationError: the text holds no word, or there are no shards.
         """
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
@@ -176,10 +170,6 @@ class TryIt:
             name: of a `PageAction`.
             images: as many as the task takes.
             text: None where the task reads none.
-
-        Raises:
-            EvaluationError: images or the text are missing, there are too many images, or the
-                model was not fine-tuned for this action.
         """
         task = self._task
         if task is None or self.action is None or self.action.name != name:
@@ -193,11 +183,7 @@ class TryIt:
             return get_evaluation(task.kind).predict_one(task, seen, said, self.device)
 
     def match(self, image: Given, text: str) -> list[tuple[str, float]]:
-        """Return how likely a text belongs to an image.
-
-        Raises:
-            EvaluationError: there is no image or no text, or the match score was never trained.
-        """
+        """Return how likely a text belongs to an image."""
         self._require_match()
         seen, said = self._seen(image), _said(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
@@ -206,12 +192,7 @@ class TryIt:
                 return match_of(self.loaded, features, said)
 
     def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
-        """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
-
-        Raises:
-            EvaluationError: there is no image, the phrase holds no word, or the match score, whose
-                gradients make the map, was never trained.
-        """
+        """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size."""
         self._require_match()
         seen, said = self._seen(image), _said(phrase)
         with evaluating(self.loaded.model, self.device):
@@ -220,11 +201,7 @@ class TryIt:
         return plain, heat_over(plain, heat, side=SHOWN)
 
     def anchors(self, image: Given, text: str) -> list[CaptionedImage]:
-        """Return the image, and for each word the share of groups that anchor each patch.
-
-        Raises:
-            EvaluationError: there is no image, or the text holds no word.
-        """
+        """Return the image, and for each word the share of groups that anchor each patch."""
         seen, said = self._seen(image), _said(text)
         sample = CaptionedSample(seen.image, [said], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:

@@ -106,10 +106,6 @@ def anchor_maps(
 
     An anchor is a patch, word and channel group whose similarity S (Eq. 3) is at least the model's
     threshold (Eq. 4). A word of several pieces has the mean of their maps.
-
-    Raises:
-        EvaluationError: no sample is usable, or the count is below 1.
-        ConfigError: a shard folder cannot be read.
     """
     samples = first_samples(shards, count)
     with evaluating(loaded.model, device) as torch_device:
@@ -130,9 +126,6 @@ def anchor_details(
         samples: from `first_samples` or `read_pair`.
         layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.grounding.grad_cam`.
         device: where to compute; None is this rank's GPU, or the CPU.
-
-    Raises:
-        EvaluationError: there is no such layer, or a caption without words.
     """
     try:
         number = layer_number(loaded.model, layer)
@@ -143,12 +136,7 @@ def anchor_details(
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
-    """The first `count` usable samples of shard folders.
-
-    Raises:
-        EvaluationError: no sample is usable, or the count is below 1.
-        ConfigError: a shard folder cannot be read.
-    """
+    """The first `count` usable samples of shard folders."""
     if count < 1:
         raise EvaluationError(f"count {count}: at least one caption is needed")
     samples = Samples(shards)
@@ -165,11 +153,7 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
 
 
 def read_pair(file: str | Path, text: str) -> CaptionedSample:
-    """An image file, upright as its camera notes, and a text as a sample.
-
-    Raises:
-        EvaluationError: the file is not there or no image.
-    """
+    """An image file, upright as its camera notes, and a text as a sample."""
     try:
         image = decode_image(Path(file).read_bytes(), str(file))
     except OSError as error:
@@ -207,9 +191,6 @@ def detail_caption(
     """Anchors, paths and Grad-CAM of a sample's first caption.
 
     A caption longer than the model takes is cut, with a warning.
-
-    Raises:
-        EvaluationError: the caption holds no word.
     """
     model, caption = loaded.model, sample.captions[0]
     pieces = loaded.text.words(caption)

@@ -73,10 +73,6 @@ def evaluate_foils(
         workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: no caption has a foil, or no image can be used.
-        ConfigError: a shard folder cannot be read.
     """
     items = Items(shards, limit=limit)
     make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)

@@ -88,11 +88,7 @@ class PositionCard(NamedTuple):
         return "\n".join(lines)
 
     def draw(self, file: Path) -> None:
-        """Draw the map as a PNG.
-
-        Raises:
-            ConfigError: an encoding between an image and a text has none.
-        """
+        """Draw the map as a PNG."""
         from matplotlib.figure import Figure
 
         if self.map is None:
@@ -130,9 +126,6 @@ def position_card(
         width: channels of the layer.
         heads: attention heads.
         options: of the encoding.
-
-    Raises:
-        ConfigError: an unknown name, or options or sizes that do not fit.
     """
     options = dict(options or {})
     query = (grid[0] * 2 // 7, grid[1] * 5 // 14)
@@ -273,11 +266,7 @@ def position_list() -> str:
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """Read `14x14`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Read `14x14`."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise ConfigError(f"--grid {text!r} is not ROWSxCOLUMNS, such as 14x14")
@@ -285,11 +274,7 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Read `theta=10`, values in YAML.
-
-    Raises:
-        ConfigError: a word is something else.
-    """
+    """Read `theta=10`, values in YAML."""
     for word in words:
         if "=" not in word:
             raise ConfigError(f"{word!r} is not an option; write name=value, such as theta=10")

@@ -127,10 +127,6 @@ def evaluate_swaps(
             that nothing is where it was; `blank`, the same grey for both: only text is left.
         resamples: bootstrap draws over swaps.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: the shards hold something else than swaps, or nothing usable.
-        ConfigError: a shard folder cannot be read, or there is no swap.
     """
     items = Items(shards, limit=limit)
     make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)

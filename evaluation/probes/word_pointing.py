@@ -385,10 +385,6 @@ def evaluate_pointing(
         workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
-
-    Raises:
-        EvaluationError: the shards do not know what words name, or hold nothing usable.
-        ConfigError: a shard folder cannot be read.
     """
     ranks = Ranks.current()
     samples = Samples(shards, limit)
@@ -547,9 +543,6 @@ def score_words(
         anchors: (captions, M, N) number of groups in which patch and token anchor.
         grid: patches (rows, columns).
         maps: of other pointers, (captions, M, N), or (M,) where they read no text.
-
-    Raises:
-        EvaluationError: the shards do not tell which word names which object.
     """
     if annotation.words is None:
         raise EvaluationError(

@@ -83,9 +83,6 @@ def page(
         cases: best and worst retrievals; 0 is none.
         limit: samples that are searched.
         device: where to compute; None is this rank's GPU, or the CPU.
-
-    Raises:
-        ConfigError: a shard folder cannot be read.
     """
     title = f"Report: {', '.join(source.name for source in sources)}"
     tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]

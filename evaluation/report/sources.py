@@ -76,11 +76,7 @@ class Source:
 
 
 def read_sources(folders: Sequence[str | Path]) -> list[Source]:
-    """Read every folder.
-
-    Raises:
-        EvaluationError: one is not there, or holds nothing that a report shows.
-    """
+    """Read every folder."""
     paths = [Path(folder) for folder in folders]
     return [_read(path, name) for path, name in zip(paths, short_names(paths))]
 

@@ -42,10 +42,6 @@ class Gallery:
         limit: only the first so many samples.
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-
-    Raises:
-        EvaluationError: nothing in the shards can be used.
-        ConfigError: a shard folder cannot be read.
     """
 
     def __init__(
@@ -79,9 +75,6 @@ class Gallery:
         Args:
             number: of the image.
             least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
-
-        Raises:
-            EvaluationError: there is no such image, or it can no longer be read.
         """
         if not 0 <= number < len(self):
             raise EvaluationError(f"there are {len(self)} images, none has number {number}")
@@ -95,9 +88,6 @@ class Gallery:
 
         The dual encoder's nearest `rerank` images are ordered by similarity / temperature plus
         match log-odds, as `evaluation.retrieval.retrieval` does.
-
-        Raises:
-            EvaluationError: the text holds no word, or top or rerank are out of range.
         """
         if top < 1 or rerank < 0:
             raise EvaluationError(f"top {top}, rerank {rerank}: at least 1 and 0")

@@ -147,9 +147,6 @@ class StoredSamples(Samples):
         folders, limit: as of `Samples`.
         features: folders of them, together of all samples; without any, images are decoded.
         preprocessing: that these were made with.
-
-    Raises:
-        ConfigError: the features are of other shards, or were made otherwise.
     """
 
     def __init__(
@@ -387,12 +384,6 @@ def evaluate_retrieval(
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
             are normalised (`evaluation.retrieval.retrieval`).
         bank_temperature: of that.
-
-    Raises:
-        EvaluationError: there is nothing to evaluate, rerank is negative, or a temperature not
-            positive.
-        ConfigError: a shard folder cannot be read, or the features are of another tower or other
-            shards.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")

@@ -214,10 +214,6 @@ def compare(
         task: KIND, where the folders hold several.
         resamples: bootstrap draws.
         permutations: of the sign-flip test.
-
-    Raises:
-        EvaluationError: there are no such results, they are of different tasks or items, or nothing
-            in them has scores.
     """
     files = _files(Path(first), Path(second), task)
     parts = [_scored(file) for file in files]

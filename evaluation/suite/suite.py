@@ -170,10 +170,6 @@ def suite_of(
         labelled: with classes, for zero-shot classification; goes with `classes`.
         classes: file of class names.
         options: of every task, such as `limit` and `batch`.
-
-    Raises:
-        ConfigError: the models are not told apart by their names, or only one of `labelled` and
-            `classes` is given.
     """
     if bool(labelled) != (classes is not None):
         raise ConfigError(
@@ -227,9 +223,6 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
         job: to evaluate.
         folder: of the model, or a model of another library.
         sums: of model folders that were read before; filled.
-
-    Raises:
-        EvaluationError: there are no such shards, or a file cannot be read.
     """
     options = job.model_dump(mode="json", exclude={"name", "model"})
     parts = [json.dumps(options, sort_keys=True)]

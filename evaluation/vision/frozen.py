@@ -73,9 +73,6 @@ class Tail(nn.Module):
         task: model, with its encodings.
         blocks: the first so many are left out.
         classes: of the head.
-
-    Raises:
-        ConfigError: the model has no more blocks than that, or cannot be made.
     """
 
     def __init__(self, task: ClassificationConfig, blocks: int, classes: int) -> None:
@@ -138,11 +135,7 @@ class Tail(nn.Module):
 def stored_tokens(
     file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
 ) -> Tokens:
-    """Read the outputs of the frozen blocks, or compute and store them where they are of others.
-
-    Raises:
-        ConfigError: model or images cannot be used, or the task is no classification.
-    """
+    """Read the outputs of the frozen blocks, or compute and store them where they are of others."""
     task = config.task
     if not isinstance(task, ClassificationConfig):
         raise ConfigError(f"frozen: task.kind is {task.kind}, and only classification fits")
@@ -182,9 +175,6 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         percent by which it changes the features before training; `parameters` of it, thousands;
         `macs` of the trained part for one image, millions; `ms`, milliseconds of processor time of
         a training image (median over steps). And `steps` and `seconds` of the training.
-
-    Raises:
-        ConfigError: the model cannot be made, or an encoding does not fit it.
     """
     task, training = config.task, config.training
     assert isinstance(task, ClassificationConfig)

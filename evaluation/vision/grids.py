@@ -52,9 +52,6 @@ def evaluate(
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the model; None: float32, since one token decides over a template.
         workers: none are needed, the grids are in memory.
-
-    Raises:
-        ConfigError: `data.path` cannot be opened, or its tasks do not fit.
     """
     config = task.config.data
     questions = _questions(config)

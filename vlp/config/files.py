@@ -33,10 +33,6 @@ def load_config(
     last, written `a.b=value` with the value in YAML (`data.sources=[{path: shards}]`,
     `training.steps=100`, `teacher=null`). A text that looks like a number is quoted, as everywhere
     in YAML (`tasks=["5117e062"]`). `origin` is where messages say that overrides come from.
-
-    Raises:
-        ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
-            nearest valid key is named), or a value has the wrong type.
     """
     values, origins = read_values(path)
     # A format first: where it is another one, it replaces what its other keys are set in.
@@ -64,9 +60,6 @@ def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
 
     Returns:
         The merged values, and by dotted key the file in which each stands.
-
-    Raises:
-        ConfigError: a file is missing or not YAML, or inheritance loops.
     """
     return _read(config_file(path), ())
 
@@ -84,9 +77,6 @@ def validated(
         schema: what they are to be.
         path: the file.
         origins: where a dotted key stands, if not in that file.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has the wrong type; a line for each.
     """
     try:
         return schema.model_validate(values)

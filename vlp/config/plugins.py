@@ -33,9 +33,6 @@ def require_plugins(needed: Any, known: Container[str], what: str, where: str | 
         known: all registered names.
         what: that are registered, such as "encoding".
         where: the file, for the message.
-
-    Raises:
-        ConfigError: `needed` is no such mapping, or a plugin has not been imported.
     """
     said = needed if isinstance(needed, dict) else {"": None}
     for name, module in said.items():
@@ -58,9 +55,6 @@ def load_plugins(plugins: Iterable[str] = ()) -> None:
 
     Args:
         plugins: Python files, or modules on the import path or in the working folder.
-
-    Raises:
-        ConfigError: a file or module is not there, or fails.
     """
     known = [each for each in os.environ.get(PLUGINS, "").split(os.pathsep) if each]
     for plugin in (*known, *plugins):

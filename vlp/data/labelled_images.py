@@ -51,10 +51,6 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledIm
             class as `label`.
         classes: class names in order, as training had them; None finds them, sorted. For shards
             they must be given: an index does not know them.
-
-    Raises:
-        ConfigError: there is nothing usable, a class of `path` is none of `classes`, class folders
-            of a tar file lie at several places, or shards come without classes.
     """
     place = Path(path)
     if place.is_file():
@@ -74,9 +70,6 @@ def require_images(path: str, classes: Sequence[str]) -> None:
     Args:
         path: what `open_labelled` opened; tar files and shards hold no empty classes.
         classes: those that it found.
-
-    Raises:
-        ConfigError: a class folder is none of them.
     """
     place = Path(path)
     if not place.is_dir() or (place / INDEX_NAME).is_file():
@@ -96,9 +89,6 @@ def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledIma
         images: of `path`.
         limit: how many; None is all of them.
         path: for the message.
-
-    Raises:
-        ConfigError: there are not so many.
     """
     if limit is None:
         return images

@@ -31,11 +31,7 @@ class Limits(Config):
 
 
 def limits() -> Limits:
-    """Return the limits in force: those of `VLP_LIMITS`, else the defaults.
-
-    Raises:
-        ConfigError: the variable holds something else.
-    """
+    """Return the limits in force: those of `VLP_LIMITS`, else the defaults."""
     return _parsed(os.environ.get(VARIABLE, ""))
 
 

@@ -407,11 +407,7 @@ class ImageConfig(Config):
 
     @property
     def statistics(self) -> tuple[RGB, RGB]:
-        """Mean and deviation of pixel values that images are normalised by.
-
-        Raises:
-            ConfigError: timm does not know the tower.
-        """
+        """Mean and deviation of pixel values that images are normalised by."""
         mean: tuple[float, ...] = MEAN
         std: tuple[float, ...] = STD
         if tower := self.architecture or self._timm_weights:

@@ -119,9 +119,6 @@ class AnswerDecoder(nn.Module):
         model: those of the encoders.
         head: (..., width) states and (vocabulary, width) word embedding -> logits, as
             `vlp.objectives.mlm.MLMHead`.
-
-    Raises:
-        ConfigError: heads that do not divide the width.
     """
 
     def __init__(self, config: AnswerDecoderConfig, model: ModelConfig, head: nn.Module) -> None:

@@ -297,9 +297,6 @@ def load_start(
         model: the target.
         init_from: model folder whose weights come last, over public ones.
         public: load the public weights that its configuration names.
-
-    Raises:
-        ConfigError: weights are missing or do not fit.
     """
     try:
         reports = load_public_weights(model) if public else []
@@ -321,21 +318,12 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def read_config(file: Path) -> ModelConfig:
-    """The sizes in a folder's `config.json`.
-
-    Raises:
-        ConfigError: as `plain_config`, or it is no configuration of this version's model.
-    """
+    """The sizes in a folder's `config.json`."""
     return validated(plain_config(file), ModelConfig, file)
 
 
 def plain_config(file: Path) -> dict[str, Any]:
-    """The sizes in a folder's `config.json` as they stand there.
-
-    Raises:
-        ConfigError: it is damaged or of a model of another kind, or an encoding's plugin is not
-            imported.
-    """
+    """The sizes in a folder's `config.json` as they stand there."""
     try:
         plain = parse_json(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -350,11 +338,7 @@ def plain_config(file: Path) -> dict[str, Any]:
 
 
 def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require numbers of layers and tokens that the weights can be of, before any is made.
-
-    Raises:
-        ConfigError: there are more.
-    """
+    """Require numbers of layers and tokens that the weights can be of, before any is made."""
     with _opened(weights) as tensors:
         most = len(tensors.keys())
     settings = config.text.architecture
@@ -378,11 +362,7 @@ def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
 
 
 def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require that a model has the shapes of the weights, before it takes memory.
-
-    Raises:
-        ConfigError: it has others, or buffers that are much larger than they.
-    """
+    """Require that a model has the shapes of the weights, before it takes memory."""
     with _opened(weights) as tensors:
         there = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     try:

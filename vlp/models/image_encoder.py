@@ -35,11 +35,6 @@ class ImageEncoder(TrainableTower):
     """43,760,128 parameters at the paper's sizes (ViT-B/16, 6 layers, 577 positions, 768 -> 256).
 
     `vit` is the tower, `adapter` a linear layer to the model's width where the tower has another.
-
-    Raises:
-        ConfigError: `image.architecture` names no tower of timm, or one of other patches;
-            `image.positions` an encoding that does not fit; `image.trainable` or
-            `image.pooled_layers` more blocks than there are.
     """
 
     blocks = "vit.blocks"

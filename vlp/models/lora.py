@@ -19,9 +19,6 @@ def add_lora(model: VLPModel) -> None:
 
     All else of these towers is frozen, but for encodings that are attached to them. The matrices
     start at zero effect.
-
-    Raises:
-        ConfigError: peft is not installed, or `targets` name no linear layer of the tower.
     """
     for side, encoder, settings in (
         ("text", model.text_encoder, model.config.text.lora),

@@ -18,10 +18,6 @@ class TextEncoder(TrainableTower):
 
     Without `text.architecture` it has `embedding` and `layers`; with it `tower`, and where the
     tower has another width than the model `adapter`, a linear layer.
-
-    Raises:
-        ConfigError: `text.architecture` does not fit, or `text.trainable` is more layers than there
-            are.
     """
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:

@@ -31,11 +31,7 @@ def tower_key(model: VLPModel) -> TowerKey:
 
 
 def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
-    """Require that stored features, if there are any, are those of a model's image tower.
-
-    Raises:
-        ConfigError: they are another one's, or pooled otherwise than the model's.
-    """
+    """Require that stored features, if there are any, are those of a model's image tower."""
     if features is None:
         return
     features.require_tower(tower_key(model))
@@ -49,11 +45,7 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
 
 
 def require_frozen_tower(features: StoredFeatures | None, model: VLPModel) -> None:
-    """Require the same of a model that is trained, and that its tower is frozen.
-
-    Raises:
-        ConfigError: errors of `require_tower`, or the tower is trained.
-    """
+    """Require the same of a model that is trained, and that its tower is frozen."""
     if features is not None and not model.image_encoder.frozen:
         raise ConfigError(
             "data.features holds what the image tower gives now, and training would change the "

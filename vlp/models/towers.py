@@ -23,10 +23,6 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     """Make the model that `image.architecture` names, at the configured size, without a head.
 
     It has `num_prefix_tokens`, `num_features` and `forward_features` as timm's ViTs have them.
-
-    Raises:
-        ConfigError: timm has no such model or makes none with these options, it gives no tokens on
-            a grid, or its patches are of another size.
     """
     import timm
 
@@ -93,11 +89,7 @@ _FILES = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_ove
 
 
 def require_editable(config: ImageConfig) -> None:
-    """Require a tower whose patch embeddings (B, M, width) can be replaced, as MIM does.
-
-    Raises:
-        ConfigError: they cannot, or they are of another width than the model.
-    """
+    """Require a tower whose patch embeddings (B, M, width) can be replaced, as MIM does."""
     with torch.device("meta"):
         tower: Any = create_image_tower(config)
     embed = getattr(tower, "patch_embed", None)
@@ -117,11 +109,7 @@ _CODE = {"quantization_config", "custom_pipelines", "trust_remote_code", "use_ke
 
 
 def with_architecture(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the settings that `text.architecture` names in its place.
-
-    Raises:
-        ConfigError: it names neither a folder nor a model of the hub with a `config.json`.
-    """
+    """Return the configuration with the settings that `text.architecture` names in its place."""
     name = config.text.architecture
     if not isinstance(name, str):
         return config
@@ -141,10 +129,6 @@ def create_text_tower(config: TextConfig) -> nn.Module:
     """Make the model that `text.architecture` describes, without a pooler and without weights.
 
     It takes `input_ids` and `attention_mask`, and returns `last_hidden_state`.
-
-    Raises:
-        ConfigError: transformers has no such model, it is no encoder that reads whole texts, or its
-            vocabulary or its positions do not fit.
     """
     from transformers import AutoModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
@@ -181,11 +165,7 @@ def create_text_tower(config: TextConfig) -> nn.Module:
 
 
 def transformers_config(config: TextConfig) -> Any:
-    """Return `text.architecture` as a configuration of transformers.
-
-    Raises:
-        ConfigError: it names no `model_type` that transformers knows, or has values that fit none.
-    """
+    """Return `text.architecture` as a configuration of transformers."""
     from transformers import AutoConfig
 
     if not isinstance(config.architecture, Mapping):
@@ -282,11 +262,7 @@ class TrainableTower(nn.Module):
         return distances
 
     def restrict(self, trainable: Trainable, key: str) -> None:
-        """Freeze all of the tower but its last `trainable` blocks and the norms after them.
-
-        Raises:
-            ConfigError: the tower has fewer blocks; `key` names the setting.
-        """
+        """Freeze all of the tower but its last `trainable` blocks and the norms after them."""
         if trainable == "all":
             return
         if trainable > self.depth:

@@ -72,9 +72,6 @@ def require_whole_groups(
 
     Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
     than a group is one group, for a single rank. So must a chunk of `training.grad_cache`.
-
-    Raises:
-        ConfigError: it does not; the key and the numbers are named.
     """
     groups = {}
     if objectives.itm:

@@ -32,9 +32,6 @@ class VlpConfig(PreTrainedConfig):
         plugins: module of each encoding that is none of this package's, as `config.json` has them;
             they must be imported already.
         options: transformers' own, such as `id2label`; they are not saved.
-
-    Raises:
-        ConfigError: a key is unknown, or a value does not fit.
     """
 
     model_type = "vlp"
@@ -76,9 +73,6 @@ class VlpConfig(PreTrainedConfig):
             config_dict: what the file holds.
             options: keys of the configuration, of which a part of a section leaves the rest of it;
                 and transformers' own.
-
-        Raises:
-            ConfigError: a key is unknown, or a value does not fit.
         """
         options.pop("attn_implementation", None)  # layers choose it by device
         changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
@@ -86,11 +80,7 @@ class VlpConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> ModelConfig:
-        """Return the keys as the model takes them.
-
-        Raises:
-            ConfigError: one was changed to what does not fit.
-        """
+        """Return the keys as the model takes them."""
         given = {name: getattr(self, name) for name in ModelConfig.model_fields}
         return validated(given, ModelConfig, "VlpConfig")
 

@@ -65,11 +65,7 @@ KINDS = ("classification", "detection", "grids", "pixels", "widgets")
 
 
 def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[PlainTask, Any]:
-    """The task of `config.kind` and its training data.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """The task of `config.kind` and its training data."""
     built: tuple[PlainTask, Any] = _module(config.kind).build(config, batch, seed, precision)
     return built
 

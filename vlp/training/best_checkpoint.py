@@ -58,9 +58,6 @@ class BestCheckpoint:
 
         Returns:
             All metrics, and whether the model is better than every one before.
-
-        Raises:
-            ConfigError: the metric is unknown; the message lists the known ones.
         """
         with uncompiled():
             figures = self._validate(parameters)
@@ -83,11 +80,7 @@ class BestCheckpoint:
         return figures, better
 
     def require(self, figures: Collection[str]) -> None:
-        """Check that the deciding metric is among some names.
-
-        Raises:
-            ConfigError: see `validate`.
-        """
+        """Check that the deciding metric is among some names."""
         if self._metric not in figures:
             raise ConfigError(
                 f"training.metric: there is no figure {self._metric!r}; there are "

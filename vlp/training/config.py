@@ -153,11 +153,7 @@ class TrainingConfig(Config):
         return self
 
     def require_equal_shares(self, world_size: int) -> None:
-        """Require that all ranks take equally many samples of a batch.
-
-        Raises:
-            ConfigError: the ranks do not divide the batch.
-        """
+        """Require that all ranks take equally many samples of a batch."""
         if self.batch % world_size:
             raise ConfigError(
                 f"training.batch {self.batch} cannot be shared equally by {world_size} ranks"
@@ -277,11 +273,7 @@ class PretrainConfig(RunConfig):
         )
 
     def require_world_size(self, ranks: int) -> None:
-        """Require that ranks share batch and streams equally and hold whole sample groups.
-
-        Raises:
-            ConfigError: they do not; the key and the numbers are named.
-        """
+        """Require that ranks share batch and streams equally and hold whole sample groups."""
         try:
             self._require_world_size(ranks)
         except ConfigError as error:

@@ -60,9 +60,6 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
     Args:
         config: of this rank.
         fingerprint: hashes of the data's parts by name.
-
-    Raises:
-        ConfigError: on every rank; what differs is named.
     """
     own = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
     values, parts = distributed.from_rank_0(own)

@@ -83,10 +83,6 @@ def parameter_groups(
 
     Each group has `params`, `weight_decay` and `lr_scale`, by which `set_learning_rate` multiplies
     the schedule's rate.
-
-    Raises:
-        ConfigError: a prefix of `lr_multipliers` fits no trainable parameter, or no encoder is
-            there for `layer_decay`.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     lr_multipliers = lr_multipliers or {}

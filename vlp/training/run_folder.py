@@ -55,9 +55,6 @@ class RunFolder:
     of the step that did best on the validation data, where there is one; report: summary of the
     run so far, written whenever it ends; record: its starts, the first file of a run. Where a rank
     hung, `hang` holds its ranks' stacks.
-
-    Raises:
-        ConfigError: the folder holds something and the run is not resumed, or it cannot be used.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -82,11 +79,7 @@ class RunFolder:
             )
 
     def require_run(self) -> None:
-        """Require that the folder of a resumed run is a run's, or holds nothing to be lost.
-
-        Raises:
-            ConfigError: it holds something else, or cannot be read.
-        """
+        """Require that the folder of a resumed run is a run's, or holds nothing to be lost."""
         try:
             if not self.path.exists() or self.holds_run():
                 return
@@ -115,11 +108,7 @@ class RunFolder:
         return isinstance(_json(self.record).get("starts"), list)
 
     def require_same_run(self, config: Config) -> None:
-        """Require that the folder's configuration, where there is one, is that of this run.
-
-        Raises:
-            ConfigError: what the run trains differs, or the file cannot be read.
-        """
+        """Require that the folder's configuration, where there is one, is that of this run."""
         try:
             saved = parse_yaml(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -140,9 +129,6 @@ class RunFolder:
 
         Args:
             place: where its checkpoints were looked for.
-
-        Raises:
-            ConfigError: the run that the folder holds has written some, which are not there.
         """
         try:
             report = _json(self.report)

@@ -125,11 +125,7 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def require_access(names: Sequence[TrackerName]) -> None:
-    """Ask trackers, before a run writes anything, whether they let it in.
-
-    Raises:
-        ConfigError: one does not, as where nobody has logged in.
-    """
+    """Ask trackers, before a run writes anything, whether they let it in."""
     for name in names:
         with _usable(name):
             place = os.environ.get("MLFLOW_TRACKING_URI")
@@ -152,9 +148,6 @@ def open_trackers(
         folder: the run's folder, whose `config.yaml` is there.
         project: group of runs.
         step: steps already done; later figures are of an earlier start that was killed.
-
-    Raises:
-        ConfigError: a tracker does not let the run in.
     """
     opened: dict[TrackerName, Tracker] = {}
     for name in names:

@@ -123,11 +123,7 @@ class OtherModel(NamedTuple):
         return f"{self.library}:{self.name}"
 
     def load(self) -> Loaded:
-        """Load model, tokenizer and image preparation, in evaluation mode on the CPU.
-
-        Raises:
-            EvaluationError: the library is not installed, or has no such dual encoder.
-        """
+        """Load model, tokenizer and image preparation, in evaluation mode on the CPU."""
         towers: Towers = self._module().towers(self.name)
         model = AdaptedModel(towers)
         # Evaluations by features alone need no more of a model than the adapter has.
@@ -146,11 +142,7 @@ class OtherModel(NamedTuple):
 
 
 def other_model(name: str | Path) -> OtherModel | None:
-    """Return the model of another library that a name means; None for a folder or hub name.
-
-    Raises:
-        EvaluationError: it names a library alone.
-    """
+    """Return the model of another library that a name means; None for a folder or hub name."""
     library, separator, rest = str(name).partition(":")
     if not separator or library not in LIBRARIES:
         return None

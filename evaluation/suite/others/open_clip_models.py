@@ -20,9 +20,6 @@ class OpenClipTowers:
 
     Args:
         name: of the model, behind the library's own.
-
-    Raises:
-        EvaluationError: it cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,11 +69,7 @@ class OpenClipTowers:
 
 
 def towers(name: str) -> OpenClipTowers:
-    """Load a model; weights that a tag names come from the hub.
-
-    Raises:
-        EvaluationError: open_clip is not installed, or cannot load it.
-    """
+    """Load a model; weights that a tag names come from the hub."""
     return OpenClipTowers(name)
 
 
@@ -90,11 +83,7 @@ def files(name: str) -> list[Path]:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    """Return architecture and weights.
-
-    Raises:
-        EvaluationError: there are no weights.
-    """
+    """Return architecture and weights."""
     if name.startswith(_WHOLE):
         return name, None
     architecture, _, tag = name.partition("/")

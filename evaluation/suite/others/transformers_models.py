@@ -19,9 +19,6 @@ class TransformersTowers:
 
     Args:
         name: of the model, behind the library's own.
-
-    Raises:
-        EvaluationError: it cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,11 +78,7 @@ class TransformersTowers:
 
 
 def towers(name: str) -> TransformersTowers:
-    """Load a folder, or a model of the hub.
-
-    Raises:
-        EvaluationError: it cannot be loaded, or is no dual encoder.
-    """
+    """Load a folder, or a model of the hub."""
     return TransformersTowers(name)
 
 

@@ -76,10 +76,6 @@ class Items:
         parts: items of a sample; every annotation is read once to count them. A sample whose
             annotation cannot be read is one (bad) item. None: a sample is an item, nothing is read.
         limit: only the first so many items.
-
-    Raises:
-        ConfigError: a folder or its index cannot be read, there is no folder or no item, or a limit
-            is below 1.
     """
 
     def __init__(
@@ -265,11 +261,7 @@ class DownstreamDataset(Generic[Example, Slotted]):
         return self.batch(examples, valid, skipped)
 
     def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
-        """Return the training batches of `batch` slots.
-
-        Raises:
-            ConfigError: the streams do not divide the batch.
-        """
+        """Return the training batches of `batch` slots."""
         data = indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
         for number, index in enumerate(self.items.indices):
             data.fingerprint[f"source {number}"] = shards_sha256(index.shards)

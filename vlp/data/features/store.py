@@ -92,21 +92,13 @@ class FeatureHeader(_HeaderPart):
     sources: tuple[FeatureSource, ...]
 
     def write(self, folder: Path) -> None:
-        """Write `features.json`.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Write `features.json`."""
         plain = self.model_dump(mode="json")
         write_json(folder / HEADER_NAME, plain, durable=True, error=ConfigError)
 
     @classmethod
     def read(cls, folder: Path) -> FeatureHeader:
-        """Read `features.json`.
-
-        Raises:
-            ConfigError: it is not there, or no such header.
-        """
+        """Read `features.json`."""
         path = folder / HEADER_NAME
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -123,21 +115,13 @@ class FeatureHeader(_HeaderPart):
             ) from error
 
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
-        """Require that the features are those of a tower; a setting that is missing here is empty.
-
-        Raises:
-            ConfigError: they are another one's.
-        """
+        """Require that the features are those of a tower; a setting that is missing here is empty."""
         known = {name: self.tower.get(name, {}) for name in tower.settings}
         self._refuse(folder, _difference("tower", known, tower.settings))
         self.require(folder, {"weights": tower.weights})
 
     def require(self, folder: Path, wanted: dict[str, Any]) -> None:
-        """Require values of some fields, given as JSON has them.
-
-        Raises:
-            ConfigError: one differs; the first is named, with both values.
-        """
+        """Require values of some fields, given as JSON has them."""
         own = self.model_dump(mode="json")
         for name, value in wanted.items():
             self._refuse(folder, _difference(name, own[name], value))
@@ -191,9 +175,6 @@ class StoredFeatures:
 
     Args:
         folder: of `vlp data features`.
-
-    Raises:
-        ConfigError: it cannot be read, or is not complete.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -212,9 +193,6 @@ class StoredFeatures:
             preprocessing: that they must have been made with.
             indices: of the shards; a part of the folder's sources, in any order.
             augment: that of their views from the second on; None: the first alone is given.
-
-        Raises:
-            ConfigError: they were made otherwise or of other shards, or are not complete.
         """
         wanted: dict[str, Any] = {
             "image_size": preprocessing.image_size,
@@ -249,11 +227,7 @@ class StoredFeatures:
 def stored_sources(
     stores: Sequence[StoredFeatures], preprocessing: Preprocessing, indices: Sequence[ShardIndex]
 ) -> list[SourceFeatures]:
-    """Return the features of each index's samples, plain views, from the folder that has them.
-
-    Raises:
-        ConfigError: as of `StoredFeatures.require`; of the first folder where none has them.
-    """
+    """Return the features of each index's samples, plain views, from the folder that has them."""
     found = []
     for index in indices:
         store = next((each for each in stores if each.holds(index)), stores[0])
@@ -273,9 +247,6 @@ class SourceFeatures:
 
     Attributes:
         blank: zeros, in the shape and type of one view.
-
-    Raises:
-        ConfigError: features of a shard are missing, or of another size than the header says.
     """
 
     def __init__(

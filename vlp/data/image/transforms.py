@@ -233,11 +233,7 @@ class Preprocessing:
 
     @classmethod
     def load(cls, folder: str | Path) -> Preprocessing:
-        """Read `processor_config.json`, or the `preprocessing.json` that stood in its place.
-
-        Raises:
-            ConfigError: it is not there, or not what `save` writes.
-        """
+        """Read `processor_config.json`, or the `preprocessing.json` that stood in its place."""
         path, former = Path(folder) / FILE_NAME, Path(folder) / FORMER_NAME
         old = former.is_file() and not path.exists()
         path = former if old else path

@@ -35,9 +35,6 @@ class PretrainData(OrderedData):
         batch: slots of a global batch (all ranks).
         seed: of the run.
         text: tokenizer; None is the one that the configuration names.
-
-    Raises:
-        ConfigError: a folder, its index or the vocabulary is missing or does not fit.
     """
 
     def __init__(

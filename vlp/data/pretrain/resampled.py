@@ -149,7 +149,8 @@ def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample
             if problem or not members:
                 yield BadSample("corrupt shard", f"{told} ({problem or 'it holds nothing'})")
     except (OSError, Unreachable) as error:
-        bad = BadSample("missing shard", f"{told} ({error})")
+        missing = BadSample("missing shard", f"{told} ({error})")
         if is_url(name) and source.outages.policy != "skip":
-            raise given_up(bad, source.outages.policy, isinstance(error, Unreachable)) from error
-        yield bad
+            down = isinstance(error, Unreachable)
+            raise given_up(missing, source.outages.policy, down) from error
+        yield missing

@@ -145,9 +145,6 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
         file: open, or its content in memory.
         where: its name, for messages.
         remedy: what to do when it cannot be used, for messages.
-
-    Raises:
-        ConfigError: it is no index, or one of another version.
     """
     try:
         with ZipFile(file) as archive:
@@ -202,9 +199,6 @@ def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.n
     """Return the rows of all samples, mapped into memory; None when there is no such file.
 
     With `check` its content must be that of its name, unless it is too long to be read for that.
-
-    Raises:
-        ConfigError: it is damaged.
     """
     try:
         size = os.stat(path).st_size
@@ -329,11 +323,7 @@ class Survey(NamedTuple):
 
 
 def survey(path: Path) -> Survey:
-    """Read a shard's headers and annotations; a sample that cannot be read has no captions.
-
-    Raises:
-        ConfigError: the shard cannot be opened.
-    """
+    """Read a shard's headers and annotations; a sample that cannot be read has no captions."""
     found = contents(path)
     if found.missing:
         raise ConfigError(f"{path}: cannot read this shard ({found.problem})")
@@ -366,10 +356,6 @@ def index_folder(
 
     Returns:
         One line for each shard that is empty or damaged; what can be reached in it is indexed.
-
-    Raises:
-        ConfigError: there is no such folder, no shard in it, or the disk is full or refuses the
-            index; one of before stays.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -176,9 +176,6 @@ class RemoteFolder:
     Args:
         url: of the folder, with its protocol; see `connected`.
         outages: what to do when the store fails.
-
-    Raises:
-        ConfigError: see `connected`.
     """
 
     def __init__(self, url: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
@@ -235,11 +232,7 @@ class RemoteFolder:
         files.get_file(f"{path}/{name}", target)
 
     def digests(self, names: np.ndarray) -> dict[str, str]:
-        """Return SHA-256 of the shards as far as the folder's manifest.json says them.
-
-        Raises:
-            ConfigError: the manifest cannot be read.
-        """
+        """Return SHA-256 of the shards as far as the folder's manifest.json says them."""
         content = self.read(MANIFEST_NAME, optional=True)
         if content is None:
             return {}
@@ -277,10 +270,6 @@ def connected(url: str, silence: float) -> tuple[Any, str]:
     and query of an HTTP URL and inserted as it is elsewhere. These two go with every request
     instead of standing in the path, which libraries show in their errors. `silence` is the seconds
     without a byte after which an HTTP request fails.
-
-    Raises:
-        ConfigError: its protocol is not known, the package it needs is not installed, a variable
-            is not set, or the URL was written without its secrets.
     """
     import fsspec
 
@@ -311,11 +300,7 @@ def connected(url: str, silence: float) -> tuple[Any, str]:
 
 
 def _revealed(url: str) -> str:
-    """Return a URL with the values of the variables that it names.
-
-    Raises:
-        ConfigError: see `connected`.
-    """
+    """Return a URL with the values of the variables that it names."""
     if HIDDEN in url:
         raise ConfigError(
             f"{url}: {HIDDEN} stands for what was left out when this was written; name the URL as "
@@ -400,9 +385,6 @@ class ShardCache:
     Args:
         folder: on a local disk; made, for this user alone, when it is not there.
         limit: bytes of all files in it, those being fetched included.
-
-    Raises:
-        ConfigError: the folder cannot be made, or others may change what lies in it.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:

@@ -166,9 +166,6 @@ class CachedFolder(ShardLocation):
 
         Without `wait` they are fetched in the background, if they are few enough: a shard can be
         read without them, at the cost of its headers.
-
-        Raises:
-            ConfigError: they cannot be had, and are waited for.
         """
         file = CachedFile(self.folder, shards.file, table_bytes(shards.total))
         if not wait and not self.cache.holds(file):
@@ -265,11 +262,6 @@ class ShardIndex:
         """Read the index of a folder, or of a URL whose shards are then kept in `cache`.
 
         `outages` says what to do when the store of the URL fails.
-
-        Raises:
-            ConfigError: there is no such folder, no shard in it, no index, an index that cannot be
-                read or is of another version, or one that does not know every shard of the folder;
-                or a URL comes without a cache or cannot be read.
         """
         if is_url(folder):
             return cls._open_remote(str(folder), cache, outages)
@@ -345,9 +337,6 @@ class ShardIndex:
         """Return (samples,) int64: pairs of a shard's samples up to and with each one.
 
         Every caption makes a pair; a sample without text counts as one.
-
-        Raises:
-            ConfigError: the index has lost its file of samples.
         """
 
         def ends() -> np.ndarray:
@@ -358,11 +347,7 @@ class ShardIndex:
         return self._ends.get(shard_number, ends)
 
     def require_captions(self) -> np.ndarray:
-        """Return rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions.
-
-        Raises:
-            ConfigError: the index has lost them.
-        """
+        """Return rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions."""
         rows = self._all_rows(wait=True)
         if rows is None:
             raise ConfigError(

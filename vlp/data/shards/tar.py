@@ -61,9 +61,6 @@ def stored_files(
     Args:
         file: the tar file.
         wanted: which names are read.
-
-    Raises:
-        ConfigError: it is no tar file, or damaged, or a wanted file is larger than 256 MiB.
     """
     try:
         most = max(_LEAST_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)

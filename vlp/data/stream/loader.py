@@ -210,9 +210,6 @@ class OrderedData:
 
     `fingerprint` holds a hash of each part of the data by its name, equal for equal data wherever
     it lies; whoever knows more of the data than its samples' number puts it there.
-
-    Raises:
-        ConfigError: the batch does not fit the order.
     """
 
     def __init__(
@@ -240,11 +237,7 @@ class OrderedData:
         return self.sampler.batches_in_epoch(epoch, self.batch)
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Return the number of global batches from so many samples to the end of epoch `epochs`.
-
-        Raises:
-            ConfigError: no batch ends at samples_consumed.
-        """
+        """Return the number of global batches from so many samples to the end of epoch `epochs`."""
         now, _ = self.sampler.locate(samples_consumed)
         if now >= epochs:
             return 0

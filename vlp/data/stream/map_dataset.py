@@ -82,9 +82,6 @@ def indexed_data(
         config: streams and workers.
         batch: slots of a global batch.
         seed: of the run.
-
-    Raises:
-        ConfigError: there are no samples, or the streams do not divide the batch.
     """
     if batch % config.canonical_streams:
         raise ConfigError(

@@ -52,11 +52,7 @@ class SampleStep(NamedTuple):
 
 
 def own_streams(streams: int, rank: int, world_size: int) -> range:
-    """Return the streams of one rank; all ranks have equally many.
-
-    Raises:
-        ConfigError: the ranks do not divide the streams; the nearest numbers that do are named.
-    """
+    """Return the streams of one rank; all ranks have equally many."""
     if streams % world_size:
         can = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
         fewer = max(ranks for ranks in can if ranks < world_size)
@@ -78,9 +74,6 @@ class TrainingSampler:
         streams: number of pieces; the number of ranks must divide it.
         window: elements within which a stream is shuffled.
         seed: of the whole run.
-
-    Raises:
-        ConfigError: no source has any element.
     """
 
     def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
@@ -124,11 +117,7 @@ class TrainingSampler:
         return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and each stream's position in it, after `consumed` elements.
-
-        Raises:
-            ConfigError: no run with these streams ever stands at that number.
-        """
+        """Return the epoch, and each stream's position in it, after `consumed` elements."""
         low, high = 0, 1
         while self.samples_before(high) <= consumed:
             low, high = high, 2 * high
@@ -298,11 +287,7 @@ class EndlessSampler:
         return -(-self.samples_in_epoch(epoch) // size)
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Return the number of samples of one epoch that fall to one rank.
-
-        Raises:
-            ConfigError: the ranks cannot share a batch.
-        """
+        """Return the number of samples of one epoch that fall to one rank."""
         if self._size % world_size:
             raise ConfigError(f"{world_size} ranks cannot share a batch of {self._size} evenly")
         return self.samples_in_epoch(epoch) // world_size

@@ -47,9 +47,6 @@ class TextProcessor:
 
     `vocab_size` is the largest id and one; `pad_id`, `unk_id`, `cls_id`, `sep_id` and `mask_id` are
     those of the special tokens.
-
-    Raises:
-        ConfigError: a special token is missing.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -151,11 +148,7 @@ class TextProcessor:
         write_json(folder / "tokenizer_config.json", settings)
 
     def require_words_of(self, folder: str) -> None:
-        """Require that ids are those of a folder of weights, where that has a tokenizer.
-
-        Raises:
-            ConfigError: they are others, or its tokenizer is damaged.
-        """
+        """Require that ids are those of a folder of weights, where that has a tokenizer."""
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return
         there = TextProcessor.load(folder, self.max_tokens)
@@ -167,11 +160,7 @@ class TextProcessor:
 
     @classmethod
     def load(cls, name: str | Path, max_tokens: int) -> TextProcessor:
-        """Read a tokenizer from a folder (`tokenizer.json` or `vocab.txt`) or from the hub.
-
-        Raises:
-            ConfigError: nothing usable is there.
-        """
+        """Read a tokenizer from a folder (`tokenizer.json` or `vocab.txt`) or from the hub."""
         folder = Path(name)
         try:
             if (folder / "tokenizer.json").is_file():
@@ -251,9 +240,6 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
     Equal captions give the same vocabulary. The library alone does not promise that: it numbers
     the inner letters ("##a") in the order of a randomly seeded hash table and breaks ties of merges
     by number, so they are numbered here first.
-
-    Raises:
-        ConfigError: `vocab_size` is too small for the letters that the captions hold.
     """
     from tokenizers.trainers import WordPieceTrainer
 

@@ -56,9 +56,6 @@ def check_bert(
 
     Returns:
         Notes for the report.
-
-    Raises:
-        ConfigError: every difference, with both values and the key to set.
     """
     if settings is None:
         return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
@@ -101,9 +98,6 @@ def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: 
 
     Returns:
         Notes for the report.
-
-    Raises:
-        ConfigError: every difference, with both values.
     """
     if there is None:
         return [TRUSTED.format(here["heads"])]

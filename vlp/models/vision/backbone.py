@@ -41,10 +41,6 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
     Args:
         config: name, options and encodings.
         options: of `timm.create_model`, such as num_classes; those of the configuration win.
-
-    Raises:
-        ConfigError: timm does not know the name or an option, an encoding does not fit, or the
-            model has no absolute positions to drop.
     """
     import vlp.models.vision  # noqa: F401  # registers our names with timm
 
@@ -64,11 +60,7 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
 
 
 def on_tokens(position: PositionConfig) -> bool:
-    """Return whether an encoding acts once on the tokens; else it acts in every layer of attention.
-
-    Raises:
-        ConfigError: an unknown name, or an encoding of cross-modal attention.
-    """
+    """Return whether an encoding acts once on the tokens; else it acts in every layer of attention."""
     try:
         _refuse_cross_modal(position)
         return acts_on_tokens(position.name)
@@ -77,11 +69,7 @@ def on_tokens(position: PositionConfig) -> bool:
 
 
 def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
-    """Return one encoding with those of `sizes` (width, heads, grid) that it has.
-
-    Raises:
-        ConfigError: an unknown name, or options or sizes that do not fit it.
-    """
+    """Return one encoding with those of `sizes` (width, heads, grid) that it has."""
     try:
         _refuse_cross_modal(position)
         placed = place_roles(position.name, position.roles, position.options)
@@ -105,9 +93,6 @@ def attention_encodings(
         heads: attention heads.
         grid: (rows, columns) of the tokens.
         causal: the layer sees no later tokens; `cope` then counts earlier ones.
-
-    Raises:
-        ConfigError: options that do not fit, or with `causal` an encoding that sees later tokens.
     """
     found = []
     for position in positions:

@@ -58,9 +58,6 @@ class CaptionTask(Downstream):
         config: model and data.
         parts: the pretrained model.
         precision: see `PlainTask`.
-
-    Raises:
-        ConfigError: the decoder does not fit the model.
     """
 
     metric: ClassVar[str] = "cider"
@@ -81,11 +78,7 @@ class CaptionTask(Downstream):
         return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
-        """Return the images of shard folders, each once.
-
-        Raises:
-            ConfigError: a folder cannot be read.
-        """
+        """Return the images of shard folders, each once."""
         return CaptionDataset(
             Items(folders, limit=limit), self.text, self.prepare, self.config.data
         )
@@ -93,11 +86,7 @@ class CaptionTask(Downstream):
     def training_dataset(
         self, folders: Sequence[str | Path], limit: int | None = None
     ) -> CaptionDataset:
-        """Return the images of shard folders, or all their captions, as configured.
-
-        Raises:
-            ConfigError: a folder cannot be read.
-        """
+        """Return the images of shard folders, or all their captions, as configured."""
         if self.config.data.captions == "one":
             return self.dataset(folders, limit)
         items = Items(folders, captions_in, limit)
@@ -151,11 +140,7 @@ class CaptionTask(Downstream):
 def build(
     config: CaptionConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[CaptionTask, OrderedData]:
-    """Build the task and its training data.
-
-    Raises:
-        ConfigError: start, shards and batch cannot be used.
-    """
+    """Build the task and its training data."""
     task = CaptionTask(config, parts, precision)
     start(task.decoder, parts)
     dataset = task.training_dataset(config.data.train, config.data.limit)

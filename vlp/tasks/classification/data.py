@@ -95,9 +95,6 @@ class LabelledSamples:
     Args:
         images: where they come from.
         config: size and augmentation.
-
-    Raises:
-        ConfigError: timm knows no such augmentation policy.
     """
 
     def __init__(self, images: LabelledImages, config: LabelledDataConfig) -> None:
@@ -151,11 +148,7 @@ class LabelledSamples:
 def labelled_data(
     images: LabelledImages, config: LabelledDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`.
-
-    Raises:
-        ConfigError: `limit` or the batch does not fit.
-    """
+    """Training batches of `images`, those of `config.train`."""
     images = some_of(images, config.limit, config.train)
     samples = LabelledSamples(images, config)
     collate = partial(_collate, size=config.image_size)

@@ -129,12 +129,7 @@ class Classification(PlainTask):
 def build(
     config: ClassificationConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Classification, OrderedData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: model, images and batch do not fit, a class has no images or is the only one,
-            or the test images cannot be opened or have other classes.
-    """
+    """The task and its training data."""
     images = open_labelled(config.data.train, config.data.classes)
     if len(images.classes) < 2:
         raise ConfigError(

@@ -100,9 +100,6 @@ class SceneImages:
     Args:
         source: which scenes.
         image_size: side in pixels.
-
-    Raises:
-        ConfigError: the side is below 16 px.
     """
 
     classes: tuple[str, ...] = SHAPES
@@ -185,11 +182,6 @@ class CocoImages:
     Args:
         source: annotation file and images.
         classes: names in order, as training had them; None takes the file's own.
-
-    Raises:
-        ConfigError: a file is missing or has another schema, annotations of images or categories
-            that the file lacks, or categories with objects that are none of `classes` or share a
-            name.
     """
 
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
@@ -324,12 +316,7 @@ def _by_image(
     images: Iterable[dict[str, Any]],
     label: dict[Any, int],
 ) -> dict[Any, list[dict[str, Any]]]:
-    """Annotations by the id of their image.
-
-    Raises:
-        ConfigError: of an image or a category that the file lacks, or a box of other than four
-            numbers.
-    """
+    """Annotations by the id of their image."""
     known = {image["id"] for image in images}
     objects = defaultdict(list)
     wrong = defaultdict(list)
@@ -487,9 +474,6 @@ def open_objects(
         source: annotation file, or scenes.
         image_size: side in pixels at which scenes are drawn.
         classes: names in order, as training had them; None takes the source's own.
-
-    Raises:
-        ConfigError: it cannot be used, or has other classes.
     """
     if isinstance(source, CocoSource):
         return CocoImages(source, classes)
@@ -568,11 +552,7 @@ class DetectionSamples:
 def detection_data(
     images: ObjectImages, config: DetectionDataConfig, most: int, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`.
-
-    Raises:
-        ConfigError: the batch does not fit.
-    """
+    """Training batches of `images`, those of `config.train`."""
     samples = DetectionSamples(images, config, most)
     return indexed_data(len(samples), samples, _collate, config, batch, seed)
 

@@ -47,10 +47,6 @@ class ResNet(nn.Module):
 
     Args:
         config: name, norm and depth.
-
-    Raises:
-        ConfigError: timm does not know the name or an option, it is no ResNet, or public weights
-            of batch norms are asked for a group norm.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
@@ -192,9 +188,6 @@ class Detr(nn.Module):
         classes: without 'no object'.
         largest_side: pixels of the longest side in training; encodings with a table get one for a
             square of it, unless their options name a grid.
-
-    Raises:
-        ConfigError: the backbone or an encoding does not fit.
     """
 
     def __init__(self, config: DetrConfig, classes: int, largest_side: int) -> None:

@@ -59,9 +59,6 @@ class DetectionTask(PlainTask):
         config: model and loss.
         classes: names in order.
         precision: see `PlainTask`.
-
-    Raises:
-        ConfigError: the model does not fit.
     """
 
     def __init__(
@@ -109,12 +106,7 @@ class DetectionTask(PlainTask):
 def build(
     config: DetectionConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[DetectionTask, OrderedData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: model, images, sizes and batch do not fit; a position encoding that cannot
-            serve a size of training or of the evaluation is named.
-    """
+    """The task and its training data."""
     data = config.data
     images = open_objects(data.train, max(data.sizes))
     open_objects(data.test, max(data.evaluation_sizes), images.classes)
@@ -143,11 +135,7 @@ def _named(layers: list[SetLosses]) -> dict[str, Loss]:
 
 
 def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
-    """A square image of this size, and where shapes differ the widest and the highest.
-
-    Raises:
-        ConfigError: an encoding cannot serve it.
-    """
+    """A square image of this size, and where shapes differ the widest and the highest."""
     shapes = [(size, size)]
     if data.shapes_differ:
         shapes += [(size, data.longest), (data.longest, size)]

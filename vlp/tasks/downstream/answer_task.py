@@ -28,11 +28,7 @@ _PRETRAINED = "mlm_head."
 
 
 def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> AnswerDecoder:
-    """Create a decoder for a model.
-
-    Raises:
-        ConfigError: it does not fit the model.
-    """
+    """Create a decoder for a model."""
     text = parts.model.config.text
     if max_tokens > text.max_positions:
         raise ConfigError(
@@ -43,11 +39,7 @@ def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) 
 
 
 def start(decoder: AnswerDecoder, parts: Loaded) -> None:
-    """Initialise layers as configured, and with them the output, from pretraining's MLM head.
-
-    Raises:
-        ConfigError: weights that cannot be read or do not fit.
-    """
+    """Initialise layers as configured, and with them the output, from pretraining's MLM head."""
     try:
         reports = start_decoder(decoder, parts.model)
     except (FileNotFoundError, ValueError) as error:

@@ -30,10 +30,6 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
             positions are resampled; encodings and projections that the folder lacks start anew.
             Tasks with a head leave the anchor threshold as it is, retrieval and grounding move it
             on: one that never ran becomes `DELTA`.
-
-    Raises:
-        ConfigError: it is no model folder, an encoding's plugin is not imported, the changed model
-            cannot start from its weights, or public weights are named beside them.
     """
     try:
         folder = local_folder(start)

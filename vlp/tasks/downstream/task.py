@@ -93,11 +93,7 @@ class Downstream(PlainTask):
     def dataset(
         self, folders: Sequence[str | Path], limit: int | None = None
     ) -> DownstreamDataset[Any, Any]:
-        """Return the items of shard folders as the task reads them.
-
-        Raises:
-            ConfigError: a folder cannot be read, or holds no item.
-        """
+        """Return the items of shard folders as the task reads them."""
         raise NotImplementedError
 
     def predict(self, batch: Any) -> list[str]:

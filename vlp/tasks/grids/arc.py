@@ -43,9 +43,6 @@ def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
     Args:
         path: a folder, in which files are looked for at every depth, or a tar file of one.
         names: file names without `.json`, such as 67a3c6ac.
-
-    Raises:
-        ConfigError: nothing is there, a name is missing or there twice, or its file is no task.
     """
     wanted, contents = set(names), {}
     for name, where, content in _files(path):

@@ -181,12 +181,7 @@ def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
 
 
 def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
-    """Return the tasks of a configuration, all of whose test pairs fit its size.
-
-    Raises:
-        ConfigError: tasks that are missing or too large, a source without a rule, or without a
-            training pair that could be used, or a symmetry that a known rule does not have.
-    """
+    """Return the tasks of a configuration, all of whose test pairs fit its size."""
     tasks = read_tasks(config.path, [task.name for task in config.tasks])
     for number, chosen in enumerate(config.tasks):
         where, task = f"data.tasks.{number}: task {chosen.name}", tasks[chosen.name]
@@ -263,11 +258,7 @@ class GridSamples:
 def grid_data(
     tasks: Mapping[str, ArcTask], config: GridDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches.
-
-    Raises:
-        ConfigError: the batch does not fit.
-    """
+    """Training batches."""
     samples = GridSamples(tasks, config)
     collate = partial(collate_grids, config.size)
     return indexed_data(config.samples, samples, collate, config, batch, seed)

@@ -114,10 +114,6 @@ class GridTransformer(nn.Module):
         size: rows and columns of the largest grid; the template has one more of either.
         tokens: kinds of tokens.
         tasks: number of tasks.
-
-    Raises:
-        ConfigError: encodings that do not fit, or that see later tokens in the decoder; heads that
-            do not divide the width.
     """
 
     def __init__(self, config: GridModelConfig, size: int, tokens: int, tasks: int) -> None:

@@ -35,9 +35,6 @@ class Grids(PlainTask):
     Args:
         config: model and tasks.
         precision: see `PlainTask`.
-
-    Raises:
-        ConfigError: encodings and sizes do not fit.
     """
 
     def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
@@ -72,11 +69,7 @@ def question_of(batch: GridBatch) -> GridQuestion:
 def build(
     config: GridsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Grids, OrderedData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: model, tasks and batch do not fit.
-    """
+    """The task and its training data."""
     data = grid_data(open_grids(config.data), config.data, batch, seed)
     return Grids(config, precision), data
 

@@ -75,11 +75,7 @@ class Grounding(PairsTask):
 
 
 def map_of(folder: Path | None) -> MapConfig:
-    """Return the settings of the map by which a model was chosen, or the defaults.
-
-    Raises:
-        ConfigError: its `grounding.json` says something else.
-    """
+    """Return the settings of the map by which a model was chosen, or the defaults."""
     path = (folder or Path()) / FILE_NAME
     if folder is None or not path.is_file():
         return MapConfig()
@@ -89,11 +85,7 @@ def map_of(folder: Path | None) -> MapConfig:
 def build(
     config: GroundingConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Grounding, PretrainData]:
-    """Build the task and its training data.
-
-    Raises:
-        ConfigError: shards, batch and groups cannot be used.
-    """
+    """Build the task and its training data."""
     return Grounding(config, parts, precision), pairs(config, parts, batch, seed)
 
 

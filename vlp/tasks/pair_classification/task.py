@@ -129,11 +129,7 @@ class PairClassification(Distilled):
             take_tags(self.tags, parts.heads)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> PairDataset:
-        """Return the samples of shard folders.
-
-        Raises:
-            ConfigError: a folder cannot be read.
-        """
+        """Return the samples of shard folders."""
         items = Items(folders, limit=limit)
         if isinstance(self.config, Nlvr2AssignmentConfig):
             return AssignmentDataset(items, self.text, self.prepare)
@@ -188,11 +184,7 @@ def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
 def build(
     config: PairClassificationConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[PairClassification, OrderedData]:
-    """Build the task and its training data.
-
-    Raises:
-        ConfigError: shards and batch cannot be used.
-    """
+    """Build the task and its training data."""
     task = PairClassification(config, parts, precision)
     dataset = task.dataset(config.data.train, config.data.limit)
     return task, dataset.batches(config.data, batch, seed)

@@ -97,11 +97,7 @@ class PixelSamples:
 def pixel_data(
     images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`.
-
-    Raises:
-        ConfigError: `limit` or the batch does not fit.
-    """
+    """Training batches of `images`, those of `config.train`."""
     images = some_of(images, config.limit, config.train)
     samples = PixelSamples(images, config)
     collate = partial(_collate, config.image_size)

@@ -144,9 +144,6 @@ class PixelPlaces(nn.Module):
     Args:
         config: width and encodings; those of attention are left out.
         size: pixels of an image's side.
-
-    Raises:
-        ConfigError: encodings that do not fit, or colours without channels.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -221,10 +218,6 @@ class PixelTransformer(nn.Module):
     Args:
         config: sizes and encodings.
         size: pixels of an image's side.
-
-    Raises:
-        ConfigError: encodings that do not fit, or that see later tokens; heads that do not divide
-            the width.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -336,11 +329,7 @@ class PixelTransformer(nn.Module):
 
 
 def _layer(config: PixelModelConfig, size: int) -> nn.Module:
-    """Create a layer of the configured kind.
-
-    Raises:
-        ConfigError: encodings or a head width that do not fit.
-    """
+    """Create a layer of the configured kind."""
     if config.layer == "transformer":
         if config.head_width is not None:
             raise ConfigError("model.head_width is of layer reformer; leave it null")

@@ -36,9 +36,6 @@ class Pixels(PlainTask):
     Args:
         config: model and images.
         precision: see `PlainTask`.
-
-    Raises:
-        ConfigError: encodings and sizes do not fit.
     """
 
     def __init__(self, config: PixelsConfig, precision: Precision = "float32") -> None:
@@ -64,11 +61,7 @@ class Pixels(PlainTask):
 def build(
     config: PixelsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Pixels, OrderedData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: model, images and batch do not fit, or the test images cannot be opened.
-    """
+    """The task and its training data."""
     images = open_labelled(config.data.train, config.data.classes)
     open_labelled(config.data.test, config.data.classes)
     data = pixel_data(images, config.data, batch, seed)

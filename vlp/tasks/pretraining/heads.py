@@ -28,9 +28,6 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
 
     Returns:
         What was copied; nothing without such a head on both sides, or of other sizes.
-
-    Raises:
-        ConfigError: the weights are missing or damaged.
     """
     if "mlm_head" not in modules:
         return []
@@ -58,9 +55,6 @@ def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadRe
 
     Returns:
         What was copied; nothing for a folder without heads.
-
-    Raises:
-        ConfigError: the folder's heads are damaged.
     """
     own = nn.ModuleDict(dict(modules))
     here = own.state_dict()

@@ -45,9 +45,6 @@ class Pretraining(PlainTask):
         init_from: model folder whose weights come last, over public ones, and those of its heads.
         model: of this configuration, taken as it is in place of a new one.
         grad_cache: rows that have activations at a time; None is all.
-
-    Raises:
-        ConfigError: weights that the configuration names are missing or do not fit.
     """
 
     def __init__(

@@ -118,11 +118,7 @@ class Retrieval(PairsTask):
 
 
 def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
-    """Return the training data of a model, nothing of it masked.
-
-    Raises:
-        ConfigError: shards, batch and groups cannot be used.
-    """
+    """Return the training data of a model, nothing of it masked."""
     require_whole_groups(
         config.objectives, batch, distributed.world_size(), prefix="task.objectives"
     )
@@ -143,11 +139,7 @@ def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pretrain
 def build(
     config: RetrievalConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Retrieval, PretrainData]:
-    """Build the task and its training data.
-
-    Raises:
-        ConfigError: shards, batch and groups cannot be used.
-    """
+    """Build the task and its training data."""
     return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
 
 

@@ -42,11 +42,7 @@ def answers_of(question: Question) -> dict[str, int]:
 
 
 def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...]:
-    """Return the most frequent answers of shards, the most frequent first.
-
-    Raises:
-        ConfigError: a folder cannot be read, or nobody answered anything in it.
-    """
+    """Return the most frequent answers of shards, the most frequent first."""
     said: Counter[str] = Counter()
     for folder in folders:
         index = ShardIndex.open(folder)
@@ -70,9 +66,6 @@ def read_answers(file: str | Path) -> tuple[str, ...]:
     """Read a file of answers, a JSON list or one a line, without blank and repeated ones.
 
     The published list of 3,129 for VQA v2 begins with a blank one.
-
-    Raises:
-        ConfigError: the file cannot be read, is no list of texts, or holds no answer.
     """
     path = Path(file)
     try:

@@ -84,9 +84,6 @@ class Vqa(Distilled):
         parts: the pretrained model.
         answers: the list to choose from.
         precision: see `PlainTask`.
-
-    Raises:
-        ConfigError: the decoder does not fit the model.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -125,11 +122,7 @@ class Vqa(Distilled):
         return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
-        """Return the questions of shard folders.
-
-        Raises:
-            ConfigError: a folder cannot be read, or holds no question.
-        """
+        """Return the questions of shard folders."""
         items = Items(folders, questions_in, limit)
         data = self.config.data
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
@@ -220,11 +213,7 @@ class Vqa(Distilled):
 def build(
     config: VqaConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Vqa, OrderedData]:
-    """Build the task and its training data.
-
-    Raises:
-        ConfigError: start, shards, answers and batch cannot be used.
-    """
+    """Build the task and its training data."""
     data = config.data
     if strange := sorted(data.folder_weights.keys() - set(data.train)):
         raise ConfigError(f"task.data.folder_weights: {strange[0]} is no folder of `train`")

@@ -79,11 +79,7 @@ class Screens(Protocol):
 
 
 def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
-    """The screens of one part.
-
-    Raises:
-        ConfigError: a file is missing or of another format, or no screen of the part has captions.
-    """
+    """The screens of one part."""
     if isinstance(config, GeneratedScreensConfig):
         return _Generated(config, part)
     return _Rico(config, part)
@@ -240,9 +236,6 @@ def widget_text(
         size: tokens of a trained one, at most.
         max_words: see `WidgetText`.
         max_caption: see `WidgetText`.
-
-    Raises:
-        ConfigError: there is no such vocabulary, or it is too small for the letters that occur.
     """
     if vocabulary is not None:
         tokenizer = TextProcessor.load(vocabulary, max_words + 2).tokenizer
@@ -395,11 +388,7 @@ class WidgetSamples:
 def widget_data(
     screens: Screens, text: WidgetText, config: WidgetDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of screens.
-
-    Raises:
-        ConfigError: the batch does not fit the streams.
-    """
+    """Training batches of screens."""
     samples = WidgetSamples(screens, text, config)
     return indexed_data(len(samples), samples, Collate(text), config, batch, seed)
 

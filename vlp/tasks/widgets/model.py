@@ -84,9 +84,6 @@ class ScreenEncoder(nn.Module):
     Args:
         config: sizes and encodings.
         pad_id: the word that is none.
-
-    Raises:
-        ConfigError: an encoding does not exist, or does not fit.
     """
 
     def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
@@ -171,9 +168,6 @@ class WidgetCaptioner(nn.Module):
         pad_id: the word that is none.
         start: first id of every caption.
         end: last id.
-
-    Raises:
-        ConfigError: heads do not divide the width, or an encoding does not fit.
     """
 
     def __init__(

@@ -101,11 +101,7 @@ class Widgets(PlainTask):
 def build(
     config: WidgetsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Widgets, OrderedData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: model, screens and batch do not fit, or the test screens cannot be opened.
-    """
+    """The task and its training data."""
     data = config.data
     screens = open_screens(data.screens, "train")
     open_screens(data.screens, "test")

@@ -42,9 +42,6 @@ def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] 
     Args:
         module: a task.
         blocks: "none", all "blocks", or the number of the lowest of every encoder.
-
-    Raises:
-        ConfigError: the task has no blocks, or their statistics would count every batch twice.
     """
     if blocks == "none":
         return

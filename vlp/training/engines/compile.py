@@ -67,9 +67,6 @@ def compile_task(
             elsewhere. With both, losses and other regions (`vlp.compilation`) are a graph each.
         device: where the task runs.
         backend: of `torch.compile`.
-
-    Raises:
-        ConfigError: `step` for encoders that cannot be one graph: texts in groups by length.
     """
     if how == "auto":
         how = "blocks" if device.type == "cuda" else "none"

@@ -36,9 +36,6 @@ class DdpEngine:
 
     Gradients travel while the backward pass runs, once a step, with the last micro-step. One rank
     alone runs the task as it is.
-
-    Raises:
-        ConfigError: the ranks do not divide the batch, or a learning-rate scale fits no parameter.
     """
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:

@@ -37,11 +37,7 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 def deepspeed_file(name: str) -> Path:
-    """Return the JSON file of `training.deepspeed`: a path, or one of configs/deepspeed.
-
-    Raises:
-        ConfigError: there is no such file; the known names are listed.
-    """
+    """Return the JSON file of `training.deepspeed`: a path, or one of configs/deepspeed."""
     if name.endswith(".json") or "/" in name:
         path = Path(name)
         if not path.is_file():
@@ -59,10 +55,6 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
     """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings.
 
     Parameters and optimiser state stay float32 at every precision: the task autocasts itself.
-
-    Raises:
-        ConfigError: the JSON says what the YAML owns or asks for an offload, or the ranks do not
-            divide the batch.
     """
     path = deepspeed_file(config.deepspeed)
     try:
@@ -94,11 +86,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
 
 
 def shards_parameters(training: TrainingConfig) -> bool:
-    """Return whether ranks hold parts of the parameters, as ZeRO-3 has it.
-
-    Raises:
-        ConfigError: the ZeRO file cannot be used.
-    """
+    """Return whether ranks hold parts of the parameters, as ZeRO-3 has it."""
     if training.engine != "deepspeed":
         return False
     settings = deepspeed_config(training, distributed.world_size())
@@ -132,12 +120,7 @@ def _scalars_pass(task: nn.Module, stage: int) -> Iterator[None]:
 
 
 class DeepSpeedEngine:
-    """One task on DeepSpeed; the process group must be up (`distributed.start`).
-
-    Raises:
-        ConfigError: the ZeRO file does not fit (see `deepspeed_config`), or a learning-rate scale
-            fits no parameter.
-    """
+    """One task on DeepSpeed; the process group must be up (`distributed.start`)."""
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         import deepspeed
