@@ -192,7 +192,7 @@ class TryIt:
                 return match_of(self.loaded, features, said)
 
     def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
-        """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size."""
+        """Return the image, and again with the Grad-CAM map of a phrase over it."""
         self._require_match()
         seen, said = self._seen(image), _said(phrase)
         with evaluating(self.loaded.model, self.device):

@@ -115,7 +115,7 @@ class FeatureHeader(_HeaderPart):
             ) from error
 
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
-        """Require that the features are those of a tower; a setting that is missing here is empty."""
+        """Require that the features are of a tower; a setting that is missing here is empty."""
         known = {name: self.tower.get(name, {}) for name in tower.settings}
         self._refuse(folder, _difference("tower", known, tower.settings))
         self.require(folder, {"weights": tower.weights})

@@ -347,7 +347,7 @@ class ShardIndex:
         return self._ends.get(shard_number, ends)
 
     def require_captions(self) -> np.ndarray:
-        """Return rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions."""
+        """Return rows (`vlp.data.shards.index.ROW`) of all samples with numbers of captions."""
         rows = self._all_rows(wait=True)
         if rows is None:
             raise ConfigError(

@@ -60,7 +60,7 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
 
 
 def on_tokens(position: PositionConfig) -> bool:
-    """Return whether an encoding acts once on the tokens; else it acts in every layer of attention."""
+    """Return whether an encoding acts once on the tokens, not in every attention layer."""
     try:
         _refuse_cross_modal(position)
         return acts_on_tokens(position.name)
