@@ -150,6 +150,7 @@ def test_the_help_says_what_a_limit_counts(command, counted, capsys):
     assert f"only the first N {counted}" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_rank_whose_peer_goes_while_they_meet_says_so():
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)

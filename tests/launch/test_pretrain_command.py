@@ -311,6 +311,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_one_failing_rank_ends_the_others(lab: Lab) -> None:
     start = time.monotonic()

@@ -88,6 +88,7 @@ def test_what_fails_does_so_before_the_training(lab: Lab, change: str, said: str
     assert not lab.output("refused").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
     (lab.output("used_twice")).mkdir()

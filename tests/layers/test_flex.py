@@ -221,6 +221,7 @@ def test_in_a_timm_model():
         attach(model, "irpe-product", fused="flax")
 
 
+@pytest.mark.nightly
 def test_each_form_is_compiled_by_itself():
     """Else the compiler would run the ninth form of a function unfused, without a word."""
     position, (query, key, value) = encoding(*LOOKUPS["qk"]), projected()

@@ -22,6 +22,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's options")
 @pytest.mark.parametrize(("how", "least", "most"), [("keep", 90, 130), ("not", -10, 40)])
 def test_freed_memory_stays_only_where_asked(how: str, least: float, most: float) -> None:

@@ -216,6 +216,7 @@ def test_compiles_as_one_graph():
     assert_equal(expected, compiled, 1e-6)
 
 
+@pytest.mark.nightly
 def test_other_lengths_compile_few_graphs():
     """Whether an output has a residual depends on the keys alone: at most 32, or more."""
     layer, _ = layer_and_field(heads=1)

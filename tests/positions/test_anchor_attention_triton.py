@@ -12,25 +12,13 @@ from compiled_kernels import TOKENS, anchor_kernel, compile_kernel
 from vlp.positions import anchor_kernels as anchor_shift_triton
 
 ARCHITECTURES = [80, 90, 100]
-ALWAYS = {
-    ("forward", "text", "contextual", 64, 90),
-    ("backward", "text", "contextual", 64, 90),
-    ("backward", "image", "contextual", 64, 90),
-    ("forward", "text", "contextual", 128, 80),
-    ("backward", "text", "contextual", 32, 100),
-    ("forward", "image", "bias", 64, 80),
-    ("backward", "text", "bias", 32, 90),
-    ("backward", "image", "bias", 128, 100),
-    ("path", "text", "bias", 64, 90),
-}
-"""Of all kernels, sides that ask, modes, head widths and architectures; the others are slow."""
-CASES = [
-    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
-    for case in product(
+CASES = list(
+    product(
         ("forward", "backward", "path"), TOKENS, ("contextual", "bias"), (32, 64, 128),
         ARCHITECTURES,
     )
-]  # fmt: skip
+)  # fmt: skip
+pytestmark = pytest.mark.nightly
 SPILLED = {"contextual": 104, "bias": 16}
 """Bytes of a thread at most, which stay in the first cache.
 

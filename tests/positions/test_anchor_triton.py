@@ -79,11 +79,16 @@ def assert_equal(plain, kernel, atol=1e-6):
 CASES = [
     # grid, tokens, groups, text window, patch window
     ((3, 4), 6, 2, 5, 9),
-    ((5, 2), 3, 1, 1, 9),
-    ((4, 4), 5, 3, 3, 1),
     ((3, 3), 4, 1, 3, 25),
-    ((1, 7), 2, 2, 5, 9),
-    ((1, 1), 1, 1, 5, 9),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in (
+            ((5, 2), 3, 1, 1, 9),
+            ((4, 4), 5, 3, 3, 1),
+            ((1, 7), 2, 2, 5, 9),
+            ((1, 1), 1, 1, 5, 9),
+        )
+    ),
 ]
 
 
@@ -184,6 +189,7 @@ def test_reachable_has_no_gradient_and_the_path_only_one(interpreted):
         gradient.sum().backward()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("groups_last", [False, True])
 @pytest.mark.parametrize(
@@ -191,8 +197,8 @@ def test_reachable_has_no_gradient_and_the_path_only_one(interpreted):
     [
         ("forward", "fp32", 1),
         ("backward", "bf16", 1),
-        pytest.param("forward", "bf16", 4, marks=pytest.mark.slow),
-        pytest.param("backward", "fp32", 4, marks=pytest.mark.slow),
+        pytest.param("forward", "bf16", 4),
+        pytest.param("backward", "fp32", 4),
     ],
 )
 def test_compiles_for_gpus_that_are_not_there(

@@ -55,6 +55,7 @@ def test_models_train_after_another_was_exported(name):
     assert other.attention.query.weight.grad.abs().max() > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["irpe-product", "alibi-2d", "transformer-xl", "rope-axial"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_layers_follow_grids_and_number_types(name, dynamic):

@@ -64,6 +64,7 @@ def test_killed_before_any_step_of_writing(tmp_path: Path) -> None:
         assert files(folder) == whole
 
 
+@pytest.mark.nightly
 def test_killed_at_any_moment_again_and_again(tmp_path: Path) -> None:
     count = 200
     started = time.monotonic()

@@ -18,6 +18,7 @@ from vlp.data.stream.batch import Inputs
 MakeShards = Callable[..., Path]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [20, 60])
 def test_cold_shards_keep_every_connection_busy(
     make_shards: MakeShards, vocabulary: Path, tmp_path: Path, window: int

@@ -206,6 +206,7 @@ def damaged(damages: Sequence[Damage], data: bytes, count: int, seed: int) -> It
         yield BYTES[number % len(BYTES)](rng, mutant) if number % 5 == 4 and mutant else mutant
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("content", ["cut", "flip_bits", "overwrite", "drop", "insert"])
 def test_a_damaged_index_is_refused_or_leads_to_counted_samples(
     tmp_path: Path, vocabulary: Path, content: str

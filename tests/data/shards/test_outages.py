@@ -89,6 +89,7 @@ def test_other_bytes_than_the_manifest_says_are_never_read(
             ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_store_that_is_away_for_a_while_costs_no_sample(
     server: ShardServer, vocabulary: Path, tmp_path: Path, workers: int

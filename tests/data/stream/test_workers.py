@@ -48,6 +48,7 @@ def started() -> Any:
     return batches
 
 
+@pytest.mark.nightly
 def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     batches = started()
@@ -56,6 +57,7 @@ def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert active_children() == []
 
 
+@pytest.mark.nightly
 def test_a_lock_does_not_outlive_the_process_that_took_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_a_lock_does_not_outlive_the_process_that_took_it(
     FolderLock(tmp_path).release()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_end_with_their_process(tmp_path: Path, method: str) -> None:
     process = subprocess.Popen(

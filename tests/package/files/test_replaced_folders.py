@@ -48,6 +48,7 @@ def write(place: Path, number: int) -> None:
         (partial / "a").write_text(str(number))
 
 
+@pytest.mark.nightly
 def test_a_reader_finds_a_whole_folder_while_it_is_written_and_its_writer_killed(tmp_path):
     place, rng, seen = tmp_path / "model", random.Random(1), set[int]()
     write(place, 0)

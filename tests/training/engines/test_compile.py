@@ -88,6 +88,7 @@ def test_graphs_are_few_whole_and_of_all_lengths(how: Any, graphs: int, counters
     assert counters["stats"]["unique_graphs"] == found
 
 
+@pytest.mark.nightly
 def test_sizes_that_change_become_symbols(counters: Any) -> None:
     """Of tasks whose texts are as long as the longest of a batch."""
 
@@ -133,6 +134,7 @@ def test_a_cpu_compiles_nothing_unless_told(counters: Any) -> None:
     assert not counters["stats"]
 
 
+@pytest.mark.nightly
 def test_one_graph_needs_texts_of_one_length() -> None:
     task = task_of(configuration(masked=False, length_groups=2))
     with pytest.raises(ConfigError, match="length_groups"):
