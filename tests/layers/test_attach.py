@@ -356,13 +356,6 @@ def test_dynamic_padding():
     assert model.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
 
 
-def test_absolute_positions_are_resampled_as_before():
-    model = vit(dynamic_img_size=True)
-    x = images(32, 16)
-    before = model(x)
-    assert torch.equal(attach(model, "irpe-product", on="qkv")(x), before)
-
-
 def test_set_input_size_of_a_vision_transformer():
     plain, model = vit(), vit()
     model.load_state_dict(plain.state_dict())
@@ -396,12 +389,6 @@ def test_dynamic_swin():
     for size in ((16, 16), (16, 40), (24, 20)):
         x = images(*size)
         assert torch.equal(model(x), plain(x))
-
-
-def test_an_encoding_bound_to_its_grid_says_so():
-    model = attach(vit(dynamic_img_size=True), "irpe-quantization")
-    with pytest.raises(ValueError, match=r"irpe-quantization .* 4 x 6 grid .* over to 4 x 4"):
-        model(images(16, 16))
 
 
 @every_model
@@ -468,18 +455,6 @@ def test_states_go_from_model_to_model(make):
         other.load_state_dict(make().state_dict())
 
 
-@every_model
-def test_gradients_reach_every_table(make):
-    model = attach(attach(make(), "irpe-product", on="qkv"), "learned-2d", deviation=0.0).train()
-    # Not the logits: the last layer's [CLS] has all pairs in one bucket, which softmax ignores.
-    model.forward_features(images_of(model)).pow(3).sum().backward()
-    tables = {name: x.grad for name, x in model.named_parameters() if "positions." in name}
-    assert len(tables) == (14 if make is swin else 8)
-    for name, gradient in tables.items():
-        assert gradient.isfinite().all()
-        assert gradient.abs().max() > 1e-6, name
-
-
 NEEDED = {"learned-4d": {"places": 30}}
 names = pytest.mark.parametrize("name", sorted({*list_positions()} - {*CROSS_MODAL}))
 
@@ -493,35 +468,6 @@ def test_every_encoding_runs_in_a_swin(name):
         assert parameter.grad is None or parameter.grad.isfinite().all()
     model.eval()
     assert torch.equal(copy.deepcopy(model)(x), model(x))
-
-
-@every_model
-def test_bfloat16_autocast(make):
-    model = encoded(make).float()
-    x = images_of(model).float()
-    expected = model(x)
-    for fused in (False, True):
-        for module in model.modules():
-            if hasattr(module, "positions"):
-                module.fused = fused
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        torch.testing.assert_close(out.float(), expected, atol=0.3, rtol=0.1)
-        out.float().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-@every_model
-@pytest.mark.parametrize("on", ["qk", "qkv"])
-def test_fused_and_explicit_attention_agree(make, on):
-    model = fill(attach(make(), "irpe-product", on=on))
-    x, results = images_of(model), []
-    for fused in (False, True):
-        for module in model.modules():
-            if hasattr(module, "positions"):
-                module.fused = fused
-        results.append(model(x))
-    torch.testing.assert_close(*results)
 
 
 def test_activation_checkpointing_with_images_of_two_sizes():

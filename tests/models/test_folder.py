@@ -87,11 +87,6 @@ def test_weights_of_another_size_are_an_error(saved):
         vlp.load(folder)
 
 
-def test_no_such_folder():
-    with pytest.raises(FileNotFoundError, match=r"there is no model folder \./nowhere"):
-        vlp.load("./nowhere")
-
-
 def other_cross(folder, **cross):
     config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
     torch.manual_seed(1)
@@ -160,18 +155,6 @@ def test_a_folder_is_read_with_another_threshold(saved):
     config["cross"]["anchor"]["threshold"] = 0.05
     changed = read_model(folder, ModelConfig.model_validate(config))
     assert float(changed.anchor_threshold) == pytest.approx(0.05)
-
-
-def test_a_start_resamples_positions(saved):
-    folder, model = saved
-    config = ModelConfig.model_validate(
-        TINY_MODEL | {"image": TINY_MODEL["image"] | {"image_size": 24}}
-    )
-    larger = VLPModel(config)
-    report = start_from(larger, folder)
-    assert report.resized == ["image_encoder.vit.pos_embed"]
-    table = larger.image_encoder.vit.pos_embed
-    assert torch.equal(table[:, 0], model.image_encoder.vit.pos_embed[:, 0])
 
 
 def sized(image_size, *position, layout="ace", **cross):
@@ -310,16 +293,6 @@ def test_what_is_no_configuration_is_named(saved, content):
     (folder / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json: "):
         vlp.load(folder)
-
-
-def test_a_damaged_configuration_is_named(saved):
-    folder, _ = saved
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: "):
-        start_from(other_cross(folder), folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        start_from(other_cross(folder), folder)
 
 
 def changed(part, **changes):

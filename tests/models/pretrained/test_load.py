@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 
 from vlp.models.config import ModelConfig
-from vlp.models.pretrained.load import load_bert, load_public_weights, load_vit
+from vlp.models.pretrained.load import load_public_weights, load_vit
 from vlp.models.vlp import VLPModel
 
 
@@ -45,58 +45,6 @@ def config(bert_folder=None, vit_file=None, image_size=224, image_layers=12, **c
             "cross": {"layers": 2, "heads": 3, "intermediate": 64, **cross},
         }
     )  # fmt: skip
-
-
-def test_text_encoder_is_bert(bert):
-    reference, folder = bert
-    model = VLPModel(config(folder, image_layers=1)).eval()
-    reports = load_public_weights(model)
-    ids = torch.randint(0, 50, (2, 7))
-    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
-    with torch.no_grad():
-        states = model.text_encoder(ids, mask)
-        expected = reference(
-            ids, attention_mask=mask.long(), output_hidden_states=True
-        ).hidden_states[2]
-    torch.testing.assert_close(states[mask], expected[mask], rtol=1e-5, atol=1e-5)
-    assert reports[1].missing == [
-        "layers.*.cross_attention",
-        "layers.*.cross_attention.positions",
-        "layers.*.cross_norm",
-    ]
-    assert "keep their own start (layers.*.cross_attention, " in str(reports[1])
-
-
-def test_cross_encoder_starts_from_the_following_layers(bert):
-    reference, folder = bert
-    model = VLPModel(config(folder, image_layers=1))
-    load_public_weights(model)
-    for number, layer in enumerate(model.cross_encoder.layers):
-        theirs = reference.encoder.layer[2 + number]
-        assert torch.equal(layer.attention.query.weight, theirs.attention.self.query.weight)
-        assert torch.equal(layer.feed_forward_norm.bias, theirs.output.LayerNorm.bias)
-
-
-def test_image_encoder_is_timm_vit(vit):
-    reference, file = vit
-    model = VLPModel(config(vit_file=file)).eval()
-    (report,) = load_public_weights(model)
-    pixels = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model.image_encoder(pixels), reference.forward_features(pixels), rtol=1e-4, atol=1e-4
-        )
-    assert sorted(report.unused) == ["head.bias", "head.weight"]
-
-
-def test_positions_are_resampled_to_another_grid(vit):
-    reference, file = vit
-    model = VLPModel(config(vit_file=file, image_size=256, image_layers=2))
-    (report,) = load_public_weights(model)
-    assert report.resized == ["vit.pos_embed"]
-    places = model.image_encoder.vit.pos_embed
-    assert places.shape == (1, 257, 192)
-    assert torch.equal(places[:, 0], reference.pos_embed[:, 0])
 
 
 def test_positions_without_a_square_grid_are_an_error(vit):
@@ -146,17 +94,6 @@ def test_zero_tables_change_nothing(bert, vit, layout, mode, fused, dtype):
             assert (ours - without).abs().max() <= close * without.abs().max()
         else:
             assert torch.equal(ours, without)
-
-
-def test_unknown_and_missing_keys_are_errors(bert):
-    reference, _ = bert
-    model = VLPModel(config(image_layers=1))
-    state = dict(reference.state_dict())
-    with pytest.raises(ValueError, match=r"no rule maps these keys of BERT: surprise\.weight"):
-        load_bert(model, state | {"surprise.weight": torch.zeros(1)}, "bert")
-    del state["encoder.layer.0.output.dense.bias"]
-    with pytest.raises(ValueError, match=r"missing: layers.0.feed_forward.contract.bias"):
-        load_bert(model, state, "bert")
 
 
 def test_wrong_shapes_name_both_sizes(vit):

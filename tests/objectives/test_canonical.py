@@ -1,4 +1,4 @@
-"""Canonical projections against a slow reference, and what they promise."""
+"""Canonical correlation of both towers' features."""
 
 from __future__ import annotations
 

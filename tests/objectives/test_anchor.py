@@ -1,0 +1,295 @@
+"""Anchor loss, running quantile, and statistics that watch a training."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlp.objectives.anchor import anchor_loss, paper_anchor_loss
+from vlp.objectives.monitors import CollapseWatch, anchor_statistics, feature_spread, token_cosine
+from vlp.objectives.running_quantile import BINS, _histogram, similarity_quantile
+
+
+def unit(*shape, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(*shape, generator=random, dtype=torch.float64), dim=-1)
+
+
+def reference(
+    image,
+    text,
+    image_keys,
+    text_keys,
+    positive,
+    image_tokens,
+    text_tokens,
+    text_mask,
+    scale,
+    margin,
+):
+    """Eqs 1-2 with plain loops, one loss per row."""
+    rows = []
+    for b in range(len(image)):
+        loss = 0.0
+        for query, keys in ((image[b], text_keys), (text[b], image_keys)):
+            negative = [k for k in range(len(keys)) if not positive[b][k]]
+            right = [k for k in range(len(keys)) if positive[b][k]]
+            for k in right:
+                hinge = 0.0
+                if negative:
+                    log_sum = math.log(
+                        sum(math.exp(scale * float(query @ keys[j])) for j in negative)
+                    )
+                    hinge = float(query @ keys[k]) - margin - log_sum / scale
+                loss += -min(0.0, hinge) / len(right)
+        tokens = [
+            math.exp(scale * float(image_tokens[b, m] @ text_tokens[b, n]))
+            for m in range(image_tokens.shape[1])
+            for n in range(text_tokens.shape[1])
+            if text_mask[b][n]
+        ]
+        if tokens:
+            loss -= math.log(sum(tokens)) / scale
+        rows.append(loss / 2)
+    return rows
+
+
+@pytest.fixture
+def case():
+    text_mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]) > 0
+    positive = torch.eye(4, 6) > 0
+    positive[0, 5] = positive[2, 3] = True
+    return [
+        *(unit(4, 8, seed=1), unit(4, 8, seed=2), unit(6, 8, seed=3), unit(6, 8, seed=4)),
+        *(positive, unit(4, 5, 8, seed=5), unit(4, 3, 8, seed=6), text_mask),
+    ]
+
+
+@pytest.mark.parametrize(("scale", "margin"), [(2.0, 0.05), (14.0, 0.2), (0.5, -1.0)])
+def test_equals_the_loop(case, scale, margin):
+    loss = anchor_loss(*case, scale=scale, margin=margin)
+    expected = reference(*case, scale, margin)
+    torch.testing.assert_close(loss, torch.tensor(sum(expected) / 4, dtype=torch.float64))
+    assert loss.dtype == torch.float64
+
+
+def test_without_a_mask_every_token_is_a_word(case):
+    unmasked = anchor_loss(*case[:-1])
+    all_words = torch.ones_like(case[-1])
+    torch.testing.assert_close(unmasked, anchor_loss(*case[:-1], all_words))
+    assert unmasked != anchor_loss(*case)
+
+
+def test_zero_branch_is_reached_with_one_weak_negative():
+    """papers.md#ace-a2: the zero branch of Eq. 2 is kept; one opposite negative reaches it."""
+    image = unit(1, 4)
+    keys = torch.cat([image, -image])
+    tokens = image[:, None]
+    loss = anchor_loss(image, image, keys, keys, torch.tensor([[True, False]]), tokens, tokens)
+    torch.testing.assert_close(loss, torch.tensor(-0.5, dtype=torch.float64))  # third term alone
+
+
+def test_row_without_negatives_has_no_margin_term_and_finite_gradients(case):
+    image, text = case[0].clone().requires_grad_(), case[1]
+    positive = torch.ones(4, 6, dtype=torch.bool)
+    loss = anchor_loss(image, text, case[2], case[3], positive, *case[5:])
+    loss.backward()
+    assert (image.grad == 0).all()
+    torch.testing.assert_close(
+        loss.detach(),
+        torch.tensor(
+            sum(reference(image.detach(), *case[1:4], positive, *case[5:], 2.0, 0.05)) / 4,
+            dtype=torch.float64,
+        ),
+    )
+
+
+def test_empty_slots_count_nowhere(case):
+    valid = torch.tensor([True, False, True, True])
+    candidate_valid = torch.tensor([True, False, True, True, False, True])
+    loss = paper_anchor_loss(*case, valid=valid, candidate_valid=candidate_valid)
+    image, text, image_keys, text_keys, positive, *tokens = case
+    cut = [
+        *(image[valid], text[valid], image_keys[candidate_valid], text_keys[candidate_valid]),
+        *(positive[valid][:, candidate_valid], *(x[valid] for x in tokens)),
+    ]
+    expected = torch.tensor(sum(reference(*cut, 2.0, 0.05)), dtype=torch.float64)
+    torch.testing.assert_close(loss.total, expected)
+    assert loss.count == 3
+
+
+def test_gradient(case):
+    inputs = [case[i].clone().requires_grad_() for i in (0, 1, 5, 6)]
+    positive = torch.eye(4) > 0
+
+    def loss(image, text, image_tokens, text_tokens):
+        return anchor_loss(image, text, image, text, positive, image_tokens, text_tokens, case[-1])
+
+    assert torch.autograd.gradcheck(loss, inputs)
+
+
+def test_autocast_does_not_touch_it(case):
+    single = [x.float() if x.is_floating_point() else x for x in case]
+    outside = anchor_loss(*single)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert anchor_loss(*single) == outside
+
+
+@given(
+    seed=st.integers(0, 99), quantile=st.floats(0.05, 0.95), spread=st.sampled_from([0.01, 0.2, 1])
+)
+def test_equals_the_sorted_entries_to_one_bin(seed: int, quantile: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    similarity = (torch.randn(3, 6, 5, 2, generator=generator) * spread).clamp(-1, 1)
+    word_mask = torch.rand(3, 5, generator=generator) < 0.6
+    word_mask[0, 0] = True
+    valid = torch.tensor([True, False, True])
+    entries = [
+        similarity[row, :, token].flatten()
+        for row in (0, 2)
+        for token in range(5)
+        if word_mask[row, token]
+    ]
+    ordered = torch.cat(entries).sort().values
+    expected = ordered[int(torch.ceil(torch.tensor(quantile * len(ordered)))) - 1]
+    found = similarity_quantile(similarity, word_mask, valid, quantile)
+    assert found.dtype == torch.float32
+    assert abs(float(found) - float(expected)) <= 2.01 / BINS
+
+
+@pytest.mark.parametrize("nothing", ["words", "slots"])
+def test_without_entries_it_is_nan(nothing: str) -> None:
+    similarity = torch.zeros(2, 4, 3, 1)
+    words = torch.full((2, 3), nothing != "words")
+    valid = torch.full((2,), nothing != "slots")
+    assert similarity_quantile(similarity, words, valid, 0.9).isnan()
+
+
+def test_ends_of_the_range_stay_inside() -> None:
+    similarity = torch.tensor([-1.0, 1.0]).view(1, 2, 1, 1)
+    words, valid = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
+    assert float(similarity_quantile(similarity, words, valid, 0.25)) == pytest.approx(
+        -1 + 2 / BINS
+    )
+    assert float(similarity_quantile(similarity, words, valid, 0.75)) == pytest.approx(1)
+
+
+def test_the_form_for_a_gpu_counts_the_same():
+    similarity = torch.rand(3, 7, 5, 2) * 2 - 1
+    similarity[0, 0, 0] = torch.tensor([-1.0, 1.0])
+    words = torch.rand(3, 5) < 0.6
+    words[0, 0] = True
+    compact, on_device = (_histogram(similarity, words, form) for form in (False, True))
+    assert compact.dtype == on_device.dtype
+    assert torch.equal(compact, on_device)
+    assert compact.sum() == words.sum() * 14
+
+
+def test_equals_the_loop_of_anchor_statistics():
+    shape = (3, 4, 5, 2)
+    similarity = torch.rand(shape, dtype=torch.float64) * 2 - 1
+    reachable = torch.rand(shape) < 0.6
+    path = (torch.rand(shape, dtype=torch.float64) * 10 + 1) * reachable
+    word_mask = torch.rand(3, 5) < 0.7
+    word_mask[0, 0] = True
+    valid = torch.tensor([True, True, False])
+    result = anchor_statistics(similarity, 0.3, path, reachable, word_mask, valid)
+    for g in range(2):
+        passing, reached, entries, spreads = 0, 0, 0, []
+        for b in range(2):
+            for n in range(5):
+                if not word_mask[b, n]:
+                    continue
+                entries += 4
+                passing += sum(similarity[b, m, n, g].item() >= 0.3 for m in range(4))
+                values = [path[b, m, n, g].item() for m in range(4) if reachable[b, m, n, g]]
+                reached += len(values)
+                if len(values) >= 2:
+                    mean = sum(values) / len(values)
+                    spreads.append((sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5)
+        assert result.anchors[g].item() == pytest.approx(passing / entries)
+        assert result.reachable[g].item() == pytest.approx(reached / entries)
+        assert result.spread[g].item() == pytest.approx(sum(spreads) / len(spreads))
+
+
+def test_constant_path_has_no_spread_and_infinite_distances_do_not_matter():
+    similarity = torch.full((1, 4, 2, 1), 0.5)
+    path = torch.full((1, 4, 2, 1), 3.0)
+    path[0, 0] = torch.inf
+    reachable = path.isfinite()
+    result = anchor_statistics(similarity, torch.tensor(0.5), path, reachable, torch.ones(1, 2) > 0)
+    assert result.spread.item() == 0
+    assert result.anchors.item() == 1
+    assert result.reachable.item() == 0.75
+
+
+def test_no_word_at_all_is_zero():
+    x = torch.ones(1, 4, 2, 3)
+    result = anchor_statistics(x, 0.5, x, x > 0, torch.zeros(1, 2) > 0)
+    assert all((value == 0).all() for value in result)
+
+
+def test_token_cosine_equals_the_loop():
+    tokens = torch.randn(4, 5, 3, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 1, 0, 0], [1, 1, 1, 0, 0]]) > 0
+    valid = torch.tensor([True, True, True, False])
+    means = []
+    for row, real in list(zip(tokens, mask, strict=True))[:3]:
+        cosines = [
+            torch.cosine_similarity(row[a], row[b], dim=0)
+            for a in range(5)
+            for b in range(5)
+            if a != b and real[a] and real[b]
+        ]
+        if cosines:
+            means.append(sum(cosines) / len(cosines))
+    torch.testing.assert_close(token_cosine(tokens, mask, valid), sum(means) / len(means))
+
+
+def test_token_cosine_of_equal_and_opposite_tokens():
+    token = torch.randn(2, 1, 6)
+    assert token_cosine(token.repeat(1, 4, 1)).item() == pytest.approx(1)
+    assert token_cosine(torch.cat([token, -3 * token], 1)).item() == pytest.approx(-1)
+    assert token_cosine(token) == 0
+
+
+def test_feature_spread_equals_the_loop():
+    features = torch.randn(6, 4, dtype=torch.float64)
+    valid = torch.tensor([True, True, False, True, True, True])
+    unit = [row / row.norm() for row, real in zip(features, valid, strict=True) if real]
+    deviations = []
+    for channel in range(4):
+        column = [row[channel].item() for row in unit]
+        mean = sum(column) / 5
+        deviations.append((sum((x - mean) ** 2 for x in column) / 5) ** 0.5)
+    assert feature_spread(features, valid).item() == pytest.approx(2 * sum(deviations) / 4)
+
+
+def test_feature_spread_near_one_when_even_and_zero_when_collapsed():
+    assert feature_spread(torch.randn(2000, 64)).item() == pytest.approx(1, abs=0.02)
+    assert feature_spread(torch.randn(1, 64).repeat(9, 1)).item() == pytest.approx(0, abs=1e-4)
+    assert feature_spread(torch.randn(1, 64)) == 0
+
+
+def test_watch_warns_once_and_again_after_a_recovery(caplog):
+    watch = CollapseWatch(grace_steps=10, patience=2)
+    dead, alive = {"image_token_cosine": 0.99}, {"image_token_cosine": 0.4}
+    history = [(5, dead), (9, dead), (10, dead), (11, dead), (12, dead), (13, alive), (14, dead)]
+    with caplog.at_level(logging.WARNING):
+        warned = [watch.check(step, statistics) for step, statistics in history]
+        assert warned == [[], [], [], ["image_token_cosine"], [], [], []]
+        assert watch.check(15, dead) == ["image_token_cosine"]
+    assert len(caplog.records) == 2
+    assert "image_token_cosine is 0.990 (above 0.95)" in caplog.records[0].message
+
+
+def test_watch_knows_spreads_and_ignores_other_names():
+    watch = CollapseWatch(grace_steps=0, patience=1)
+    statistics = {"text_spread": 0.05, "image_spread": 0.5, "anchor_share": 1.0}
+    assert watch.check(0, statistics) == ["text_spread"]

@@ -1,0 +1,558 @@
+"""Contrastive losses against loops over pairs, with their queue, groups and teacher."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vlp.config import ConfigError
+from vlp.distributed import gather
+from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.contrastive import (
+    candidate_cross_entropy,
+    itc_loss,
+    positives,
+    sigmoid_loss,
+    soft_targets,
+)
+from vlp.objectives.loss import normalise, require_whole_groups, sample_groups
+from vlp.objectives.queue import KeyQueue
+from vlp.tasks.teacher import Teacher, soft_target_share
+
+
+def reference(logits, positive, candidate_valid, soft=None, alpha=0.0):
+    """Cross-entropy row by row, with plain numbers."""
+    losses = []
+    for row in range(len(logits)):
+        open_ = [k for k in range(len(candidate_valid)) if candidate_valid[k]]
+        right = [k for k in open_ if positive[row][k]]
+        if not right:
+            losses.append(0.0)
+            continue
+        total = sum(math.exp(logits[row][k]) for k in open_)
+        loss = 0.0
+        for k in open_:
+            target = 1 / len(right) if k in right else 0.0
+            if soft is not None:
+                target = (1 - alpha) * target + alpha * soft[row][k]
+            loss -= target * math.log(math.exp(logits[row][k]) / total)
+        losses.append(loss)
+    return losses
+
+
+@pytest.fixture
+def case():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=random)
+    positive = torch.rand(5, 7, generator=random) < 0.4
+    positive[0], positive[1, :3] = False, True  # a row without, a row with several positives
+    candidate_valid = torch.tensor([True, False, True, True, True, False, True])
+    return logits, positive, candidate_valid
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_equals_the_loop(case, alpha):
+    logits, positive, candidate_valid = case
+    soft = logits.flip(0).masked_fill(~candidate_valid, -math.inf).softmax(-1)
+    result = candidate_cross_entropy(logits, positive, candidate_valid, soft, alpha)
+    expected = reference(
+        logits.tolist(), positive.tolist(), candidate_valid.tolist(), soft.tolist(), alpha
+    )
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_invalid_candidates_and_lonely_rows_have_finite_zero_gradients(case):
+    logits, positive, candidate_valid = case
+    logits = logits.clone().requires_grad_()
+    candidate_cross_entropy(logits, positive, candidate_valid).sum().backward()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[:, ~candidate_valid] == 0).all()
+    assert (logits.grad[0] == 0).all()
+    assert (logits.grad[1] != 0).any()
+
+
+def test_no_valid_candidate_at_all():
+    logits = torch.randn(2, 3, requires_grad=True)
+    loss = candidate_cross_entropy(logits, torch.ones(2, 3) > 0, torch.zeros(3) > 0)
+    loss.sum().backward()
+    assert (loss == 0).all()
+    assert (logits.grad == 0).all()
+
+
+def test_gradient(case):
+    logits, positive, candidate_valid = case
+    logits = logits.clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: candidate_cross_entropy(x, positive, candidate_valid), (logits,)
+    )
+
+
+def unit(*shape, seed=0, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(*shape, generator=random, dtype=dtype), dim=-1)
+
+
+def itc_reference(image, text, image_keys, text_keys, ids, key_ids, temperature, valid, key_valid):
+    """Mean of both directions, one row and one candidate at a time."""
+    total, count = 0.0, 0
+    for i in range(len(image)):
+        if not valid[i]:
+            continue
+        count += 1
+        for query, keys in ((image[i], text_keys), (text[i], image_keys)):
+            logits = {k: query @ keys[k] / temperature for k in range(len(keys)) if key_valid[k]}
+            mine = [k for k in logits if key_ids[k] == ids[i]]
+            log_sum = torch.stack(list(logits.values())).exp().sum().log()
+            total += 0.5 * sum(log_sum - logits[k] for k in mine) / len(mine)
+    return total, count
+
+
+@pytest.fixture
+def pairs():
+    image, text = unit(4, 6, seed=1), unit(4, 6, seed=2)
+    image_keys = torch.cat([image, unit(5, 6, seed=3)])
+    text_keys = torch.cat([text, unit(5, 6, seed=4)])
+    ids = torch.tensor([7, 8, 7, 0])
+    key_ids = torch.cat([ids, torch.tensor([8, 11, 12, 7, 0])])
+    valid = torch.tensor([True, True, True, False])
+    key_valid = torch.cat([valid, torch.tensor([True, True, False, True, True])])
+    return image, text, image_keys, text_keys, ids, key_ids, valid, key_valid
+
+
+def test_positives_are_the_pairs_of_one_image():
+    assert positives(torch.tensor([3, 5]), torch.tensor([5, 3, 3])).tolist() == [
+        [False, True, True],
+        [True, False, False],
+    ]
+
+
+def test_equals_the_loop_of_itc(pairs):
+    image, text, image_keys, text_keys, ids, key_ids, valid, key_valid = pairs
+    loss = itc_loss(
+        *(image, text, image_keys, text_keys, positives(ids, key_ids), 0.07),
+        valid=valid,
+        candidate_valid=key_valid,
+    )
+    total, count = itc_reference(
+        image, text, image_keys, text_keys, ids, key_ids, 0.07, valid, key_valid
+    )
+    torch.testing.assert_close(loss.total, total)
+    assert loss.count == count == 3
+
+
+def test_empty_slots_change_nothing(pairs):
+    image, text, image_keys, text_keys, ids, key_ids, valid, key_valid = pairs
+    positive = positives(ids, key_ids)
+    full = itc_loss(
+        *(image, text, image_keys, text_keys, positive, 0.1),
+        valid=valid,
+        candidate_valid=key_valid,
+    )
+    cut = itc_loss(
+        *(image[valid], text[valid], image_keys[key_valid], text_keys[key_valid]),
+        *(positive[valid][:, key_valid], 0.1),
+    )
+    torch.testing.assert_close(full.total, cut.total)
+    assert full.count == cut.count
+
+
+def test_captions_of_one_image_are_not_negatives():
+    """Two equal captions: as one image's they are at rest, as two images' they repel."""
+    image = unit(1, 8).repeat(2, 1)
+    gradients = []
+    for ids in (torch.tensor([1, 1]), torch.tensor([1, 2])):
+        text = image.clone().requires_grad_()
+        itc_loss(image[:1], text[:1].detach(), image, text, positives(ids[:1], ids), 0.1)[
+            0
+        ].backward()
+        gradients.append(text.grad)
+    torch.testing.assert_close(gradients[0], torch.zeros_like(image))
+    assert gradients[1].norm() > 1
+
+
+def test_soft_targets_mix_with_the_hard_ones(pairs):
+    image, text, image_keys, text_keys, ids, key_ids, _, key_valid = pairs
+    positive = positives(ids, key_ids)
+    soft = soft_targets(image, text, image_keys, text_keys, 0.2, key_valid)
+    for target in soft:
+        torch.testing.assert_close(target.sum(-1), torch.ones(4, dtype=torch.float64))
+        assert (target[:, ~key_valid] == 0).all()
+    alpha, total, rows = 0.4, 0.0, [0, 1, 2]  # row 3 is an empty slot
+    valid = torch.tensor([True, True, True, False])
+    for query, keys, target in ((image, text_keys, soft[0]), (text, image_keys, soft[1])):
+        logits = (query @ keys.T / 0.07).masked_fill(~key_valid, -torch.inf)
+        for i in rows:
+            hard = (positive[i] & key_valid).double()
+            mixed = (1 - alpha) * hard / hard.sum() + alpha * target[i]
+            total = total - 0.5 * (mixed * logits[i].log_softmax(-1))[key_valid].sum()
+    loss = itc_loss(
+        *(image, text, image_keys, text_keys, positive, 0.07),
+        valid=valid,
+        candidate_valid=key_valid,
+        soft_targets=soft,
+        alpha=alpha,
+    )
+    torch.testing.assert_close(loss.total, total)
+
+
+def test_autocast_does_not_touch_it(pairs):
+    image, text, image_keys, text_keys, ids, key_ids, *_ = pairs
+    arguments = [x.float() for x in (image, text, image_keys, text_keys)]
+    positive = positives(ids, key_ids)
+    outside = itc_loss(*arguments, positive, 0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = itc_loss(*arguments, positive, 0.05)
+        half = itc_loss(*[x.bfloat16() for x in arguments], positive, 0.05)
+    assert inside.total == outside.total
+    assert half.total.dtype == torch.float32
+
+
+def test_gradient_of_itc(pairs):
+    image, text, _, _, ids, *_ = pairs
+    positive = positives(ids, ids)
+    image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
+    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, y, t: itc_loss(x, y, x, y, positive, t).total, (image, text, temperature)
+    )
+
+
+ROWS = 12
+
+
+def inputs():
+    random = torch.Generator().manual_seed(0)
+    image, text = (torch.randn(ROWS, 5, generator=random).double() for _ in range(2))
+    ids = torch.arange(ROWS) % 7  # the same image on several ranks
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    valid[[1, 10]] = False
+    return image, text, ids, valid
+
+
+def parameters():
+    return [torch.tensor(value, dtype=torch.float64) for value in (0.3, -1.5)]
+
+
+def sigmoid_reference():
+    """Loss and gradients of the global batch, one pair at a time."""
+    image, text, ids, valid = inputs()
+    leaves = [leaf.requires_grad_() for leaf in (image, text, *parameters())]
+    image, text, temperature, bias = leaves
+    image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(ROWS):
+        for j in range(ROWS):
+            if valid[i] and valid[j]:
+                logit = image[i] @ text[j] / temperature + bias
+                total = total - F.logsigmoid(logit if ids[i] == ids[j] else -logit)
+    loss = total / valid.sum()
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+def run_rank(rank: int, ranks: int, folder: str) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=ranks)
+    share = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
+    image, text, ids, valid = (value[share] for value in inputs())
+    leaves = [leaf.requires_grad_() for leaf in (image, text, *parameters())]
+    image, text, temperature, bias = leaves
+    image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
+    loss = normalise({"": sigmoid_loss(image, text, ids, valid, temperature, bias)})[""]
+    gradients = torch.autograd.grad(loss, leaves)
+    if ranks > 1:
+        gathered = [gather(gradient) for gradient in gradients[:2]]
+        whole = torch.stack([loss.detach(), *gradients[2:]])
+        dist.all_reduce(whole)
+        gradients = [*gathered, *whole[1:]]
+        loss = whole[0]
+    # Engines average gradients over ranks.
+    torch.save([value / ranks for value in (loss.detach(), *gradients)], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_loss_and_gradients_are_those_of_all_pairs(ranks: int, tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(
+        run_rank, (ranks, str(tmp_path)), nprocs=ranks, start_method="fork"
+    )
+    loss, gradients = sigmoid_reference()
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    for rank in range(ranks):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(found, [loss, *gradients])
+
+
+def test_autocast_changes_nothing() -> None:
+    image, text, ids, valid = (value for value in inputs())
+    arguments = (F.normalize(image).float(), F.normalize(text).float(), ids, valid, *parameters())
+    plain = sigmoid_loss(*arguments).total
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sigmoid_loss(*arguments).total, plain)
+
+
+def keys(first, number):
+    """Keys that carry their own number."""
+    ids = torch.arange(first, first + number)
+    return ids[:, None].float().repeat(1, 3), -ids[:, None].float().repeat(1, 3), ids
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 7), st.lists(st.integers(0, 12), max_size=8), st.integers(0, 999))
+def test_holds_the_latest_valid_keys(size, pushes, seed):
+    queue = KeyQueue(size, 3)
+    random = torch.Generator().manual_seed(seed)
+    history, first = [], 0
+    for number in pushes:
+        image, text, ids = keys(first, number)
+        valid = torch.rand(number, generator=random) < 0.7
+        queue.push(image, text, ids, valid)
+        history += ids[valid].tolist()
+        first += number
+    held = queue.keys()
+    assert sorted(held.image_ids.tolist()) == (history[-size:] if size else [])
+    assert torch.equal(held.image[:, 0], held.image_ids.float())
+    assert torch.equal(held.text[:, 0], -held.image_ids.float())
+
+
+def test_overwrites_the_oldest_first():
+    queue = KeyQueue(4, 3)
+    queue.push(*keys(0, 3))
+    queue.push(*keys(3, 3))
+    assert queue.keys().image_ids.tolist() == [4, 5, 2, 3]
+    assert queue.pointer == 2
+
+
+def test_refuses_the_student():
+    image, text, ids = keys(0, 2)
+    with pytest.raises(ValueError, match="teacher's keys only"):
+        KeyQueue(4, 3).push(image.requires_grad_(), text, ids)
+    with pytest.raises(ValueError, match="teacher's keys only"):
+        KeyQueue(4, 3).push(image.detach(), text.requires_grad_(), ids)
+
+
+def test_keys_that_are_not_finite_stay_out():
+    queue = KeyQueue(4, 3)
+    image, text, ids = keys(0, 4)
+    image[1, 2], text[3, 0] = torch.nan, torch.inf
+    queue.push(image, text, ids, torch.tensor([False, True, True, True]))
+    assert queue.keys().image_ids.tolist() == [2]
+
+
+def test_keys_are_float32_whatever_is_pushed():
+    queue = KeyQueue(4, 3)
+    image, text, ids = keys(0, 2)
+    queue.push(image.bfloat16(), text.bfloat16(), ids)
+    assert queue.keys().image.dtype == torch.float32
+
+
+def test_checkpoint_round_trip_goes_on_alike():
+    queue, other = KeyQueue(5, 3), KeyQueue(5, 3)
+    queue.push(*keys(0, 7))
+    state = {name: value.clone() for name, value in queue.state_dict().items()}
+    queue.push(*keys(7, 2))
+    other.load_state_dict(state)
+    other.push(*keys(7, 2))
+    for name, value in queue.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_refuses_a_queue_of_another_size():
+    with pytest.raises(ValueError, match=r"\(4, 3\), this one \(5, 3\)"):
+        KeyQueue(5, 3).load_state_dict(KeyQueue(4, 3).state_dict())
+
+
+def test_refuses_a_negative_size():
+    with pytest.raises(ValueError, match="-1"):
+        KeyQueue(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "expected"),
+    [(32, 16, (2, 16)), (16, 16, (1, 16)), (5, 16, (1, 5)), (3, 1, (3, 1)), (0, 4, (0, 4))],
+)
+def test_sizes(rows, group, expected):
+    assert sample_groups(rows, group) == expected
+
+
+def test_refuses_a_rest():
+    with pytest.raises(ValueError, match="20 rows cannot be cut into groups of 16"):
+        sample_groups(20, 16)
+
+
+def test_refuses_no_group():
+    with pytest.raises(ValueError, match="at least 1"):
+        sample_groups(20, 0)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(128, 1), (128, 2), (48, 1), (64, 1)])
+def test_ranks_hold_whole_groups(batch, ranks):
+    require_whole_groups(ObjectivesConfig(itm={"group": 64}), batch, ranks)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(128, 4), (96, 1), (48, 2)])
+def test_what_would_depend_on_the_ranks_is_refused(batch, ranks):
+    said = f"task.objectives.itm.group 64 does not divide .* {batch // ranks} samples"
+    with pytest.raises(ConfigError, match=said):
+        require_whole_groups(ObjectivesConfig(itm={"group": 64}), batch, ranks, "task.objectives")
+
+
+def test_something_must_be_trained():
+    with pytest.raises(ValueError, match="nothing is trained"):
+        ObjectivesConfig(contrastive=None, itm=None, mlm=None, mim=None)
+
+
+class Student(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("threshold", torch.tensor(0.5))
+        self.register_buffer("seen", torch.tensor(0))
+
+
+def test_follows_the_closed_form():
+    student = Student()
+    teacher = Teacher(student)
+    start = student.layer.weight.detach().clone()
+    with torch.no_grad():
+        student.layer.weight.add_(1.0)
+    for _ in range(5):
+        teacher.update(dict(student.named_parameters()), 0.9)
+    torch.testing.assert_close(teacher.module.layer.weight, start + (1 - 0.9**5))
+
+
+def test_equal_weights_stay_exactly_equal():
+    student = Student()
+    teacher = Teacher(student)
+    for _ in range(10):
+        teacher.update(dict(student.named_parameters()), 0.995)
+    assert torch.equal(teacher.module.layer.weight, student.layer.weight)
+
+
+def test_moves_under_a_bfloat16_student():
+    """At momentum 0.995 a bfloat16 average of these numbers would stand still."""
+    student = Student().bfloat16()
+    teacher = Teacher(student)
+    with torch.no_grad():
+        student.layer.weight.fill_(1.0)
+        teacher.module.layer.weight.fill_(0.9)
+    teacher.update(dict(student.named_parameters()), 0.995)
+    assert teacher.module.layer.weight.dtype == torch.float32
+    torch.testing.assert_close(teacher.module.layer.weight, torch.full((2, 3), 0.9005))
+
+
+def test_holder_does_not_register_it():
+    holder = nn.Module()
+    holder.student = Student()
+    holder.teacher = Teacher(holder.student)
+    assert all(name.startswith("student.") for name in holder.state_dict())
+    assert len(list(holder.parameters())) == 2
+    assert not any(p.requires_grad for p in holder.teacher.module.parameters())
+    assert not holder.teacher.module.training
+
+
+def test_is_a_copy():
+    student = Student()
+    teacher = Teacher(student)
+    with torch.no_grad():
+        student.layer.weight.zero_()
+    assert teacher.module.layer.weight.norm() > 0
+    assert student.layer.weight.requires_grad
+
+
+def test_copies_buffers_it_is_given():
+    student = Student()
+    teacher = Teacher(student)
+    student.threshold.fill_(0.25)
+    student.seen.fill_(9)
+    teacher.update(dict(student.named_parameters()), 0.9)
+    assert teacher.module.threshold == 0.5
+    teacher.update(dict(student.named_parameters()), 0.9, dict(student.named_buffers()))
+    assert teacher.module.threshold == 0.25
+    assert teacher.module.seen == 9
+
+
+def test_names_of_other_heads_are_allowed_missing_ones_are_not():
+    student = Student()
+    teacher = Teacher(student)
+    weights = dict(student.named_parameters()) | {"itm.weight": torch.zeros(2)}
+    teacher.update(weights, 0.9)
+    del weights["layer.bias"]
+    with pytest.raises(KeyError, match=r"no layer\.bias \(1 of 2"):
+        teacher.update(weights, 0.9)
+
+
+def test_refuses_a_shard():
+    student = Student()
+    weights = dict(student.named_parameters()) | {"layer.weight": torch.zeros(3)}
+    with pytest.raises(ValueError, match="full-size"):
+        Teacher(student).update(weights, 0.9)
+
+
+def test_checkpoint_round_trip():
+    teacher, other = Teacher(Student()), Teacher(Student())
+    other.load_state_dict(teacher.state_dict())
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+    with pytest.raises(RuntimeError, match=r"layer\.bias"):
+        other.load_state_dict({k: v for k, v in teacher.state_dict().items() if k != "layer.bias"})
+
+
+def test_soft_target_share_rises_linearly():
+    assert [soft_target_share(step, 0.4, 4) for step in (0, 1, 2, 4, 9)] == [0, 0.1, 0.2, 0.4, 0.4]
+    assert soft_target_share(0, 0.4, 0) == 0.4
+
+
+def test_moves_only_where_the_step_was_applied():
+    student = Student()
+    one, other = Teacher(student), Teacher(student)
+    with torch.no_grad():
+        student.layer.weight.add_(1.0)
+    before = one.module.layer.weight.clone()
+    one.update(dict(student.named_parameters()), 0.9, applied=torch.tensor(False))
+    assert torch.equal(one.module.layer.weight, before)
+    one.update(dict(student.named_parameters()), 0.9, applied=torch.tensor(True))
+    other.update(dict(student.named_parameters()), 0.9)
+    torch.testing.assert_close(one.module.layer.weight, other.module.layer.weight)
+
+
+def test_weights_of_products_are_kept_rounded_beside_float32():
+    student = Student()
+    plain, rounded = Teacher(student), Teacher(student, torch.bfloat16)
+    rounded.to("cpu")
+    for step in range(20):
+        with torch.no_grad():
+            student.layer.weight.add_(0.001)
+        for teacher in (plain, rounded):
+            weights, buffers = dict(student.named_parameters()), dict(student.named_buffers())
+            teacher.update(weights, 0.995, buffers, torch.tensor(step != 3))
+    expected, found = plain.state_dict(), rounded.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for name, weight in rounded.module.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, found[name].bfloat16())
+        assert not torch.equal(weight.float(), found[name])
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rounded_weights_are_restored_with_float32_ones(first):
+    student = Student()
+    teacher, again = Teacher(student, torch.bfloat16), Teacher(Student(), torch.bfloat16)
+    teacher.to("cpu")
+    state = {name: value.clone() for name, value in teacher.state_dict().items()}
+    if first:
+        again.load_state_dict(state)
+    again.to("cpu")
+    if not first:
+        again.load_state_dict(state)
+    found = again.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert torch.equal(again.module.layer.weight, teacher.module.layer.weight)
+    assert again.module.layer.weight.dtype == torch.bfloat16
