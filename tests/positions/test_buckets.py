@@ -152,32 +152,6 @@ def test_offsets_are_query_minus_key_with_rows_before_columns():
     assert torch.equal(product, rows * 21 + columns)
 
 
-def test_undirected_methods_never_use_the_lower_half():
-    for method in ("euclidean", "quantization"):
-        ids, size = bucket_ids(method, 6, 9, 5.0)
-        assert ids.min() == (size - 1) // 2 == ids.diagonal().max()
-        assert torch.equal(ids, ids.T)
-
-
-@pytest.mark.parametrize("method", ["euclidean", "cross", "product"])
-def test_buckets_depend_on_offsets_alone(method):
-    small, _ = bucket_ids(method, 3, 4)
-    large, _ = bucket_ids(method, 6, 9)
-    inside = (torch.arange(3)[:, None] * 9 + torch.arange(4)).flatten() + 9 + 3
-    assert torch.equal(large[..., inside[:, None], inside], small)
-
-
-def test_every_pair_with_a_prefix_token_shares_the_last_bucket():
-    for method in METHODS:
-        ids, size = bucket_ids(method, 2, 3, prefix_tokens=2)
-        bare, bare_size = bucket_ids(method, 2, 3)
-        assert size == bare_size + 1
-        assert ids[..., :2, :].eq(size - 1).all()
-        assert ids[..., :, :2].eq(size - 1).all()
-        assert torch.equal(ids[..., 2:, 2:], bare)
-        assert bare.max() < bare_size
-
-
 @settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.floats(-300, 300), min_size=1, max_size=20),
@@ -195,18 +169,6 @@ def test_piecewise_index_is_eq_18(distances, ratio):
     assert found.abs().max() <= int(2 * ratio)
     ordered = piecewise_index(torch.tensor(sorted(distances)).double(), ratio, 2 * ratio, 8 * ratio)
     assert (ordered.diff() >= 0).all()
-
-
-@given(st.integers(-50, 50), st.floats(0, 30, allow_subnormal=False))
-def test_both_functions_are_odd_and_agree_where_distances_are_short(x, beta):
-    distance = torch.tensor(x)
-    assert clip_index(distance, beta) == -clip_index(-distance, beta)
-    assert clip_index(distance, beta) == max(-int(beta), min(int(beta), x))
-    if beta > 0:
-        index = piecewise_index(distance, beta / 2, beta, 4 * beta)
-        assert index == -piecewise_index(-distance, beta / 2, beta, 4 * beta)
-        if abs(x) <= beta / 2:
-            assert index == clip_index(distance, beta)
 
 
 def test_halves_go_to_the_even_neighbour_and_precision_does_not_matter():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vlp.positions import PositionContext
-from vlp.positions.coordinates import patch_boxes
 from vlp.positions.fourier import FourierPosition, MLPPosition, fourier_features, kl_regulariser
 
 
@@ -34,16 +33,6 @@ def test_equation_2(dimensions):
             expected = slow_features(coords[i, j].tolist(), weight.tolist())
             torch.testing.assert_close(features[i, j], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(features.square().sum(-1), torch.full((2, 3), 0.5).double())
-
-
-def test_products_do_not_move_with_the_origin():
-    """Eq. 3."""
-    coords, weight = torch.randn(7, 2).double(), torch.randn(5, 2).double()
-    first = fourier_features(coords, weight)
-    moved = fourier_features(coords + torch.tensor([3.0, -8.0]), weight)
-    torch.testing.assert_close(first @ first.T, moved @ moved.T)
-    angles = (coords[:, None] - coords) @ weight.T
-    torch.testing.assert_close(first @ first.T, angles.cos().sum(-1) / 10)
 
 
 @pytest.mark.parametrize("gamma", [0.5, 3.0])
@@ -206,21 +195,6 @@ def test_patches_of_a_grid():
             features = slow_features([column, row], encoding.frequencies.tolist())
             expected = encoding.modulator(features)
             torch.testing.assert_close(out[0, 2 + row * 3 + column], expected)
-
-
-def test_patches_are_their_own_boxes():
-    encoding = FourierPosition(8, dimensions=4, groups=2, extent=2.0).double()
-    boxes = patch_boxes((2, 3), torch.float64) / torch.tensor([3, 2, 3, 2])
-    given = added(encoding, PositionContext(coordinates=boxes[None]), 6)
-    torch.testing.assert_close(given, added(encoding, PositionContext((2, 3)), 6))
-
-
-def test_in_patches_a_larger_grid_holds_the_smaller_one():
-    encoding = FourierPosition(8, (2, 3)).double()
-    small = added(encoding, PositionContext((2, 3)), 6).view(2, 3, 8)
-    large = added(encoding, PositionContext((5, 7)), 35).view(5, 7, 8)
-    torch.testing.assert_close(large[:2, :3], small)
-    assert not torch.allclose(large[0, 0], large[4, 6])
 
 
 def test_as_shares_the_grid_only_samples_more_finely():

@@ -117,15 +117,6 @@ def test_values_are_equation_17(method, shared):
         )
 
 
-def test_bias_mode_gradient_counts_the_pairs_of_a_bucket():
-    position = filled("product", mode="bias", bias_inside_scale=False)
-    query, key = states(7)
-    position("bias", query, key, PositionContext((2, 3), 1)).sum().backward()
-    ids, size = bucket_ids("product", 2, 3, prefix_tokens=1)
-    counts = torch.bincount(ids.flatten(), minlength=size).double()
-    assert torch.equal(position.tables["key"].grad[0], counts)
-
-
 def test_parameters_of_table_2():
     """DeiT-S: 22.05M, and per layer 50 rows of 64 shared, 6 x 50 x 64 else; bias mode 6 x 50."""
 

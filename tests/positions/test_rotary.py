@@ -17,7 +17,6 @@ from vlp.positions.rotary import (
     axial_angles,
     grid_places,
     mixed_angles,
-    pair_frequencies,
     rotate,
     sequence_angles,
 )
@@ -71,16 +70,6 @@ def test_theta_of_images_is_100_and_of_sequences_10000():
         assert sequence_angles(3, 8)[place].tolist() == pytest.approx(expected, abs=1e-14)
 
 
-def test_the_type_of_angles_can_be_chosen():
-    assert axial_angles(2, 2, 4).dtype == sequence_angles(2, 4).dtype == torch.float64
-    for angles in (
-        axial_angles(30, 2, 8, dtype=torch.float32),
-        sequence_angles(30, 8, dtype=torch.float32),
-    ):
-        assert angles.dtype == torch.float32
-    assert torch.equal(axial_angles(30, 2, 8).float(), axial_angles(30, 2, 8, dtype=torch.float32))
-
-
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_rotate_multiplies_complex_numbers(layout):
     x, angles = torch.randn(5, 8).double(), torch.randn(5, 4).double() * 10
@@ -97,14 +86,6 @@ def test_pairs_are_interleaved_unless_said_otherwise():
     torch.testing.assert_close(rotate(turn, quarter), torch.tensor([[-2.0, 1, -4, 3]]).double())
     torch.testing.assert_close(
         rotate(turn, quarter, "half"), torch.tensor([[-3.0, -4, 1, 2]]).double()
-    )
-
-
-def test_layouts_differ_by_an_order_of_channels():
-    x, angles = torch.randn(5, 8).double(), torch.randn(5, 4).double()
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    torch.testing.assert_close(
-        rotate(x, angles)[:, order], rotate(x[:, order], angles, "half"), rtol=0, atol=1e-14
     )
 
 
@@ -198,20 +179,6 @@ def test_a_sequence_is_as_long_as_its_tokens():
     whole, _ = position("rotate", query, key, PositionContext(prefix_tokens=1))
     part, _ = position("rotate", query[:, :, :4], key[:, :, :4], PositionContext(prefix_tokens=1))
     assert torch.equal(part, whole[:, :, :4])
-
-
-def test_axial_is_mixed_with_frequencies_along_the_axes():
-    axial, mixed = made(RotaryAxial), made(RotaryMixed)
-    pace, none = pair_frequencies(8, 100.0, axes=2), torch.zeros(2).double()
-    along_x, along_y = torch.cat([pace, none]), torch.cat([none, pace])
-    with torch.no_grad():
-        mixed.frequency_table.copy_(torch.stack([along_x, along_y])[:, None].expand(-1, HEADS, -1))
-    query, key = states(13)
-    context = PositionContext((3, 4), 1)
-    for one, other in zip(
-        axial("rotate", query, key, context), mixed("rotate", query, key, context), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_the_start_of_mixed_is_one_direction_per_head_and_its_perpendicular():

@@ -260,17 +260,6 @@ def test_gradients_of_sape_are_those_of_the_loop(mode):
 
 
 @pytest.mark.parametrize("mode", ["key", "query"])
-def test_sape_is_a_distance(mode):
-    found = sape_bias(*sape_inputs((3, 4)), mode)
-    assert torch.equal(found, found.transpose(-2, -1))
-    assert (found.diagonal(dim1=-2, dim2=-1) == 0).all()
-    off = found[..., ~torch.eye(12).bool()]
-    assert (off < 0).all()
-    path = found[..., :, :, None] + found[..., None, :, :]
-    assert (found[..., :, None, :] >= path - 1e-12).all()  # the triangle, upside down
-
-
-@pytest.mark.parametrize("mode", ["key", "query"])
 def test_open_gates_give_the_number_of_patches_from_one_to_the_other(mode):
     """papers.md#sape-s5: |i - j| + 1, whatever the content."""
     grid = (3, 4)
@@ -289,45 +278,6 @@ def test_open_gates_give_the_number_of_patches_from_one_to_the_other(mode):
             )
             expected = expected - (one - other).norm()
         torch.testing.assert_close(found[i, j], torch.as_tensor(expected))
-
-
-def test_equal_content():
-    """Summed between, it tells rows and columns apart; summed to the end, it tells nothing."""
-    table_x, table_y = torch.randn(5, DIM).double(), torch.randn(4, DIM).double()
-    query, key = (torch.randn(1, DIM).double().expand(12, -1) for _ in range(2))
-    assert (sape_bias(query, key, (3, 4), table_x, table_y, summation="suffix") == 0).all()
-    found = sape_bias(query, key, (3, 4), table_x, table_y).unflatten(0, (3, 4))
-    found = found.unflatten(2, (3, 4))
-    along, upright = found[0, :, 0], found[:, 0, :, 0]
-    for row, other in itertools.product(range(3), repeat=2):
-        expected = along + upright[row, other]
-        torch.testing.assert_close(found[row, :, other], expected, rtol=0, atol=1e-12)
-    assert (along[~torch.eye(4).bool()] < -1e-3).all()
-    assert (upright[~torch.eye(3).bool()] < -1e-3).all()
-
-
-def test_a_mirrored_image_has_the_mirrored_bias():
-    query, key, grid, table_x, table_y = sape_inputs((3, 4))
-    order = torch.arange(12).view(3, 4)
-    for flipped in (order.flip(0), order.flip(1)):
-        flipped = flipped.flatten()
-        found = sape_bias(query[:, :, flipped], key[:, :, flipped], grid, table_x, table_y)
-        expected = sape_bias(query, key, grid, table_x, table_y)[:, :, flipped][..., flipped]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    transposed = order.t().flatten()
-    found = sape_bias(query[:, :, transposed], key[:, :, transposed], (4, 3), table_y, table_x)
-    expected = sape_bias(query, key, grid, table_x, table_y)[:, :, transposed][..., transposed]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_only_the_own_row_and_column_enter_a_vector():
-    query, key, grid, table_x, table_y = sape_inputs((3, 4))
-    before = sape_bias(query, key, grid, table_x, table_y)
-    key[:, :, 0] += 1  # row 0, column 0
-    change = (sape_bias(query, key, grid, table_x, table_y) - before).abs().amax((0, 1))
-    outside = torch.tensor([5, 6, 7, 9, 10, 11])
-    assert (change[outside][:, outside] == 0).all()
-    assert (change[1:4, outside] > 0).all()
 
 
 # the distance
@@ -444,18 +394,6 @@ def test_the_encoding_leaves_the_prefix_out_of_its_lines(prefix, shared, mode):
     torch.testing.assert_close(found[:, :, prefix:, prefix:], expected, rtol=0, atol=1e-12)
     assert (found[:, :, :prefix] == 0).all()
     assert (found[..., :prefix] == 0).all()
-
-
-def test_another_grid_uses_the_same_tables():
-    position = filled(SemanticPosition(WIDTH, HEADS, (2, 3)))
-    query, key = states(20)
-    tables = position.tables_x["key"], position.tables_y["key"]
-    for grid in ((4, 5), (5, 4), (20, 1)):
-        found = position("bias", query, key, PositionContext(grid))
-        assert torch.equal(found, sape_bias(query, key, grid, *tables))
-    query, key = (x[:, :, :6] for x in (query, key))
-    named = position("bias", query, key, PositionContext((2, 3)))
-    assert torch.equal(position("bias", query, key, PositionContext()), named)
 
 
 def test_tables_of_zero_would_never_move_and_small_ones_do():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vlp.positions import PositionContext
-from vlp.positions.coordinates import patch_boxes
 from vlp.positions.sine import (
     MDSinePosition,
     SinePosition,
@@ -46,16 +45,6 @@ def test_equation_1(layout, temperature):
     for i in range(2):
         for j in range(3):
             close(out[i, j], slow_sinusoid(positions[i, j].item(), 6, temperature, layout))
-
-
-def test_the_product_depends_on_the_difference_alone():
-    positions = torch.arange(9).double()
-    encoded = sinusoid(positions, 8)
-    products = encoded @ encoded.T
-    for offset in range(9):
-        diagonal = products.diagonal(offset)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert products[0, 1] != products[0, 2]
 
 
 def test_kinds():
@@ -126,13 +115,6 @@ def test_extent_normalises():
         close(sequence[0, token], slow_sinusoid((token + 0.5) * 2.5, 4))
 
 
-def test_in_patches_a_larger_grid_holds_the_smaller_one():
-    for encoding in (SinePosition(2, 8), SinePosition(4, 8), MDSinePosition(8)):
-        small = added(encoding, PositionContext((2, 3)), 6).view(2, 3, 8)
-        large = added(encoding, PositionContext((5, 7)), 35).view(5, 7, 8)
-        torch.testing.assert_close(large[:2, :3], small, rtol=0, atol=1e-12)
-
-
 def test_given_boxes_in_any_order():
     encoding = SinePosition(4, 16, (3, 3))
     boxes = torch.rand(2, 5, 4).double()
@@ -146,13 +128,6 @@ def test_given_boxes_in_any_order():
     order = torch.randperm(5)
     turned = PositionContext(prefix_tokens=1, coordinates=boxes[:, order])
     assert torch.equal(added(encoding, turned, 6, batch=2)[:, 1:], out[:, 1:][:, order])
-
-
-def test_patches_are_their_own_boxes():
-    encoding = SinePosition(4, 16, extent=10.0)
-    boxes = patch_boxes((2, 3), torch.float64) / torch.tensor([3, 2, 3, 2])
-    given = added(encoding, PositionContext(coordinates=boxes[None]), 6)
-    torch.testing.assert_close(given, added(encoding, PositionContext((2, 3)), 6))
 
 
 @pytest.mark.parametrize(("dimensions", "groups"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
