@@ -22,7 +22,19 @@ CLASSES = 3
 # Options without which they need more than names, sizes and roles.
 OPTIONS = {"irpe-quantization": {"universe": "global"}}
 ON_A_GRID_ALONE = {"learned-1d", "learned-2d"}
-NAMES = [name for name in list_positions() if name not in CROSS_MODAL]
+ONE_OF_EACH_HOOK = (
+    "learned-1d",
+    "learned-2d",
+    "rope-axial",
+    "irpe-product",
+    "irpe-quantization",
+    "shaw",
+)
+NAMES = [
+    name if name in ONE_OF_EACH_HOOK else pytest.param(name, marks=pytest.mark.nightly)
+    for name in list_positions()
+    if name not in CROSS_MODAL
+]
 
 
 def detr(*positions, side=64, **options):
