@@ -149,11 +149,6 @@ def test_leading_axes_and_masks_of_a_batch(lead):
     assert torch.equal(reachable.reshape(-1, 6, 4, 2), torch.stack([r for _, r in slow]))
 
 
-def full(path, reachable):
-    """Paths with +inf where nothing is reachable, so that they can be compared."""
-    return path.masked_fill(~reachable, math.inf)
-
-
 metrics = st.sampled_from(["euclidean", "manhattan", "chebyshev"])
 
 
