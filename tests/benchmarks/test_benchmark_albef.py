@@ -137,11 +137,6 @@ def test_ratios_are_those_of_each_turn():
     assert "ours, equal work: itm 0.600" in table(found)
 
 
-def test_a_folder_without_albef_is_refused(tmp_path, capsys):
-    assert main(["albef", "--albef", str(tmp_path), "--width", "64", "--rows", "2"]) == 2
-    assert "clone ALBEF" in capsys.readouterr().err
-
-
 def test_ours_alone(capsys):
     arguments = ["--width", "64", "--image-layers", "1", "--text-layers", "1", "--rows", "4"]
     arguments += ["--cross-layers", "1", "--image-size", "32", "--queue", "8", "--turns", "1"]

@@ -166,8 +166,3 @@ def test_prints_tables_and_figures(capsys):
     assert ours["value"] <= 0.3
     assert by_name["flops/384px/parameters"]["value"] == 163_599_104
     assert all(math.isfinite(figure["value"]) for figure in figures)
-
-
-def test_a_configuration_that_is_not_there_is_named(capsys):
-    assert main(["flops", "--config", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml" in capsys.readouterr().err

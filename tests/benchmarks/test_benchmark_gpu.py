@@ -70,8 +70,3 @@ def test_waits_are_counted() -> None:
         numbers.square().sum()
         bool(numbers[0] > 1)
     assert len(found) == 2
-
-
-def test_a_figure_that_is_no_number_is_wrong() -> None:
-    assert CheckedFigure("", float("nan"), "").holds
-    assert not CheckedFigure("", float("nan"), "", at_most=1).holds

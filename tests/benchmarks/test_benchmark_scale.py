@@ -72,12 +72,6 @@ def test_a_rank_starts_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(figures[f"scale/{name}"] > 0 for name in ("index_open", "first_batch", "resume"))
 
 
-def test_ranks_that_cannot_share_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--shards=4", "--shard-samples=5", "--streams=3", "--ranks=2", "--batch=6"]
-    assert main(["scale", *sizes]) == 2
-    assert "2 ranks cannot share data.canonical_streams 3" in capsys.readouterr().err
-
-
 def tiny(batch: int, **objectives: object) -> PretrainConfig:
     asked = {
         "contrastive": {"token": {"group": GROUP}},

@@ -45,11 +45,6 @@ def test_only_the_position_differs(config_file):
     assert with_it["objectives"]["mlm"] == given.objectives.mlm.model_dump()
 
 
-def test_other_encodings_stay_on_both_sides(config_file):
-    both = variants(config(config_file, "model.cross.position=[ape, anchor]"))
-    assert both[WITHOUT].model.cross.position == ("ape",)
-
-
 def test_without_ace_rpe_there_is_nothing_to_measure(config_file, capsys):
     with pytest.raises(ConfigError, match="does not name `anchor`"):
         variants(config(config_file, "model.cross.position=[uniform]"))

@@ -52,13 +52,6 @@ def test_a_missing_folder_is_one_line_and_code_2(model_folder, scene_shards, mis
     assert len(error.splitlines()) == 1
 
 
-def test_a_device_that_is_none_is_refused_at_once(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main(["retrieval", "--model", "m", "--shards", "s", "--device", "gpu"])
-    assert leaving.value.code == 2
-    assert "'gpu' is no device; cpu or cuda is one" in capsys.readouterr().err
-
-
 def test_overrides_stand_anywhere(tmp_path, capsys):
     config = ROOT / "configs" / "ablation" / "cross_position.yaml"
     settings = ["seeds=[0,1]", "--config", str(config), f"output={tmp_path}", "--report", "jobs=1"]
@@ -138,16 +131,6 @@ def test_options_that_would_do_nothing_are_refused(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "counted"),
-    [("retrieval", "samples"), ("grounding", "expressions"), ("vqa", "questions")],
-)
-def test_the_help_says_what_a_limit_counts(command, counted, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert f"only the first N {counted}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.nightly

@@ -11,11 +11,9 @@ import pytest
 import torch
 from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
-from vlp.config import ConfigError
 from vlp.distributed import broadcast_tensors
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.loop import train
-from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
 
 
@@ -80,9 +78,3 @@ def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path: Path) -> Non
     assert report["best"]["step"] == 6
     looks = [line["step"] for line in lines(folder) if "validation/accuracy" in line]
     assert looks == [2, 4, 6, 8]
-
-
-def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
-    selection = BestCheckpoint(lambda _: {"accuracy": 1.0}, "recall", 1)
-    with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
-        selection.validate(Progress(), dict)

@@ -88,22 +88,6 @@ def test_a_shipped_ablation_is_planned_and_so_are_the_commands_of_its_head(file)
         check(plan(load_config(file, AblationConfig, overrides), file))
 
 
-def test_a_shipped_ablation_is_planned_from_any_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["ablate", "--config", "configs/ablation/cross_position.yaml", "--plan"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("vlp data scenes --out shards/ablation ")
-    assert "170 runs, 2 side by side" in said
-
-
-def test_an_override_is_told_in_one_way():
-    file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
-    given = load_config(file, AblationConfig, ["training.overrides={training.steps: 9}"])
-    assert "training.steps=9" in plan(given, file)[0].changes
-    with pytest.raises(ConfigError, match=r"overrides='\{training.steps: ...\}' for the first"):
-        load_config(file, AblationConfig, ["training.overrides.training.steps=9"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

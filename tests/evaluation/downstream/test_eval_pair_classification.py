@@ -11,7 +11,6 @@ from question_shards import write_shards
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.task_evaluation import sentence_of
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
@@ -84,24 +83,6 @@ def test_training_data_and_items_without_truth_are_said(tmp_path):
     result = evaluate_task(task, [write_shards(tmp_path / "some", some)], resamples=2)
     assert "1 of the items have no truth: predicted, and not judged." in result.notes
     assert result.skipped == {"no text": 1}
-
-
-def test_any_number_of_ranks_gives_the_same_rows(tmp_path, monkeypatch):
-    shards = entailment_shards(tmp_path / "shards", 13)
-    task = task_of(SnliVeConfig, tmp_path)
-    alone = evaluate_task(task, [shards], batch=3)
-    whole = Ranks.map_blocks
-
-    def played(self, count, work):
-        """Blocks of every rank of three, put together."""
-        parts = {}
-        for rank in range(3):
-            parts |= {block: work(block) for block in Ranks(rank, 3).share(count)}
-        return [parts[block] for block in range(count)]
-
-    monkeypatch.setattr(Ranks, "map_blocks", played)
-    assert evaluate_task(task, [shards], batch=3) == alone
-    monkeypatch.setattr(Ranks, "map_blocks", whole)
 
 
 def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):

@@ -65,14 +65,6 @@ def test_figures_are_those_of_the_predictions(task, shards) -> None:
     assert "ranking 6 answers" in result.table().text()
 
 
-def test_writing_freely_and_the_other_evaluator(task, shards) -> None:
-    free = evaluate_task(task, [shards], limit=4, resamples=2, predict="generate")
-    assert free.items == 4
-    assert "writing, 3 beams" in free.table().text()
-    old = evaluate_task(task, [shards], limit=4, resamples=2, version="albef_copy")
-    assert "'albef_copy'" in old.table().text()
-
-
 @pytest.mark.parametrize("version", ["official", "albef_copy"])
 def test_figures_by_type_are_the_evaluators(task, shared, version) -> None:
     place = shared / "data_tasks" / "vqa_v2"

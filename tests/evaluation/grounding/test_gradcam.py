@@ -123,13 +123,6 @@ def test_layers_are_counted_as_in_a_list():
     assert [layer_number(tiny(layers=count)) for count in (1, 2, 3, 6)] == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("layer", [2, -3])
-def test_a_layer_that_is_not_there_is_named_with_those_that_are(layer):
-    model = tiny()
-    with pytest.raises(ValueError, match=f"layer {layer}: the model has 2, 0 to 1"):
-        grad_cam(model, *encoded(model), layer)
-
-
 def test_impossible_inputs_are_refused():
     model = tiny()
     image, text = encoded(model, rows=3)

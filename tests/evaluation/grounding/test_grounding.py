@@ -146,14 +146,3 @@ def test_the_command_prints_a_table_and_refuses_a_layer_that_is_not_there(
     assert "no cross-modal layer 7" in capsys.readouterr().err
     with pytest.raises(EvaluationError, match="no cross-modal layer"):
         evaluate_grounding(vlp.load(folder), [shards], layer=7)
-
-
-def test_notes_name_the_view_and_a_score_that_was_never_trained(folder, shards, monkeypatch):
-    loaded = vlp.load(folder)
-    assert evaluate_grounding(loaded, [shards]).to_json()["view"] == "image"
-    monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
-    for by in ("gradcam", "similarity"):
-        result = evaluate_grounding(loaded, [shards], by=by, view="blank")
-        assert result.to_json()["view"] == "blank"
-        assert "View: blank." in result.notes[0]
-        assert any("never trained" in note for note in result.notes) == (by == "gradcam")

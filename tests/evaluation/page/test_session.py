@@ -250,17 +250,6 @@ def test_every_action_has_examples_that_it_answers(folders, kind):
 
 
 @needs_gradio
-def test_every_button_stands_above_what_it_shows(tried):
-    made = page(tried)
-    order = list(made.blocks)
-    acts = [one for one in made.fns.values() if one.api_visibility == "public"]
-    assert len(acts) == 4
-    for act in acts:
-        (button,) = [block for block, event in act.targets if event == "click"]
-        assert all(order.index(button) < order.index(out._id) for out in act.outputs)
-
-
-@needs_gradio
 def test_a_mistake_leaves_no_older_result(tried):
     made = page(tried)
     acts = {n: one for n, one in made.fns.items() if one.api_visibility == "public"}
@@ -286,17 +275,6 @@ def test_a_match_score_that_was_never_trained_ranks_nothing(
     assert "Match and Ground (a model trained by ITM)" in abilities(tried)
     result = evaluate_retrieval(tried.loaded, [scene_shards], rerank=2)
     assert "The match score was never trained" in str(result.table())
-
-
-def test_the_page_says_what_the_model_lacks(tried, folders):
-    said = abilities(tried)
-    assert said.startswith("Pretrained.")
-    assert "Search" not in said
-    assert all(name in said for name in ("Ask (", "Caption (", "Judge ("))
-    said = abilities(TryIt(folders["vqa"], device="cpu"))
-    assert said.startswith("Fine-tuned for vqa.")
-    assert "Ask" not in said
-    assert "Search (`--shards DIR`)" in said
 
 
 @needs_gradio

@@ -111,10 +111,3 @@ def test_the_command_lists_pairs_and_writes_them(model_folder, scene_shards, tmp
     lines = (tmp_path / "foils.predictions.jsonl").read_text().splitlines()
     assert written["items"] == len(lines)
     assert json.loads(lines[0])["foil"] in printed
-
-
-def test_a_match_score_that_was_never_trained_is_named(loaded, scene_shards, monkeypatch):
-    monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
-    result = evaluate_foils(loaded, [scene_shards], limit=4, view="blank")
-    assert "`match` says nothing" in result.notes[1]
-    assert result.to_json()["view"] == "blank"

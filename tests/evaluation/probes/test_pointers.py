@@ -191,11 +191,3 @@ def test_a_single_cross_modal_layer_has_no_gradcam_of_words(model_folder, scene_
     assert main([*arguments, "--limit", "6", "--controls"]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Grad-CAM"))
     assert row == "Grad-CAM"
-
-
-def test_gradcam_of_a_score_that_was_never_trained_is_named(two_layers, scene_shards, monkeypatch):
-    monkeypatch.setattr(type(two_layers.model), "match_is_trained", False)
-    for controls in (False, True):
-        result = evaluate_pointing(two_layers, [scene_shards], limit=3, controls=controls)
-        assert bool(result.to_json()["notes"]) == controls
-        assert ("Grad-CAM says nothing" in str(result.table())) == controls

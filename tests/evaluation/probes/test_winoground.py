@@ -151,19 +151,3 @@ def test_other_shards_are_refused(model_folder, scene_shards):
         evaluate_swaps(vlp.load(model_folder), [scene_shards], limit=0)
     with pytest.raises(ConfigError, match="no shard folder"):
         evaluate_swaps(vlp.load(model_folder), [])
-
-
-def test_notes_name_the_view_and_a_score_that_was_never_trained(
-    model_folder, swap_shards, monkeypatch
-):
-    loaded = vlp.load(model_folder)
-    plain = evaluate_swaps(loaded, [swap_shards], limit=3)
-    assert plain.notes == ("View: image.",)
-    monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
-    blank = evaluate_swaps(loaded, [swap_shards], limit=3, view="blank")
-    assert blank.to_json()["view"] == "blank"
-    assert blank.to_json()["notes"] == list(blank.notes)
-    assert list(blank.table().notes[1:]) == [
-        "View: blank.",
-        "The match score was never trained (no ITM): `match` says nothing.",
-    ]

@@ -19,7 +19,7 @@ from evaluation.downstream import evaluate_task
 from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over
 from evaluation.latex import latex_table
 from evaluation.report.html_page import page, result_tables, retrieval_cases, training_curves
-from evaluation.report.sources import read_sources, short_names
+from evaluation.report.sources import read_sources
 from evaluation.results import Figure, Table
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.retrieval import evaluate_retrieval
@@ -195,14 +195,6 @@ def test_curves_have_every_part_and_a_gap_where_a_number_is_missing():
     assert training_curves([]) == {}
 
 
-def test_results_without_intervals_are_shown_without(tmp_path):
-    (tmp_path / "vision.json").write_text(json.dumps({"top1": 41.05, "top5": 89.5}))
-    (table,) = result_tables(read_sources([tmp_path]))
-    assert table.rows[0][0] == tmp_path.name
-    assert table.rows[0][1] in ("41.0", "41.1")
-    assert not any("bootstrap" in note for note in table.notes)
-
-
 def test_damaged_and_unfinished_files_are_left_out_with_a_word(tmp_path):
     lines = "\n".join(json.dumps(line) for line in LOG)
     (tmp_path / "log.jsonl").write_text(lines + '\n{"step": 50, "loss/to')
@@ -289,15 +281,6 @@ def test_heat_lies_over_its_patches_and_a_box_frames_it():
     assert not (framed[20, 40] == green).all()
     heat_over(grey, np.zeros((2, 4)))
     assert data_uri(grey).startswith("data:image/")
-
-
-def test_names_come_from_folders_and_tell_runs_apart(tmp_path):
-    paths = [tmp_path / "a" / "best", tmp_path / "b" / "model" / "evaluation"]
-    assert short_names(paths) == ["a", "b"]
-    same = [tmp_path / "x" / "run" / "model", tmp_path / "y" / "run" / "model", tmp_path / "z"]
-    names = short_names(same)
-    assert len(set(names)) == 3
-    assert names[2] == "z"
 
 
 def test_a_note_of_one_run_names_it(tmp_path):

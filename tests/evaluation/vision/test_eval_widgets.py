@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from evaluation.vision import widgets
 from evaluation.vision.widgets import evaluate
-from vlp.tasks.caption.metrics import CaptionToolError, caption_scores
+from vlp.tasks.caption.metrics import caption_scores
 from vlp.tasks.widgets.data import open_screens
 from vlp.tasks.widgets.task import WidgetsConfig, build
 
@@ -98,16 +96,3 @@ def test_a_model_is_judged_by_what_it_generates(task) -> None:
     wanted = [both for screen in read for both in screen.captions.values()]
     scores = caption_scores(said, wanted, "plain", meteor=False)
     assert figures["rouge_l"] == pytest.approx(100 * scores.corpus["rouge_l"])
-
-
-@pytest.mark.integration
-def test_with_java_there_is_meteor(task) -> None:
-    task.config = task.config.model_copy(update={"java": True})
-    assert evaluate(task, limit=2)["meteor"] >= 0
-
-
-def test_missing_java_is_said_first(monkeypatch, task) -> None:
-    task.config = task.config.model_copy(update={"java": True})
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(CaptionToolError, match="Java"):
-        evaluate(task)

@@ -62,9 +62,3 @@ def test_a_folder_without_anchors_gives_the_papers_threshold(tmp_path, position,
     changes = {"cross": {"position": position, "anchor": {"threshold": threshold}}}
     parts, _ = start_parts(str(folder), changes)
     assert parts.model.anchor_threshold == pytest.approx(found)
-
-
-def test_public_weights_beside_a_folder_are_refused(tmp_path):
-    folder = tiny_folder(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model\.text\.weights: fine-tuning takes all weights"):
-        start_parts(str(folder), {"text": {"weights": "bert-base-uncased"}})

@@ -70,12 +70,6 @@ def test_one_task_of_slurm_may_start_a_launcher(clean: pytest.MonkeyPatch) -> No
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-def test_the_user_says_how_many_threads(clean: pytest.MonkeyPatch) -> None:
-    clean.setenv("OMP_NUM_THREADS", "3")
-    prepare_environment()
-    assert distributed.threads == []  # type: ignore[attr-defined]
-
-
 def test_without_a_process_group_one_process_agrees_with_itself() -> None:
     assert (distributed.rank(), distributed.world_size()) == (0, 1)
     distributed.barrier()

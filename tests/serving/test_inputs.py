@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, normalizers
 
 import vlp
 from vlp.data.image.any_image import as_image, as_images
-from vlp.data.text.tokenizer import as_texts
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +106,6 @@ def test_other_images_are_one_sentence(given, kind, message):
     with pytest.raises(kind, match=message) as raised:
         as_images(given)
     assert len(str(raised.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        (3, TypeError, "a text is of type int; give a string or a list of strings"),
-        (["a", None], TypeError, "a text is of type NoneType"),
-    ],
-)
-def test_other_texts_are_one_sentence(given, kind, message):
-    with pytest.raises(kind, match=message):
-        as_texts(given)
 
 
 def test_nothing_is_an_error(processor):

@@ -92,10 +92,3 @@ def test_one_image_and_several_questions(tuned, photo):
         model.answer(**processor(images=[photo, photo], text=["a", "b", "c"]))
     longer = processor.tokenizer(["what colour " * 9], return_tensors="pt")
     assert len(model.answer(**processor(images=photo), **longer)) == 1
-
-
-def test_other_folders_are_named(folder):
-    with pytest.raises(FileNotFoundError, match="pretrained, not fine-tuned"):
-        vlp.VlpForQuestionAnswering.from_pretrained(folder)
-    with pytest.raises(ValueError, match="use from_pretrained"):
-        vlp.VlpForQuestionAnswering(vlp.VlpConfig())

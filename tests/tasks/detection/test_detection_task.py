@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from vlp.config import ConfigError, load_config
+from vlp.config import ConfigError
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build, load
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import RunConfig
-
-ROOT = Path(__file__).resolve().parents[3]
 
 CLASSES = ("circle", "square", "triangle", "cross", "star")
 MODEL = {
@@ -25,10 +21,6 @@ MODEL = {
     "queries": 4,
 }  # fmt: skip
 PLACES = {"name": "learned-2d", "options": {"deviation": 1.0}}
-
-
-class Run(RunConfig):
-    task: DetectionConfig
 
 
 def config(positions=(), data=(), model=(), **options):
@@ -200,12 +192,3 @@ def test_sizes_that_differ_are_trained_together():
         config([{"name": "irpe-product"}], {"sizes": [32, 48], "crop": 0.5, "longest": 64}), 3
     )
     assert all(torch.isfinite(out.loss) for out in outputs)
-
-
-@pytest.mark.parametrize("name", ["coco_detr_resnet50", "scenes_detr_tiny"])
-def test_configurations_are_valid(name):
-    settings = load_config(ROOT / "configs" / "vision" / f"{name}.yaml", Run).task
-    kinds = [position.name for position in settings.model.positions]
-    assert settings.model.place == "layers"
-    assert kinds[0] == "sine-2d"
-    assert settings.data.multiple == 2 ** (settings.model.backbone.stage + 1)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import vlp
 from vlp.config import ConfigError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TEXTS = ["a red circle", "a small blue square", "a star"]
 
 PROBE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +10,10 @@ import torch
 from PIL import Image
 
 from evaluation.vision.pixels import evaluate
-from vlp.config import ConfigError, load_config
+from vlp.config import ConfigError
 from vlp.tasks.pixels.data import PixelBatch
 from vlp.tasks.pixels.task import Pixels, PixelsConfig, build, load
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import RunConfig
-
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
 MODEL = {"width": 32, "layers": 2, "heads": 2, "feed_forward": 64}
 
@@ -95,15 +91,3 @@ def test_encodings_that_do_not_fit_are_refused(planes):
         build(config(planes, "sape"), 2, 0, "float32")
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
         build(config("nowhere"), 2, 0, "float32")
-
-
-@pytest.mark.parametrize("name", ["pixels_imagenet64", "pixels_cifar10", "pixels_cifar10_tiny"])
-def test_configurations_make_a_task(name):
-    class Run(RunConfig):
-        task: PixelsConfig
-
-    run = load_config(CONFIGS / f"{name}.yaml", Run)
-    assert run.output == f"runs/vision/{name}"
-    assert run.training.batch % run.task.data.canonical_streams == 0
-    with torch.device("meta"):
-        assert Pixels(run.task).model.size == run.task.data.image_size

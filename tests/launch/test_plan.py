@@ -15,7 +15,7 @@ from launch.plan import meta_task, stage_memory
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / "configs/pretrain/base.yaml")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vlp.tasks.caption import metrics as spice
-from vlp.tasks.caption.metrics import PARSER, CaptionToolError, require_spice, spice_scores
+from vlp.tasks.caption.metrics import PARSER, spice_scores
 
 
 @pytest.fixture
@@ -41,14 +41,3 @@ def test_scores_stand_in_the_order_of_the_captions(scorer) -> None:
     said = [f"a {n}" for n in range(11)] + [""]
     found = spice_scores(said, [["a 0", "one\n 1"]] * 12)
     assert found.tolist() == [1.0, 1.0, *[0.5] * 9, 0.0]
-
-
-def test_a_missing_parser_is_named(scorer) -> None:
-    (scorer / PARSER[1]).unlink()
-    with pytest.raises(CaptionToolError, match=rf"put {PARSER[1]} into {scorer}"):
-        require_spice()
-
-
-def test_lists_of_other_lengths() -> None:
-    with pytest.raises(ValueError, match="1 captions against references of 2"):
-        spice_scores(["a"], [["a"], ["b"]])

@@ -199,17 +199,6 @@ def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
         )
 
 
-def test_a_start_that_cannot_be_used_is_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="is no model folder"):
-        start_parts(str(tmp_path / "nowhere"), {})
-    with pytest.raises(ConfigError, match=r"image\.image_size: "):
-        start_parts(str(folder), {"image": {"image_size": "large"}})
-    with pytest.raises(ConfigError, match="start: "):
-        start_parts(str(folder), {"text": {"layers": 3}})
-    with pytest.raises(FileNotFoundError, match="pretrained, not fine-tuned"):
-        load_task(folder)
-
-
 def test_images_may_grow(folder):
     parts, report = start_parts(str(folder), {"image": {"image_size": 24}})
     assert parts.preprocess.image_size == 24

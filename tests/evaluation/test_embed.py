@@ -23,7 +23,7 @@ from evaluation.samples import EvaluationError, Samples
 from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("captions.jsonl", "captions.npy", "images.jsonl", "images.npy")
 
 

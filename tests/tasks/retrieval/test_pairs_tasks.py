@@ -135,13 +135,6 @@ def test_groups_that_do_not_fit_are_refused(kind, shards, tmp_path):
         build_task(config)
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
-def test_masking_is_refused(kind, shards, tmp_path):
-    objectives = OBJECTIVES | {"mlm": {}}
-    with pytest.raises(ConfigError, match=f"{kind} masks nothing"):
-        settings(tmp_path, shards, kind, objectives=objectives)
-
-
 def test_grounding_has_one_expression_a_visit(shards, tmp_path):
     config = settings(tmp_path, shards, "grounding")
     assert (config.task.data.texts, config.task.data.captions) == ("expressions", "one")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evaluation.__main__ import main
 from evaluation.work_sharding import Ranks
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

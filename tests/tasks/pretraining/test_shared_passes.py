@@ -111,13 +111,6 @@ def test_a_compiled_step_shares_nothing_and_has_the_same_losses(layout, how):
         torch.testing.assert_close(output.losses[name], loss, rtol=1e-5, atol=1e-6)
 
 
-def test_what_only_shared_passes_take_is_refused_elsewhere():
-    encoder = task().model.cross_encoder
-    text, image = torch.zeros(2, 5, 16), torch.zeros(2, 1 + 16, 16)
-    with pytest.raises(ValueError, match="share images"):
-        encoder(text, image, torch.ones(2, 5).bool(), None, wanted=torch.zeros(2, 1).long())
-
-
 def test_layout_ace_and_a_gpu_share_nothing():
     states = torch.zeros(1, 1, 16)
     encoder = task(cross=cross()).model.cross_encoder

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from evaluation.vision.grids import evaluate
-from vlp.config import ConfigError, load_config
+from vlp.config import ConfigError
 from vlp.tasks.grids.data import collate_grids
 from vlp.tasks.grids.task import Grids, GridsConfig, build, load, question_of
 from vlp.tasks.vision_only import read_task
-from vlp.training.config import RunConfig
-
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
 MODEL = {"width": 64, "encoder_layers": 1, "decoder_layers": 1, "heads": 4, "feed_forward": 128}
 
@@ -90,15 +85,3 @@ def test_what_cannot_be_trained_is_refused(archive):
         build(config("nowhere", "74dd1130"), 2, 0, "float32")
     with pytest.raises(ConfigError, match="batch 3 is not a multiple"):
         build(config(archive, "74dd1130"), 3, 0, "float32")
-
-
-@pytest.mark.parametrize("name", ["grids_arc", "grids_arc_tiny"])
-def test_configurations_make_a_task(name):
-    class Run(RunConfig):
-        task: GridsConfig
-
-    run = load_config(CONFIGS / f"{name}.yaml", Run)
-    assert run.output == f"runs/vision/{name}"
-    assert run.training.batch % run.task.data.canonical_streams == 0
-    with torch.device("meta"):
-        assert Grids(run.task).model.grid == (run.task.data.size + 1,) * 2

@@ -20,7 +20,7 @@ from vlp.tasks.pretraining import Objective, Term, register_objective
 from vlp.tasks.pretraining import registry as objective
 from vlp.tasks.pretraining import task as pretraining_task
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-an-objective.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-an-objective.md"
 
 
 class ToyConfig(Config):

@@ -31,15 +31,6 @@ def test_images_that_are_none(model, name):
     assert torch.equal(encoder(encoder.tower(pixels)), encoder(pixels))
 
 
-@pytest.mark.parametrize("name", ["encode_text", "get_text_features", "model.encode_text"])
-def test_texts_that_are_none(model, name):
-    masks = [torch.ones(1, 3).bool()] * 2 if name == "model.encode_text" else []
-    with pytest.raises(TypeError, match=r"token ids are of type str; give a tensor \(texts, tok"):
-        attrgetter(name)(model)("a star", *masks)
-    with pytest.raises(ValueError, match=r"token ids have shape \(3,\)"):
-        attrgetter(name)(model)(torch.tensor([2, 7, 3]), *masks)
-
-
 @pytest.mark.parametrize("kind", [vlp.VlpProcessor, VlpImageProcessor])
 def test_options_of_processors(folder, kind):
     with pytest.raises(TypeError, match="no argument 'siez'"):
