@@ -4,7 +4,6 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Processes that tests run in, of one thread each: `make test JOBS=8` on a larger machine.
 JOBS ?= 2
-NIGHTLY := nightly or slow or multinode or ray or browser or integration
 SHELL := /bin/bash
 
 .PHONY: demo test test-commands test-nightly test-gpu test-lowest lint types contracts docs resume-check proof lock clean
@@ -24,7 +23,7 @@ test-commands: $(READY)
 # of random faults. `TESTS=FOLDER` runs a part of it; VLP_CHAOS (seconds), VLP_CHAOS_SEED and VLP_FUZZ_SEED vary it.
 test-nightly: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(NIGHTLY)' --durations=60 $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly --durations=60 $(TESTS)
 
 # Tests of kernels, which need a GPU; all others run on the CPU wherever they run.
 test-gpu: $(READY)

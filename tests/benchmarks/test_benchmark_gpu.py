@@ -15,7 +15,7 @@ from benchmarks.gpu import CheckedFigure, Part, Setting, run_check
 CONFIG = Path(__file__).parents[2] / "configs/pretrain/base.yaml"
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_every_part_runs_dry(tmp_path: Path) -> None:
     assert run_check(CONFIG, tmp_path, dry=True) == 0
     lines = (tmp_path / "figures.jsonl").read_text().splitlines()
@@ -49,7 +49,7 @@ def failing(_: Setting) -> Iterator[CheckedFigure]:
     raise KeyError("second")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", [wrong, failing])
 def test_what_is_wrong_or_fails_ends_in_1(
     part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

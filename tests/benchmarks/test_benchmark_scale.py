@@ -61,7 +61,7 @@ def test_a_node_reads_its_own_part() -> None:
     assert 40 / 2 <= shards_of_node(SMALL) <= 40 / 2 + 2
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_rank_starts_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL._asdict().items()]
     assert main(["scale", *arguments]) == 0
@@ -112,14 +112,12 @@ def added(said: str) -> dict[str, dict[str, int]]:
     }
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_calls_of_engines_on_two_ranks() -> None:
     assert added(ranks.run([SCRIPT, ",".join(CALLS)], 2)) == CALLS
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_calls_of_engines_on_a_thousand_pretended_ranks() -> None:
     """DDP needs results of its calls that the pretended group does not give."""
     engines = [name for name in CALLS if name != "ddp"]

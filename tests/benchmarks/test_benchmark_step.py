@@ -63,7 +63,7 @@ def test_slow_moments_that_hit_both_do_not_move_the_share():
     assert added_share(without, without) == (0, (0, 0))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_every_pass_and_part_is_measured(config_file):
     found = measure_overhead(config(config_file), 4, 3, 5, torch.device("cpu"), profiled_steps=1)
     for name in (WITH, WITHOUT):
@@ -81,7 +81,7 @@ def test_every_pass_and_part_is_measured(config_file):
     assert found.peak[WITHOUT] > weights
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_prints_a_table_and_figures(config_file, capsys):
     assert (
         main(

@@ -149,7 +149,7 @@ def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--executor spark: local, ray or ray://HOST:PORT" in capsys.readouterr().err
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
     given = sources(tmp_path)
     one = run_every_tool(given, tmp_path / "one", "--processes", "1")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from every_tool import run_every_tool, sources
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -101,7 +101,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> 
     assert _contents(broken) == _contents(whole)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_processes_do_not_change_the_bytes(tmp_path) -> None:
     one, several = tmp_path / "one", tmp_path / "several"
     size = ["--train", str(8 * scenes._CHUNK + 5), "--val", "0"]

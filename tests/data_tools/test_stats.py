@@ -116,7 +116,7 @@ def test_real_images(shared: Path, tmp_path: Path) -> None:
     assert found["bytes of images"] == sum(map(len, originals.values()))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_processes_count_the_same(folder: Path, tmp_path: Path) -> None:
     written = []
     for processes in ("1", "2"):

@@ -67,7 +67,7 @@ def limited(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_full_disk_is_said_plainly(shards: Path, tmp_path: Path) -> None:
     before = (shards / "index.npz").read_bytes()
     ran = limited(200, "index", shards)

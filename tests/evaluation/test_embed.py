@@ -70,8 +70,7 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_path):
     command = ["embed", "--model", str(model_folder), "--shards", str(scene_shards), "--batch", "4"]
     assert main([*command, "--out", str(tmp_path / "1")]) == 0
@@ -118,7 +117,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
     model_folder, scene_shards, tmp_path
 ):

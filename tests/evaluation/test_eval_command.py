@@ -134,7 +134,6 @@ def test_options_that_would_do_nothing_are_refused(
 
 
 @pytest.mark.nightly
-@pytest.mark.distributed
 def test_a_rank_whose_peer_goes_while_they_meet_says_so():
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     alone = os.environ | {

@@ -61,8 +61,7 @@ def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess
     return done
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_shards):
     command = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
     command += ["--rerank", "5", "--batch", "4", "--out"]
@@ -89,8 +88,7 @@ with process_group():
 """
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_rank_that_fails_ends_the_others():
     first, second = launch(2, ["-c", FAILING])
     assert first.returncode == second.returncode == 1
@@ -111,7 +109,6 @@ print(any("gloo" in name for name in threads()))
 """
 
 
-@pytest.mark.distributed
 def test_no_thread_of_a_group_outlives_it():
     for process in launch(2, ["-c", THREADS]):
         assert process.stdout.split() == ["True", "False"], process.stderr

@@ -41,7 +41,6 @@ def test_every_shipped_configuration_loads(file):
 
 
 @pytest.mark.commands
-@pytest.mark.distributed
 def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     start = tiny_folder(tmp_path / "start")
     train = entailment_shards(tmp_path / "train", 24)
@@ -82,8 +81,7 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.parametrize("teacher", ["null", "{momentum: 0.5}"])
 def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teacher, tmp_path):
     start = tiny_folder(tmp_path / "start")
@@ -111,8 +109,7 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teach
         assert all(torch.equal(one[name], again[name]) for name in one)
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_run_of_zero_3_is_validated(tmp_path):
     start = tiny_folder(tmp_path / "start")
     shards = entailment_shards(tmp_path / "shards", 12)
@@ -131,8 +128,7 @@ def test_a_run_of_zero_3_is_validated(tmp_path):
     assert report["best"]["accuracy"] == pytest.approx(found.metrics["accuracy"])
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     start = tiny_folder(tmp_path / "start")
     train = entailment_shards(tmp_path / "train", 4)

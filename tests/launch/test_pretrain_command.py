@@ -46,8 +46,7 @@ def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
     assert not lab.output("refused").exists()
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
     assert "nowhere" in said
@@ -100,8 +99,7 @@ def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
     assert "objectives.itm.group 3 does not divide a rank's 8 samples" in said
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_nodes_with_other_settings_or_data_do_not_train_together(lab: Lab) -> None:
     bad_shards(lab.folder / "node_b", good=16, bad=0)
     sources = f"data.sources=[{lab.folder / 'node_b'}]"
@@ -117,8 +115,7 @@ def test_nodes_with_other_settings_or_data_do_not_train_together(lab: Lab) -> No
         assert not lab.output("nodes").exists()
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(lab: Lab) -> None:
     for engine in ("ddp", "deepspeed"):
         arguments = lab.arguments("nodes", "training.timeout=5", f"training.engine={engine}")
@@ -187,6 +184,7 @@ def test_bad_samples_are_skipped_counted_and_named(lab: Lab) -> None:
     assert lab.log("skips")[-1]["skipped/total"] == 6
 
 
+@pytest.mark.nightly
 def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
     bad_shards(lab.folder / "all_bad", good=0, bad=8)
     sources = f"data.sources=[{{path: {lab.folder / 'all_bad'}}}]"
@@ -203,7 +201,7 @@ def ended(arguments: list[str]) -> tuple[int, str]:
     return code, said
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_missing_local_shard_ends_the_run_unless_it_may_be_skipped(lab: Lab) -> None:
     folder = lab.folder / "two_shards"
     shutil.copytree(lab.folder / "scenes" / "train", folder)
@@ -220,7 +218,7 @@ def test_a_missing_local_shard_ends_the_run_unless_it_may_be_skipped(lab: Lab) -
     assert lab.report("lost_shard")["skipped_samples"].keys() == {"missing shard"}
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_start_within_an_outage_is_a_pause_where_that_is_the_policy(lab: Lab) -> None:
     store = f"http://127.0.0.1:{ranks.free_port()}/shards"
     cache = f"data.cache={{folder: {lab.folder / 'cache'}, limit: 1GB}}"
@@ -232,8 +230,7 @@ def test_a_start_within_an_outage_is_a_pause_where_that_is_the_policy(lab: Lab) 
     assert not lab.output("outage").exists()
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_few_open_files_are_refused_and_enough_are_enough(lab: Lab) -> None:
     """Nine sources of 30 shards, read by two worker processes."""
     sources = []
@@ -261,8 +258,7 @@ def test_few_open_files_are_refused_and_enough_are_enough(lab: Lab) -> None:
     assert not lab.report("files")["skipped_samples"]
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> None:
     """The system refuses files of a checkpoint's size from the sixth batch on, on both ranks."""
     arguments = lab.arguments("full", "training.deepspeed=zero3")
@@ -281,8 +277,7 @@ def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> 
     assert lab.report("full")["resumed_at_steps"] == [4]
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_full_disk_at_the_final_model_loses_no_training(lab: Lab) -> None:
     arguments = lab.arguments("full_at_model", lab.zero(0), "training.steps=2")
     results = ranks.finish(ranks.start([FAILING, "model", "0", "0", *arguments], 2))
@@ -298,7 +293,6 @@ def test_a_full_disk_at_the_final_model_loses_no_training(lab: Lab) -> None:
     assert (lab.output("full_at_model") / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.distributed
 def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
     ranks.run([COMMAND, *lab.arguments("other", "training.steps=1")])
     arguments = lab.arguments("other", "model.cross.anchor.groups=8", "objectives.mim=null")
@@ -312,7 +306,6 @@ def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.distributed
 def test_one_failing_rank_ends_the_others(lab: Lab) -> None:
     start = time.monotonic()
     arguments = lab.arguments("failed", "training.deepspeed=zero2")
@@ -334,8 +327,7 @@ def _ranks_of(launcher: subprocess.Popen[str]) -> Iterator[tuple[int, psutil.Pro
             yield int(local[0].partition("=")[2]), process
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) -> None:
     """The signal reaches rank 1 and its loader process; all ranks leave with one code."""
     more = ("training.steps=100000", "training.checkpoint_every=100000", "data.workers=1")
@@ -386,7 +378,7 @@ def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) ->
     assert f"after step {report['step']}; go on with --resume" in said
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> None:
     shards = lab.folder / "changing"
     shutil.copytree(lab.folder / "scenes" / "train", shards)
@@ -404,7 +396,7 @@ def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> 
     assert lab.report("changed")["resumed_at_steps"] == [4, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_outlives_who_reads_its_messages_and_stops_as_ever(lab: Lab) -> None:
     """Ctrl-C ends both sides of `vlp train … 2>&1 | tee log`."""
     more = ("training.steps=100000", "training.checkpoint_every=100000")

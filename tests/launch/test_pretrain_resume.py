@@ -19,8 +19,6 @@ from vlp.models.folder import read_model
 from vlp.training.checkpoints import verify
 from vlp.training.stop_requests import REQUEUE
 
-pytestmark = pytest.mark.distributed
-
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 FAILING = Path(__file__).with_name("failing_pretrain.py")
 STAGES = [0, 1, 2, 3]
@@ -67,7 +65,7 @@ def distance(first: Path, second: Path, file: str = "weights.safetensors") -> fl
     return max(float(gap.max()) for gap in gaps.values())
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
     lab: Lab, whole: Whole, stage: int
@@ -99,7 +97,7 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
         }
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_checkpoint_becomes_a_model_folder_and_its_run_goes_on(lab: Lab, whole: Whole) -> None:
     name = "early"
     run = lab.output(whole(0, 1))
@@ -120,7 +118,7 @@ def test_a_checkpoint_becomes_a_model_folder_and_its_run_goes_on(lab: Lab, whole
         assert (final(lab, name) / file).read_bytes() == (final(lab, run.name) / file).read_bytes()
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_second_start_is_refused_on_all_ranks_while_the_first_one_trains(lab: Lab) -> None:
     arguments = lab.arguments("owners", lab.zero(0), "training.steps=100000")
     first = ranks.start([COMMAND, *arguments], 2)
@@ -142,7 +140,7 @@ def test_a_second_start_is_refused_on_all_ranks_while_the_first_one_trains(lab: 
     assert not list(lab.output("owners").glob(".lock*"))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_all_stages_give_the_same_weights(lab: Lab, whole: Whole) -> None:
     folders = [final(lab, whole(stage, 2)) for stage in STAGES]
     for folder in folders[1:]:
@@ -164,7 +162,7 @@ def test_one_rank_and_two_have_the_same_losses(lab: Lab, whole: Whole) -> None:
     assert distance(final(lab, whole(0, 1)), final(lab, whole(0, 2))) < 1e-5
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(("source", "target"), [((3, 2), (1, 1)), ((0, 1), (2, 2))])
 def test_a_checkpoint_resumes_on_other_ranks_and_another_stage(
     lab: Lab, whole: Whole, source: tuple[int, int], target: tuple[int, int]

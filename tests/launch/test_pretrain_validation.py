@@ -26,8 +26,7 @@ def looks(lab: Lab, name: str) -> dict[int, dict[str, float]]:
     return {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in lines}
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
     ranks.run([COMMAND, *lab.arguments("not_validated")])
     ranks.run([COMMAND, *lab.arguments("validated", *validated(lab))])
@@ -89,7 +88,6 @@ def test_what_fails_does_so_before_the_training(lab: Lab, change: str, said: str
 
 
 @pytest.mark.nightly
-@pytest.mark.distributed
 def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
     (lab.output("used_twice")).mkdir()
     (lab.output("used_twice") / "precious").write_text("")
@@ -101,7 +99,7 @@ def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_validation_ends_and_its_metric_changes_at_resume(lab: Lab) -> None:
     first = [*validated(lab), "training.patience=2", "training.evaluate_every=2"]
     ranks.run([COMMAND, *lab.arguments("switched_metric", *first)])

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from evaluation.__main__ import main as evaluation
 from vlp.training.checkpoints import verify
 
-pytestmark = pytest.mark.distributed
-
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 Start = Callable[..., tuple[int, str]]
 
@@ -87,6 +85,7 @@ def test_results_and_edited_files_survive_a_resume_and_a_longer_one(
     assert any(bool((old[name] != new[name]).any()) for name in old), "it was trained on"
 
 
+@pytest.mark.nightly
 def test_results_are_found_beside_the_model(
     lab: Lab, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +121,7 @@ def test_a_finished_run_without_its_checkpoints_never_begins_anew(lab: Lab, run:
     assert files(run) == before
 
 
+@pytest.mark.nightly
 def test_an_error_of_the_disk_damages_no_checkpoint(lab: Lab, run: Path) -> None:
     """/proc/self/mem is a regular file whose first byte gives EIO to whoever reads it."""
     checkpoints = run / "checkpoints"
@@ -141,6 +141,7 @@ def test_an_error_of_the_disk_damages_no_checkpoint(lab: Lab, run: Path) -> None
     assert lab.report(run.name)["resumed_at_steps"] == [STEPS]
 
 
+@pytest.mark.nightly
 def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
     lab: Lab, run: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
     assert verify(run / "checkpoints" / "step_12") is None
 
 
+@pytest.mark.nightly
 def test_where_all_checkpoints_are_damaged_no_start_begins_anew(lab: Lab, run: Path) -> None:
     for step in (run / "checkpoints").iterdir():
         os.truncate(step / "weights.safetensors", 10)
@@ -168,6 +170,7 @@ def test_where_all_checkpoints_are_damaged_no_start_begins_anew(lab: Lab, run: P
     assert names == {"step_4.corrupt", "step_8.corrupt", "step_12.corrupt"}
 
 
+@pytest.mark.nightly
 def test_a_moved_run_goes_on_where_it_lies(lab: Lab, run: Path) -> None:
     moved = run.with_name(f"{run.name}_moved")
     run.rename(moved)

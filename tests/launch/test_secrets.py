@@ -61,7 +61,7 @@ def said(*command: object) -> str:
     return text
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_secrets_reach_no_output(lab: Lab, store: ShardServer, tmp_path: Path) -> None:
     out = tmp_path / "out"
     literal = f"{USER}:planted%2Fword@", f"token={TOKEN}"

@@ -70,7 +70,6 @@ def test_every_kind_has_a_small_configuration():
 
 
 @pytest.mark.commands
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_path):
     length = ["training.steps=2", "training.batch=8", "training.log_every=1"]
@@ -94,7 +93,6 @@ def dark_and_light(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -118,8 +116,7 @@ def test_irpes_models_of_imagenet_train_at_tiny_size(model, options, tmp_path):
     assert len(tables) == (12 if model == "swin_tiny" else 2)
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
     images = dark_and_light(tmp_path / "images")
     (images / "dark" / "0.png").write_bytes(b"broken")

@@ -247,7 +247,7 @@ def test_unfused_on_a_cpu_is_logged_once(caplog):
     assert said(caplog) == ["FlexAttention runs unfused on a CPU"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_on_a_cpu():
     """The compiler refuses what the unfused form takes; without gradients it knows CPUs, too."""
     position, states = encoding(*LOOKUPS["qk"]), projected()

@@ -114,8 +114,7 @@ def run_rank(index: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_do_not_change_losses_gradients_queue_or_statistics(ranks, tmp_path):
     torch.multiprocessing.spawn(run_rank, (ranks, str(tmp_path)), nprocs=ranks)
     expected = train_step(slice(None))

@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_all(wanted, tmp_path_factory.mktemp("commands"), timeout=500)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(page: str, results: list[dict[str, Any]]) -> None:
     mine = [result for result in results if result["page"] == page]
@@ -43,14 +43,14 @@ def test_every_command_runs(page: str, results: list[dict[str, Any]]) -> None:
         assert result["code"] == 0, f"{shown}: {result['code']}\n{result['said']}"
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_own_images_end_in_a_recall_table(results: list[dict[str, Any]]) -> None:
     tables = [one["said"] for one in results if one["command"][1:3] == ["evaluate", "retrieval"]]
     assert len(tables) >= 4
     assert all("R@1" in said and "R@10" in said for said in tables)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.skipif(("vlp", "app") in ELSEWHERE, reason="Gradio is not installed")
 def test_own_images_end_on_the_page(results: list[dict[str, Any]]) -> None:
     shown = [

@@ -16,7 +16,7 @@ PAGE = "docs/get-started/own-data.md"
 FORMS = [form.__name__ for form in TEN]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="Gradio is missing"),
 ]
 

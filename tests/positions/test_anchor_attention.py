@@ -135,10 +135,12 @@ def test_half_precision_within_rounding(dtype):
         assert error <= 1.5 * usual + rounding, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("mode", ["contextual", "bias"])
 @pytest.mark.parametrize("text_queries", [True, False])
-@pytest.mark.parametrize("words", [40, 30])
+@pytest.mark.parametrize("words", [pytest.param(40, marks=pytest.mark.nightly), 30])
 def test_half_precision_over_many_keys(words, text_queries, mode, dtype):
     """A row's mean gradient, taken from a rounded output, would err several times as much."""
     layer, field = layer_and_field((6, 7), words, channels=24, groups=5, mode=mode)

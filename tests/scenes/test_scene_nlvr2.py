@@ -76,7 +76,7 @@ def _lies(obj, words, size) -> bool:
     return " ".join(name for name in names if name != "centre") == place.replace("centre", "")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_labels_are_right_and_the_words_say_nothing() -> None:
     labels = defaultdict(list)
     for index in range(400):

@@ -85,7 +85,7 @@ def _true(text: str, boxes) -> bool | None:
     return "unread"
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("same_items", [True, False])
 def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
     labels, read = defaultdict(list), 0
@@ -102,7 +102,7 @@ def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_what_there_is_says_nothing_where_items_are_the_same() -> None:
     """How many items an image has: of statements that are true of it and of others."""
 

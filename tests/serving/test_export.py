@@ -48,7 +48,7 @@ def test_the_parts_are_the_model(folder, examples):
         assert torch.equal(examples["match"][1][0], model.match(image, words))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_onnx(folder, tmp_path, examples, capsys):
     onnxruntime = pytest.importorskip("onnxruntime")
     assert main(["export", "--model", str(folder), "--out", str(tmp_path)]) == 0
@@ -108,7 +108,7 @@ def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
     assert list(Path(tmp_path).iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cross",
     [

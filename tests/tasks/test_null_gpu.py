@@ -90,7 +90,7 @@ def run_tool(tool: Path, arguments: list[str], environment: dict[str, str], seco
     return done.stdout
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", SIZES)
 def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
     assert steps[case]["synchronisations"] == {}
@@ -99,32 +99,32 @@ def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
     assert "outcomes.py" in line
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_waits_are_those_of_which_pytorch_warns(steps):
     """So `python -m benchmarks gpu` counts them."""
     assert steps["warned"]["ordinary"] == []
     assert len(steps["warned"]["logged"]) == 1
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", SIZES)
 def test_a_step_launches_no_more_kernels(steps, case):
     assert 0 < steps[case]["launches"] <= SIZES[case]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_ace_rpe_adds_few_launches(steps):
     without = steps["pretrain:unanchored"]["launches"]
     assert without < steps["pretrain:base"]["launches"] <= 1.03 * without
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", SIZES)
 def test_a_batch_is_copied_beside_the_kernels(steps, case):
     assert steps[case]["copies"].keys() == {"beside"}
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_batch_is_read_after_its_copy_and_its_memory_kept_until_then(steps):
     found = steps["copies"]
     assert found["finds_races"]
@@ -132,17 +132,17 @@ def test_a_batch_is_read_after_its_copy_and_its_memory_kept_until_then(steps):
     assert found["freed"] == ["active_pending_free"] * found["used"]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_the_base_model_with_32_pairs_stays_within_its_memory(steps):
     assert 8 < steps["pretrain:base"]["gib"] <= BASE_GIB
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
     assert steps["contract"]["equal"]
 
 
-@pytest.mark.slow  # minutes of compiling
+@pytest.mark.nightly  # minutes of compiling
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_step_launches_few_kernels_and_waits_for_nothing(how, shared, tmp_path):

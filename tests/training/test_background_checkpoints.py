@@ -263,6 +263,6 @@ def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_pat
     check_kills(tmp_path, 3)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_run_killed_anywhere_while_it_writes_goes_on(tmp_path: Path) -> None:
     check_kills(tmp_path, 16)

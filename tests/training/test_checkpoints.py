@@ -218,7 +218,7 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
     assert verify(tmp_path / "step_2") is None
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path: Path) -> None:
     """The same step is saved again after a validation; one of the two is always there."""
     config = toy_config(keep_last=1)

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
 import ranks
 
 SCRIPT = Path(__file__).with_name("meter_ranks.py")
 
 
-@pytest.mark.distributed
 def test_a_rank_without_samples_does_not_count() -> None:
     output = ranks.run([SCRIPT], 2)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))

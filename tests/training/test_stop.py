@@ -51,7 +51,16 @@ def waiting(phase: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.nightly)
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("phase", "told"),
     [("start", "before its first step"), ("training", "in the midst of a step")],
@@ -181,7 +190,7 @@ def test_a_rank_ends_with_its_launcher_but_not_with_a_shell(launched: bool) -> N
 SCRIPT = Path(__file__).with_name("together_ranks.py")
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_step_has_no_collective_call_but_the_engine_s(tmp_path: Path) -> None:
     """Gradients and the map of unused parameters; a look at the others after 1, 2, 4, 8 steps."""
     results = ranks.finish(ranks.start([SCRIPT, tmp_path / "run"], 2))

@@ -95,7 +95,7 @@ def test_the_first_view_is_averaged_with_its_flip(
     assert not np.allclose(averaged[0, 0], plain[0, 0], atol=5e-3)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_workers_and_ranks_change_nothing(make_shards, configuration, make_features, tmp_path):
     config = configuration(make_shards(count=23))
     alone = contents(make_features(config, tmp_path / "alone", "--views", 2))
@@ -111,7 +111,7 @@ def test_workers_and_ranks_change_nothing(make_shards, configuration, make_featu
     assert "images" not in ranks[1].stdout
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
     make_shards, configuration, make_features, tmp_path
 ):
@@ -136,7 +136,7 @@ def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tmp_path):
     """The first one is stopped in its work; the second one is two ranks."""
     config, out = configuration(make_shards(count=300, per_shard=10)), tmp_path / "out"

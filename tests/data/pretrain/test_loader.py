@@ -275,7 +275,7 @@ for number, _ in enumerate(data.batches(stop_after=10 * per_epoch + 8), 1):
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_epochs(make_shards: MakeShards, vocabulary: Path) -> None:
     folder = make_shards(count=100, per_shard=2, captions=1)
     command = [sys.executable, "-c", TEN_EPOCHS, str(folder), str(vocabulary)]

@@ -49,7 +49,7 @@ def require_whole(folder: Path, whole: dict[str, bytes]) -> None:
         assert found == whole
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_killed_before_any_step_of_writing(tmp_path: Path) -> None:
     write(tmp_path / "whole")
     whole = files(tmp_path / "whole")
@@ -87,7 +87,7 @@ def test_killed_at_any_moment_again_and_again(tmp_path: Path) -> None:
     assert files(folder) == whole
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path: Path) -> None:
     write(tmp_path / "old", 4)
     write(tmp_path / "new", 8)

@@ -115,7 +115,7 @@ def test_images_that_are_nowhere_or_damaged(
     assert manifest["failures"]["missing image"]["ids"] == ["v"]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
     data = shared / "data" / "flickr8k"
     arguments = ["flickr8k", "--annotations", str(data / "dataset_flickr8k.json")]

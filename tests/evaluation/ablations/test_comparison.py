@@ -64,7 +64,7 @@ def small(line):
     return line.replace("rope-mixed,irpe-product", "rope-mixed")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_the_page_leads_from_an_encoding_to_its_map_and_use(folder):
     look, compare, _ = blocks("bash")
     for line in look.strip().splitlines():
@@ -82,8 +82,7 @@ def test_the_page_leads_from_an_encoding_to_its_map_and_use(folder):
     assert "6 runs, 1 side by side" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_the_page_leads_to_a_table(folder):
     line = small(blocks("bash")[1])
     done = command(line, folder, *SMALL)

@@ -138,8 +138,7 @@ def test_a_folder_of_another_training_is_refused_and_of_another_evaluation_not_d
     assert results(config.model_copy(update={"limit": 9}), SOURCE) == {}
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tiny_ablation):
     config = load_config(tiny_ablation, AblationConfig)
     said: list[str] = []
@@ -161,8 +160,7 @@ def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tin
     assert "None" in report(config, to_frame(done))
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_variants_are_fine_tuned_and_have_their_tasks_figures(tmp_path):
     overrides = {
         "init_from": str(tiny_folder(tmp_path / "start")),
@@ -190,8 +188,7 @@ def test_variants_are_fine_tuned_and_have_their_tasks_figures(tmp_path):
     assert 0 <= found["none", 0]["accuracy"] <= 100
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
     """Corpus, variants, figures, ranks of each query and tables, at the smallest size."""
     scenes = tmp_path / "scenes"
@@ -309,7 +306,7 @@ def test_a_grid_that_is_killed_leaves_no_training(tmp_path: Path, how: int) -> N
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path: Path) -> None:
     script, out = tmp_path / "training.py", tmp_path / "runs"
     script.write_text(FAILING)

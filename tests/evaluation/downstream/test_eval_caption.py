@@ -53,7 +53,7 @@ def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
     assert cells["bleu1"] == f"{100 * result.metrics['bleu1']:.1f}" != "0.0"
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
 def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:
     result = evaluate_task(made(shards, java=True), [shards], resamples=2)

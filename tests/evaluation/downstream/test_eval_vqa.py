@@ -149,8 +149,7 @@ with process_group():
 """
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_number_of_ranks_writes_the_same(task, shards, tmp_path, world_size) -> None:
     model = tmp_path / "model"

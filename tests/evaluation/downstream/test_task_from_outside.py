@@ -72,7 +72,7 @@ def run(tmp_path_factory):
     return root / "run", shards
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_the_model_folder_names_the_module_of_the_task(run, tmp_path):
     folder = shutil.copytree(run[0] / "best", tmp_path / "model")
     file = folder / "task.json"

@@ -34,7 +34,7 @@ ACTIONS = {"match": TEXT, "answer": "what colour is it?", "ground": "a circle", 
 
 pytest.importorskip("gradio")
 client = pytest.importorskip("gradio_client")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

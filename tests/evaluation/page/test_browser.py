@@ -35,7 +35,7 @@ ANSWERS = {
 """What an answer consists of, by tab."""
 
 pytestmark = [
-    pytest.mark.browser,
+    pytest.mark.nightly,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (`chromium`)"),
 ]
 

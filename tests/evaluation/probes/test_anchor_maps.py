@@ -281,7 +281,7 @@ def test_maps_lie_where_their_patches_are_in_the_image(name, size, tmp_path):
     assert last == pytest.approx(left + 3 * width / 4, abs=2)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_each_word_and_group_has_its_own_panel(tmp_path):
     blank = made_up(groups=5)
     whole = pixels(blank, tmp_path, dots=60)

@@ -173,7 +173,6 @@ def test_one_that_fails_is_named_and_the_rest_goes_on(data, tmp_path, capsys):
 
 
 @pytest.mark.commands
-@pytest.mark.distributed
 def test_one_and_two_ranks_write_the_same(data, tmp_path):
     file = written(tmp_path, suite(data))
     command = ["all", "--config", str(file), "--out"]

@@ -80,7 +80,7 @@ def test_right_answers_have_full_precision_at_every_size(limit, workers):
     }  # fmt: skip
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_trained_model_finds_what_it_was_trained_on_and_other_sizes_work():
     torch.manual_seed(0)
     settings = config("sine-2d", test_sizes=[48, 64], sizes=[48])

@@ -13,7 +13,7 @@ import ranks
 import torch
 from launch_lab import CHECKPOINT_EVERY, Lab
 
-pytestmark = [pytest.mark.multinode, pytest.mark.distributed]
+pytestmark = pytest.mark.nightly
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 STEPS = 60

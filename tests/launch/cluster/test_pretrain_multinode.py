@@ -15,7 +15,7 @@ import ranks
 from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.multinode, pytest.mark.distributed]
+pytestmark = pytest.mark.nightly
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 

@@ -51,8 +51,7 @@ def submit(folder: Path, srun: str, arguments: list[str]) -> tuple[int, str | No
     return done.returncode, called.read_text().strip() if called.exists() else None
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_tasks_become_ranks_of_one_run(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ranks.ROOT / "launch")
     _, config, *overrides = lab.arguments("slurm", "training.steps=2")

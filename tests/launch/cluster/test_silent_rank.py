@@ -12,8 +12,6 @@ import pytest
 import ranks
 from launch_lab import Lab
 
-pytestmark = pytest.mark.distributed
-
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 PATIENCE = 2.0
 
@@ -27,7 +25,7 @@ def until(rank: ranks.Rank, true: Callable[[str], object], seconds: float) -> fl
     return time.monotonic() - began
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named_and_the_others_say_where_they_wait(lab: Lab) -> None:
     more = ("training.steps=100000", f"training.watchdog={PATIENCE}", "training.engine=ddp")
     started = ranks.start([COMMAND, *lab.arguments("silent", *more)], 2)

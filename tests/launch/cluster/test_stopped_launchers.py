@@ -19,8 +19,6 @@ from launch_lab import Lab
 from vlp.training.checkpoints import verify
 from vlp.training.stop_requests import REQUEUE
 
-pytestmark = pytest.mark.distributed
-
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 PROGRAMS = Path(sys.executable).parent
 LAUNCHERS: dict[str, list[str | Path]] = {
@@ -114,10 +112,10 @@ def require_stopped(run: Started) -> None:
     assert f"after step {report['step']}; go on with --resume" in run.said.read_text()
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
@@ -142,7 +140,7 @@ def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
         require_stopped(run)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> None:
     """Nobody is left to signal them, and a shell stands between."""
     with started(lab, "deepspeed", "node") as run:
@@ -153,6 +151,7 @@ def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> No
         assert [run.code(0), run.code(1)] == [REQUEUE, REQUEUE]
 
 
+@pytest.mark.nightly
 @SLOW
 def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
     with started(lab, "torchrun", "blocked") as run:
@@ -167,7 +166,7 @@ def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
         assert not list((lab.output("blocked") / "checkpoints").glob("*"))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGUSR1])
 def test_vlp_says_what_its_ranks_said(number: signal.Signals, lab: Lab) -> None:
     with started(lab, "vlp", f"vlp_{number.name}") as run:

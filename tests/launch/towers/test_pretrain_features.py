@@ -57,7 +57,7 @@ def test_losses_are_those_of_pixels_but_for_rounding(lab, features):
     assert stored != pixels
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_resumed_run_is_bitwise_the_same(lab, features):
     moved = features.with_name("moved")
     moved.symlink_to(features)

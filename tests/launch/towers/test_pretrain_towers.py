@@ -22,8 +22,7 @@ TOWER = (
 STEPS = ("objectives.mim=null", "training.steps=4", "training.checkpoint_every=2")
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_towers_stay_and_a_resumed_run_is_bitwise_the_same(lab: Lab, stage: int) -> None:
     names, more = [f"{kind}_towers_{stage}" for kind in ("whole", "again")], list(TOWER + STEPS)

@@ -16,7 +16,7 @@ def plain(candidates, references):
     return caption_scores(candidates, references, tokenizer="plain", meteor=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_published_scores_of_coco_captions(shared: Path) -> None:
     folder = shared / "data/caption_metrics/coco_val2014_973"
     said: dict[int, list[str]] = {}
@@ -34,7 +34,7 @@ def test_published_scores_of_coco_captions(shared: Path) -> None:
         assert scores[ours] == pytest.approx(published[theirs], abs=5.1e-4), ours
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_printed_example_of_nlg_eval(shared: Path) -> None:
     folder = shared / "data/caption_metrics/nlg_eval_example"
     lines = [

@@ -103,7 +103,7 @@ def train(config, steps=150):
     return losses
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_training_learns_captions_and_places() -> None:
     blind, seeing = train(settings(None)), train(settings())
     # Captions alone give much of their words away; which widget it is takes places.

@@ -55,7 +55,7 @@ def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]
     return found
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "graphs"),
     [
@@ -112,7 +112,7 @@ def test_sizes_that_change_become_symbols(counters: Any) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_inductor_changes_losses_by_rounding_alone() -> None:
     config = configuration(masked=False)
     task = task_of(config)
@@ -141,8 +141,7 @@ def test_one_graph_needs_texts_of_one_length() -> None:
         compile_task(task, "step", CPU)
 
 
-@pytest.mark.slow  # a minute and a half of compiling
-@pytest.mark.distributed
+@pytest.mark.nightly  # a minute and a half of compiling
 def test_engines_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
     output = ranks.run([SCRIPT, tmp_path], 2)
     for kind in ("ddp", "1", "3"):

@@ -8,8 +8,7 @@ import ranks
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_every_engine_trains_skips_saves_and_loads_as_plain_pytorch(tmp_path: Path) -> None:
     """Also: what 1 rank saved loads on 2 ranks in every engine, and the other way round."""
     for world_size, what in ((1, "train"), (2, "train"), (2, "load"), (1, "load")):
@@ -18,7 +17,6 @@ def test_every_engine_trains_skips_saves_and_loads_as_plain_pytorch(tmp_path: Pa
             assert f"{kind} holds on {world_size} ranks" in output
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_engines_and_recomputation_change_no_loss_and_no_weight(tmp_path: Path) -> None:
     ranks.run([SCRIPT.with_name("pretraining_ranks.py"), tmp_path], 2)

@@ -74,7 +74,7 @@ def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
     assert all(torch.equal(state[name], value) for name, value in expected_state.items())
 
 
-@pytest.mark.slow  # minutes of compiling, or of interpreting
+@pytest.mark.nightly  # minutes of compiling, or of interpreting
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("how", "rows", "text_window"),

@@ -24,8 +24,6 @@ from faults import BEFORE, DURING, Scene, kill_all
 from launch_lab import Lab
 from shard_server import ShardServer, manifest, serve
 
-pytestmark = pytest.mark.distributed
-
 SECONDS = float(os.environ.get("VLP_CHAOS", "900"))
 SEED = int(os.environ.get("VLP_CHAOS_SEED", "30"))
 FAULTS = int(os.environ.get("VLP_CHAOS_FAULTS", "0"))
@@ -47,7 +45,7 @@ def server(lab: Lab, tmp_path: Path) -> Iterator[ShardServer]:
         yield told
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.timeout(SECONDS * 2 + 600)
 def test_faults_change_nothing(
     lab: Lab, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
