@@ -129,6 +129,7 @@ def test_no_process_outlives_an_exception_of_the_caller() -> None:
     assert active_children() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_an_interrupted_command(number: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -109,6 +109,7 @@ print(any("gloo" in name for name in threads()))
 """
 
 
+@pytest.mark.nightly
 def test_no_thread_of_a_group_outlives_it():
     for process in launch(2, ["-c", THREADS]):
         assert process.stdout.split() == ["True", "False"], process.stderr

@@ -330,7 +330,13 @@ def test_hieras_units_are_in_raster_order():
 
 @pytest.mark.parametrize(
     "name",
-    ["eva02_tiny_patch14_224", "hiera_tiny_224", "naflexvit_base_patch16_gap", "Dinov2Model"],
+    [
+        "eva02_tiny_patch14_224",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("hiera_tiny_224", "naflexvit_base_patch16_gap", "Dinov2Model")
+        ),
+    ],
 )
 def test_copies_pickles_and_compilation_keep_the_encoding(name):
     model = make(name)

@@ -81,6 +81,7 @@ def test_torch_export(folder, tmp_path, examples, monkeypatch, capsys):
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_said_and_leaves_what_was_there(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(module, "export_parts", lambda loaded: export_parts(loaded)[:1])
     (tmp_path / "image.pt2").write_text("of before")

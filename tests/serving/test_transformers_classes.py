@@ -73,7 +73,7 @@ def inputs(processor, photo):
     return processor(images=photo, text=TEXTS, return_tensors="pt")
 
 
-@pytest.mark.parametrize("vlp_first", [True, False])
+@pytest.mark.parametrize("vlp_first", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_logits_are_the_same_in_a_clean_process(
     folder, photo, expected, model, processor, tmp_path, vlp_first
 ):

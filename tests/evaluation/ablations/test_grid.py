@@ -277,6 +277,7 @@ def _until(what: str, holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a process of its parent's end"
 )

@@ -255,7 +255,10 @@ def assert_drawn(path):
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 100
 
 
-@pytest.mark.parametrize("size", [(60, 20), (20, 30), (3000, 2000)])
+@pytest.mark.parametrize(
+    "size",
+    [(60, 20), *(pytest.param(one, marks=pytest.mark.nightly) for one in ((20, 30), (3000, 2000)))],
+)
 @pytest.mark.parametrize("name", ["anchors", "gradcam", "path"])
 def test_maps_lie_where_their_patches_are_in_the_image(name, size, tmp_path):
     # Each map alone: no dots in the panels of groups, nothing that says there is no gradient, and

@@ -92,6 +92,7 @@ def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
     assert sorted(seen) == [8] * 4 + [24] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["albef", "text"])
 @pytest.mark.parametrize("how", ["step", "blocks"])
 def test_a_compiled_step_shares_nothing_and_has_the_same_losses(layout, how):
