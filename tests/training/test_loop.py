@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, toy_config
 
@@ -369,3 +370,13 @@ def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path: Path) -> None:
     data, engine = ToyData(bad=frozenset({1, 2})), UnreadEngine(task, config.training)
     with pytest.raises(NonFiniteError, match=r"2 steps in a row were skipped, the last \(3\)"):
         train(config, task, data, engine, RunFolder(tmp_path, False))
+
+
+SCRIPT = Path(__file__).with_name("meter_ranks.py")
+
+
+@pytest.mark.distributed
+def test_a_rank_without_samples_does_not_count() -> None:
+    output = ranks.run([SCRIPT], 2)
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert found == {"loss/total": 2.0, "loss/words": 3.0, "statistics/bits": 3.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from PIL import Image
 
-from evaluation.ablations.config import AblationConfig, ResultsConfig
+from evaluation.ablations.config import AblationConfig, MeasuredConfig, ResultsConfig
+from evaluation.ablations.figures import evaluate_images, last_losses
+from evaluation.ablations.grid import results
 from evaluation.ablations.tables import (
     difference,
     half_interval,
@@ -24,7 +28,10 @@ from evaluation.ablations.tables import (
     to_frame,
     values_of,
 )
+from evaluation.commands import ablations as module
+from launch.__main__ import main
 from vlp.config import load_config
+from vlp.training.run_folder import read_log
 
 REGISTRY = Path(__file__).resolve().parents[3] / "configs/ablation/results/tables.yaml"
 T_TWO_DEGREES = 4.302652729911275
@@ -183,3 +190,79 @@ def test_stored_figures_belong_to_a_configuration_and_are_tested_by_hand():
     half = T_TWO_DEGREES * statistics.stdev(gaps) / 3**0.5
     middle = statistics.mean(gaps)
     assert [own["low"], own["high"]] == pytest.approx([middle - half, middle + half])
+
+
+def test_retrieval_by_three_rankings_and_foils_are_measured(model_folder, scene_shards, tmp_path):
+    (tmp_path / "model").symlink_to(model_folder)
+    measured = MeasuredConfig(shards=(str(scene_shards),), rerank=4, foils=9)
+    figures = evaluate_images(tmp_path, measured)
+    ways = ("text_to_image", "image_to_text")
+    stages = ("dual", "rerank", "match")
+    wanted = {f"{stage}/{way}/R@{k}" for stage in stages for way in ways for k in (1, 5, 10)}
+    assert wanted | {"foils/match/all", "foils/dual/all"} <= set(figures)
+    assert all(0 <= figure <= 100 for figure in figures.values())
+    # Each figure is the share of queries whose first right answer has such a rank.
+    queries = pd.read_csv(tmp_path / "queries.csv")
+    assert queries.columns.tolist() == ["direction", "image", "caption", *stages]
+    for way, own in queries.groupby("direction"):
+        for stage in stages:
+            for k in (1, 5, 10):
+                share = 100 * (own[stage] <= k).mean()
+                assert abs(share - figures[f"{stage}/{way}/R@{k}"]) < 1e-9
+    without = evaluate_images(tmp_path, measured.model_copy(update={"foils": 0}))
+    assert without == {name: v for name, v in figures.items() if not name.startswith("foils")}
+
+
+def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
+    rows = [
+        {"step": n, "loss/itm": n / 10, "loss/total": 1.0, "seconds": 3} for n in range(5, 55, 5)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"event": "stop"}', '{"step": 5']))
+    assert read_log(tmp_path / "log.jsonl") == (rows, 2)
+    assert last_losses(rows) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
+    rows[-1]["loss/itm"] = None  # it was not finite
+    rows.append({"step": 50, "validation/mean": 0.5, "validation/loss/total": 2.0})
+    assert last_losses(rows) == {"training/itm": 4.5, "training/total": 1.0}
+    assert read_log(tmp_path / "elsewhere") == ([], 0)
+    assert last_losses([]) == {}
+
+
+def test_results_are_listed_and_a_wrong_name_is_told_the_nearest(capsys):
+    assert main(["reproduce"]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert "0.8 minutes a run" in lines["fourier_widgets"]
+    assert "Not run: needs GPUs" in lines["irpe_detr_coco"]
+    assert main(["reproduce", "fourier_widget"]) == 2
+    assert "did you mean fourier_widgets?" in capsys.readouterr().err
+
+
+def test_stored_tables_are_printed_with_the_plan(capsys):
+    assert main(["reproduce", "irpe_tables", "--plan", "--only", "product"]) == 0
+    said = capsys.readouterr().out
+    assert "iRPE-K" in said
+    assert said.splitlines()[-2:] == [
+        "product/0 product/1 product/2", "3 runs, 2 side by side; above those to do"
+    ]  # fmt: skip
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_a_result_is_run_again_beside_its_stored_figures(
+    tiny_ablation, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    entry = {"ablation": tiny_ablation.name, "about": "noise"}
+    (folder / "tables.yaml").write_text(yaml.safe_dump({"tables": {"tiny": entry}}))
+    (folder / "tiny.csv").write_text("variant,seed,loss,top1\nnone,0,1.0,40.0\nnone,1,1.0,60.0\n")
+    monkeypatch.setattr(module, "RESULTS", folder / "tables.yaml")
+    out = tmp_path / "again"
+    assert main(["reproduce", "tiny", "--out", str(out), "--seeds", "0,1", "--only", "none"]) == 0
+    said = capsys.readouterr().out
+    stored, now = (line.split() for line in said.splitlines() if line.startswith("None"))
+    config = load_config(tiny_ablation, AblationConfig, [f"output={out}"])
+    mean = statistics.mean(figures["top1"] for figures in results(config, tiny_ablation).values())
+    assert (stored[1], now[1]) == ("50.0", f"{mean:.1f}")
+    assert stored[-1] == now[-1] == "70"
+    assert (out / "report.md").is_file()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp import distributed
-from vlp.training.engines.environment import prepare_environment
+from vlp.training.engines.environment import is_emulated, prepare_environment
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
@@ -78,3 +78,12 @@ def test_without_a_process_group_one_process_agrees_with_itself() -> None:
     values = torch.tensor([1.0, 2.0])
     assert distributed.mean_over_ranks(values).tolist() == [1.0, 2.0]
     distributed.end()
+
+
+def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert is_emulated(torch.device("cpu"), "bf16")
+    assert not is_emulated(torch.device("cpu"), "float32")
+    assert not is_emulated(torch.device("cuda"), "bf16")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert not is_emulated(torch.device("cpu"), "bf16")
