@@ -22,7 +22,7 @@ from benchmarks.albef import (
     table,
     variants,
 )
-from benchmarks.step import caption_lengths, random_batch
+from benchmarks.step import random_batch
 from vlp.objectives.config import ObjectivesConfig
 
 SIZES = StepSizes(64, 1, 1, 2, image_size=32, rows=4, max_tokens=12, queue=8)
@@ -88,21 +88,6 @@ def test_losses_distil_as_those_of_a_late_step():
     soft = own.losses()["mlm"]
     task.teacher.settings = task.teacher.settings.model_copy(update={"alpha": 0.0})
     assert own.losses()["mlm"] != pytest.approx(soft, abs=1e-3)
-
-
-def test_texts_are_as_long_as_they_are_to_be():
-    assert batch().word_mask.sum(1).tolist() == [3, 7, 10, 10]
-    assert batch().attention_mask.sum(1).tolist() == [5, 9, 12, 12]
-    lengths = caption_lengths(4000)
-    assert min(lengths) == 7
-    assert sum(lengths) / len(lengths) == pytest.approx(12, abs=0.7)  # 14 tokens
-    assert caption_lengths(8) == caption_lengths(8)
-
-
-def test_the_decoder_has_the_share_of_a_step_that_it_has_in_bert():
-    assert StepSizes(width=768).vocabulary == 30522
-    assert StepSizes(width=384).vocabulary == 15261
-    assert variants(SIZES)[EQUAL].model.text.vocab_size == SIZES.vocabulary
 
 
 class _Bert(FormerPreTrainedModel):

@@ -31,13 +31,6 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     assert (tmp_path / "check.md").read_text().count("\n| ") == 2 + len(figures)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check(CONFIG, tmp_path / "out") == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def wrong(_: Setting) -> Iterator[CheckedFigure]:
     """A result that is wrong."""
     yield CheckedFigure("one and one", 3, "", at_most=2)

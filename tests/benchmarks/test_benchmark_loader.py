@@ -123,12 +123,6 @@ def test_peers_get_the_same_samples(shards: Path, tmp_path: Path, transforms: st
     assert torch.equal(ids, prepare.text(samples[0]["txt"])[0])
 
 
-def test_what_cannot_be_run_is_one_line(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["loader", "--shards", str(shards), "--row", "fastest"]) == 2
-    assert main(["loader", "--shards", str(shards), "--workers", "4096"]) == 2
-    assert "error: --workers 4096: there are fewer cores\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("row", ["equal", "best"])
 def test_beside_open_clip(shards: Path, row: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("open_clip_train", reason="open_clip_torch is not installed")

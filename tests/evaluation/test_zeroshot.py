@@ -224,3 +224,10 @@ def test_names_that_cannot_be_used(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_an_order_by_a_score_that_was_never_trained_says_so(loaded, shards, monkeypatch):
+    monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
+    for match in (0, 2):
+        notes = evaluate_zeroshot(loaded, [shards], PROMPTS, match=match, resamples=2).notes
+        assert any("never trained (no ITM)" in note for note in notes) == bool(match)

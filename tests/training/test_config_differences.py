@@ -15,18 +15,14 @@ CONFIG = toy_config()
 SAVED = CONFIG.model_dump(mode="json")
 
 
-def changed(key: str, value: Any) -> dict[str, Any]:
-    result = deepcopy(SAVED)
+def changed(key: str, value: Any, saved: dict[str, Any] = SAVED) -> dict[str, Any]:
+    result = deepcopy(saved)
     *parents, leaf = key.split(".")
-    node = result
+    node: Any = result
     for parent in parents:
         node = node[int(parent)] if isinstance(node, list) else node[parent]
-    node[leaf] = value
+    node[int(leaf) if isinstance(node, list) else leaf] = value
     return result
-
-
-def test_the_same_configuration_has_no_differences() -> None:
-    assert compare(SAVED, deepcopy(SAVED), CONFIG) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -65,12 +61,6 @@ def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> N
     saved = changed(f"model.{key}.weights", "gone")
     said = [f"model.{key}.weights: saved 'gone', now None"]
     assert compare(saved, SAVED, CONFIG) == ([], said)
-
-
-def test_a_difference_shows_both_values() -> None:
-    assert compare(SAVED, changed("model.text.layers", 3), CONFIG).fatal == [
-        "model.text.layers: saved 6, now 3"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -159,51 +149,42 @@ def test_fields_say_what_may_differ(key: str, rule: str) -> None:
     assert resume_rule(Outside(parts=(Parts(),)), key) == rule
 
 
+FINE_TUNING = FinetuneConfig.model_validate(
+    {
+        "init_from": "model",
+        "task": {"kind": "snli_ve", "data": {"train": ["train"], "validation": ["val"]}},
+        "model": {"text": {"max_tokens": 8}},
+        "training": {"batch": 8},
+    }
+)
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "refused"),
+    ("config", "key", "value", "refused"),
     [
-        ("output", "/scratch/run", False),
-        ("data.sources.0.path", "/scratch/shards", False),
-        ("data.workers", 7, False),
-        ("data.cache", {"folder": "/scratch/cache", "limit": 5}, False),
-        ("data.sources.0.weight", 2.0, True),
-        ("training.log_every", 7, True),
-        ("training.steps", 7, True),
-        ("validation", {"shards": ["val"], "rerank": 0}, True),
-        ("model.text.layers", 7, True),
+        (CONFIG, "output", "/scratch/run", False),
+        (CONFIG, "data.sources.0.path", "/scratch/shards", False),
+        (CONFIG, "data.workers", 7, False),
+        (CONFIG, "data.cache", {"folder": "/scratch/cache", "limit": 5}, False),
+        (CONFIG, "data.sources.0.weight", 2.0, True),
+        (CONFIG, "training.log_every", 7, True),
+        (CONFIG, "training.steps", 7, True),
+        (CONFIG, "validation", {"shards": ["val"], "rerank": 0}, True),
+        (CONFIG, "model.text.layers", 7, True),
+        (FINE_TUNING, "task.data.train.0", "/scratch/train", False),
+        (FINE_TUNING, "task.data.validation.0", "/scratch/val", False),
+        (FINE_TUNING, "task.data.workers", 3, False),
+        (FINE_TUNING, "model.text.max_tokens", 9, True),
+        (FINE_TUNING, "task.label_smoothing", 0.5, True),
     ],
 )
 def test_a_node_may_have_its_own_places_alone(
-    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
+    monkeypatch: pytest.MonkeyPatch, config: Any, key: str, value: Any, refused: bool
 ) -> None:
-    other = dict(_leaves(changed(key, value))), {"source 0": "a"}
+    values = changed(key, value, config.model_dump(mode="json"))
+    other = dict(_leaves(values)), {"source 0": "a"}
     monkeypatch.setattr(distributed, "from_rank_0", lambda value: other)
     with pytest.raises(ConfigError, match=key) if refused else nullcontext():
-        require_same_on_all_ranks(CONFIG, {"source 0": "a"})
+        require_same_on_all_ranks(config, {"source 0": "a"})
     with pytest.raises(ConfigError, match="source 0 of the data is not that of rank 0"):
-        require_same_on_all_ranks(CONFIG, {"source 0": "b"})
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "refused"),
-    [
-        ("task.data.train.0", "/scratch/train", False),
-        ("task.data.validation.0", "/scratch/val", False),
-        ("task.data.workers", 3, False),
-        ("model.text.max_tokens", 9, True),
-        ("task.label_smoothing", 0.5, True),
-    ],
-)
-def test_a_node_of_a_fine_tuning_may_have_its_own_places_alone(
-    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
-) -> None:
-    data = {"train": ["train"], "validation": ["val"]}
-    config = FinetuneConfig.model_validate(
-        {"init_from": "model", "task": {"kind": "snli_ve", "data": data},
-         "model": {"text": {"max_tokens": 8}}, "training": {"batch": 8}}
-    )  # fmt: skip
-    values = dict(_leaves(config.model_dump(mode="json")))
-    assert key in values
-    monkeypatch.setattr(distributed, "from_rank_0", lambda _: (values | {key: value}, {}))
-    with pytest.raises(ConfigError, match=key) if refused else nullcontext():
-        require_same_on_all_ranks(config, {})
+        require_same_on_all_ranks(config, {"source 0": "b"})

@@ -178,12 +178,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
 
 
-def test_a_batch_is_asked_for_at_its_step(tmp_path: Path) -> None:
-    asked: list[int] = []
-    run(tmp_path, ToyData(before=asked.append))
-    assert asked == list(range(8))
-
-
 def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
     run(tmp_path)
     before = state(tmp_path, 8)
@@ -318,12 +312,6 @@ def test_dead_features_are_warned_about(
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
     assert "image_token_cosine is 0.990" in warned[0]
-
-
-def test_a_finished_run_started_again_keeps_its_report(tmp_path: Path) -> None:
-    _, report = run(tmp_path)
-    _, again = run(tmp_path, resume=True)
-    assert again["last_log"] == report["last_log"] != {}
 
 
 def test_dropout_is_the_same_after_a_resume(

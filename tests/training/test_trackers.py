@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from mlflow import MlflowClient
 from wandb.proto import wandb_internal_pb2
 
@@ -136,18 +135,3 @@ def test_what_cannot_be_used_is_said_before_the_training(
     folder = RunFolder(tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
         open_trackers(["mlflow"], folder, "toys", 0)
-
-
-def test_without_a_login_wandb_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    wandb.teardown()  # it keeps what the environment said when it was first asked
-    with pytest.raises(ConfigError, match=r"wandb cannot be used \(No API key configured"):
-        require_access(["wandb"])
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.teardown()
-    require_access(["wandb"])

@@ -6,7 +6,7 @@ import pytest
 
 from vlp.config import ConfigError
 from vlp.training.config import TrainingConfig
-from vlp.training.engines.deepspeed import deepspeed_config, deepspeed_file
+from vlp.training.engines.deepspeed import deepspeed_config
 from vlp.training.optimiser import OptimiserConfig
 
 
@@ -61,10 +61,3 @@ def test_ranks_must_divide_the_batch(tmp_path: Path) -> None:
     config = write(tmp_path, {"zero_optimization": {"stage": 1}})
     with pytest.raises(ConfigError, match=r"training\.batch 12 .* 5 ranks"):
         deepspeed_config(config, 5)
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'zero9'; known are zero0, zero1, zero2, zero3"):
-        deepspeed_file("zero9")
-    with pytest.raises(ConfigError, match=r"no file absent\.json"):
-        deepspeed_file("absent.json")
