@@ -363,7 +363,6 @@ def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path: Path) -> None:
 SCRIPT = Path(__file__).with_name("meter_ranks.py")
 
 
-@pytest.mark.distributed
 def test_a_rank_without_samples_does_not_count() -> None:
     output = ranks.run([SCRIPT], 2)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))

@@ -246,8 +246,7 @@ def test_stored_tables_are_printed_with_the_plan(capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.integration
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_result_is_run_again_beside_its_stored_figures(
     tiny_ablation, tmp_path, monkeypatch, capsys
 ):
