@@ -70,7 +70,7 @@ pretrain baselines | 8 | pretrain/scenes_tiny | model.cross.position=[uniform, a
     | objectives.contrastive={kind: sigmoid}
 pretrain soft | 8 | pretrain/scenes_tiny | model.cross.position=[anchor-soft]
 pretrain bias | 8 | pretrain/scenes_tiny | model.cross.position=[anchor, cope]
-    | model.cross.anchor.mode=bias
+    | model.cross.options.anchor.mode=bias
 pretrain flickr8k_small | 12 | pretrain/flickr8k_small
 pretrain ace_paper | 30 | pretrain/ace_paper | data.canonical_streams=8
     | model.text={weights: null, width: 96, layers: 2, heads: 4, intermediate: 192, vocab_size: 256}

@@ -79,7 +79,7 @@ def our_config(
     """Return the pretraining of equal work; with ACE-RPE, or with every loss of the default."""
     width, heads = sizes.width, sizes.heads
     layer = {"width": width, "heads": heads, "intermediate": 4 * width, "weights": None}
-    teacher = {"queue": sizes.queue, "alpha": ALPHA, "momentum": MOMENTUM, "warmup_steps": 0}
+    teacher = {"queue": sizes.queue, "momentum": MOMENTUM, "warmup_steps": 0}
     objectives: dict[str, Any] = {"teacher": teacher, "itm": {"group": sizes.rows}}
     objectives["mlm"] = {"probability": MASKED}
     if every_loss:

@@ -111,25 +111,32 @@ def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
 
 def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """ACE-RPE as the paper counts: E built for each table, direction and layer."""
-    cross, anchor = config.cross, config.cross.anchor
+    cross, options = config.cross, config.cross.anchor_options
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
     times = cross.layers * (2 if cross.layout == "ace" else 1)
-    tables = 1 if anchor.mode == "bias" else len(anchor.roles)
+    tables = 1 if options.mode == "bias" else len(options.roles)
     parts = [
-        LayerFlops("ACE-RPE: E = P W built", times * tables * 2 * entries * anchor.groups * width)
+        LayerFlops(
+            "ACE-RPE: E = P W built", times * tables * 2 * entries * cross.anchor.groups * width
+        )
     ]
-    if anchor.mode == "bias":
+    if options.mode == "bias":
         parts.append(LayerFlops("ACE-RPE: E W_E", times * 2 * entries * width))
-    elif "value" in anchor.roles:
+    elif "value" in options.roles:
         parts.append(LayerFlops("ACE-RPE: sum of a E", times * 2 * entries * width))
     return parts
 
 
 def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """ACE-RPE as ours runs, FLOPs per pair."""
-    cross, anchor = config.cross, config.cross.anchor
-    width, groups, patches, words = config.text.width, anchor.groups, shape.patches, shape.tokens
-    channels = config.embed_dim if anchor.features == "projected" else width
+    cross, options = config.cross, config.cross.anchor_options
+    width, groups, patches, words = (
+        config.text.width,
+        cross.anchor.groups,
+        shape.patches,
+        shape.tokens,
+    )
+    channels = config.embed_dim if options.features == "projected" else width
     entries = patches * words * groups
     parts = [
         # x / |x| per group: square, sum, divide.
@@ -139,25 +146,24 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
             elementwise=3 * (patches + words) * channels,
         ),
         LayerFlops(
-            "ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, anchor)
+            "ACE-RPE: distance and path",
+            elementwise=entries * path_steps(shape.grid, cross.anchor, options.metric),
         ),
         LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
     ]
     directions = [(words, 1 + patches), (1 + patches, words)][: 2 if cross.layout == "ace" else 1]
-    if anchor.mode == "bias":
-        vectors = 2 * groups * width / (cross.heads if anchor.shared_heads else 1) / shape.pairs
-        heads = 1 if anchor.shared_heads else cross.heads
+    if options.mode == "bias":
+        vectors = 2 * groups * width / (cross.heads if options.shared_heads else 1) / shape.pairs
+        heads = 1 if options.shared_heads else cross.heads
         bias = sum(2 * queries * keys * groups * heads for queries, keys in directions)
         slopes = len(directions) * vectors
         return [*parts, LayerFlops("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
     tables = gathered = embedded = 0.0
     for queries, keys in directions:
-        for role in anchor.roles:
-            if role == "value" and not anchor.value_pooled:
-                continue
+        for role in options.roles:
             tokens = queries if role == "query" else keys
             tables += 2 * tokens * groups * width
-        if "value" in anchor.roles:
+        if "value" in options.roles:
             gathered += 2 * queries * keys * groups * cross.heads
             embedded += 2 * queries * groups * width
     return [
@@ -168,7 +174,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     ]
 
 
-def path_steps(grid: tuple[int, int], anchor: AnchorConfig) -> int:
+def path_steps(grid: tuple[int, int], anchor: AnchorConfig, metric: str = "euclidean") -> int:
     """Operations for each entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
 
     4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark
@@ -177,8 +183,8 @@ def path_steps(grid: tuple[int, int], anchor: AnchorConfig) -> int:
     reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
     # To either side at once: a minimum of both, the length added, a minimum with the rest.
     over_tokens = 4 if reach is None else 3 * reach
-    if patches is None and anchor.metric != "euclidean":
-        over_patches = 8 if anchor.metric == "manhattan" else 12
+    if patches is None and metric != "euclidean":
+        over_patches = 8 if metric == "manhattan" else 12
     else:
         down, right = (size - 1 if patches is None else min(patches, size - 1) for size in grid)
         over_patches = 3 * right + down * (1 + 3 * right + 2)

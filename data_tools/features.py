@@ -48,8 +48,8 @@ def features(
     at_least_1(views=views, batch=batch)
     settings = load_config(config, PretrainConfig, overrides or [])
     put_in_force(settings.limits)
-    if settings.data.sampler != "indexed":
-        raise ConfigError("data.sampler: features are stored by index; it must be indexed")
+    if settings.data.epoch_samples is not None:
+        raise ConfigError("data.epoch_samples: features are stored by index; it must be null")
     with distributed.process_group():
         advise("--precision", precision)
         writer = feature_writer(settings, out, views, dtype, precision)

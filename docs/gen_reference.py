@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vlp.models.config import AnchorOptions  # noqa: E402
 from vlp.positions import describe_options, list_positions  # noqa: E402
 from vlp.positions.options import SIZES  # noqa: E402
 from vlp.positions.registry import position_class  # noqa: E402
@@ -151,6 +152,7 @@ def _configuration_page() -> str:
         "## Options of position encodings\n",
         "They stand in `options` of `model.cross` and of an entry of `model.image.positions`.",
         f"{', '.join(f'`{size}`' for size in SIZES)} the model knows by itself.\n",
+        _table(AnchorOptions),
         *map(_encoding, list_positions()),
     ]
     return "\n".join(parts)

@@ -98,7 +98,7 @@ def align(
 
 def _pays(config: PretrainConfig, data: Any, total: int) -> bool:
     """Return whether a frozen tower would see images several times."""
-    if config.data.features is not None or config.data.sampler != "indexed":
+    if config.data.features is not None or config.data.epoch_samples is not None:
         return False
     images = sum(index.shards.total for index in data.sources)
     return total * config.training.batch > 2 * images

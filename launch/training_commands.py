@@ -150,7 +150,7 @@ def convert_albef(
 
     \b
       vlp convert-albef --checkpoint ALBEF.pth --vocabulary bert-base-uncased \\
-          --out models/albef --image-size 384 cross.anchor.mode=bias
+          --out models/albef --image-size 384 cross.options.anchor.mode=bias
     """
     from launch.from_albef import convert
 

@@ -26,6 +26,9 @@ from vlp.training.engines.deepspeed import shards_parameters
 
 _TRIED = 16
 """Samples that are evaluated before the training."""
+_SAMPLES, _BATCHES = 1000, 4
+"""First samples that recall is computed of (Flickr30k and COCO 1K have as many), and first global
+batches that losses are: a validation must cost little beside the training."""
 
 
 def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
@@ -49,9 +52,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     whole = copy.deepcopy(task.model) if shards_parameters(training) else None
     loaded = Loaded(whole or task.model, data.text, data.preprocessing)
 
-    def validate(
-        parameters: Parameters, limit: int | None = chosen.limit, batches: int = chosen.batches
-    ) -> Figures:
+    def validate(parameters: Parameters, limit: int = _SAMPLES, batches: int = _BATCHES) -> Figures:
         if whole is not None:
             whole.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
         return recalls(loaded, chosen, limit, config) | losses(batches)
@@ -59,12 +60,9 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     every = training.evaluate_every
     if every is None:
         every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
-    selection = BestCheckpoint(
-        validate, training.metric or "mean", every, training.patience, chosen.model_dump_json()
-    )
-    tried = _TRIED if chosen.limit is None else min(chosen.limit, _TRIED)
+    selection = BestCheckpoint(validate, "mean", every, None, chosen.model_dump_json())
     try:
-        selection.require(validate(task.state_dict, tried, min(chosen.batches, 1)))
+        selection.require(validate(task.state_dict, _TRIED, 1))
     except EvaluationError as error:
         raise ConfigError(f"validation: {error}") from error
     return selection
@@ -79,7 +77,7 @@ def readers(config: PretrainConfig) -> int:
 
 
 def recalls(
-    loaded: Loaded, chosen: ValidationConfig, limit: int | None, config: PretrainConfig
+    loaded: Loaded, chosen: ValidationConfig, limit: int, config: PretrainConfig
 ) -> Figures:
     """Compute the mean of all recalls and each recall, of the last stage."""
     found = evaluate_retrieval(
@@ -116,7 +114,6 @@ class HeldOutLosses:
             update={
                 "sources": tuple(SourceConfig(path=path) for path in chosen.shards),
                 "features": chosen.features,
-                "sampler": "indexed",
                 "epoch_samples": None,
                 "workers": readers(config),
                 "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),

@@ -81,12 +81,12 @@ def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
     assert (keys != teacher.queue.image).any(1).sum() == SIZES.rows  # of one step, not of two
 
 
-def test_losses_distil_as_those_of_a_late_step():
+def test_losses_distil_as_those_of_a_late_step(monkeypatch):
     own = OwnStep(variants(SIZES)[EQUAL], batch(), CPU)
     task = own.trainee.task
     task.teacher.average.module["mlm_head"].bias.normal_(std=5)
     soft = own.losses()["mlm"]
-    task.teacher.settings = task.teacher.settings.model_copy(update={"alpha": 0.0})
+    monkeypatch.setattr("vlp.tasks.teacher.SOFT_SHARE", 0.0)
     assert own.losses()["mlm"] != pytest.approx(soft, abs=1e-3)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main
@@ -52,12 +52,11 @@ CROSS = [
     {},
     {"layout": "text"},
     {"layout": "albef"},
-    {"anchor": {"groups": 4, "roles": ("query",)}},
-    {"anchor": {"groups": 2, "roles": ("key", "value"), "shared_heads": True}},
-    {"anchor": {"groups": 2, "roles": ("query", "value"), "value_pooled": False}},
-    {"anchor": {"groups": 2, "features": "encoder"}},
-    {"anchor": {"groups": 2, "mode": "bias"}},
-    {"anchor": {"groups": 2, "mode": "bias", "shared_heads": True}, "layout": "text"},
+    ace(groups=4, roles=("query",)),
+    ace(groups=2, roles=("key", "value"), shared_heads=True),
+    ace(groups=2, features="encoder"),
+    ace(groups=2, mode="bias"),
+    ace(groups=2, mode="bias", shared_heads=True) | {"layout": "text"},
 ]
 
 
@@ -127,7 +126,7 @@ def test_steps_of_the_path_are_the_passes_that_pytorch_makes(settings):
             words,
             anchor.text_window,
             anchor.patch_window,
-            anchor.metric,
+            "euclidean",
         )
     steps = path_steps(grid, anchor)
     assert 0.75 * steps <= passes.elements / similarity.numel() <= steps

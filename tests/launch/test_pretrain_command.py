@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
     said = results[0][1] + results[1][1]
     assert said.count("was trained with another configuration") == 1
     assert "model.cross.anchor.groups: saved 4, now 8" in said
-    assert "objectives.mim.ratio" in said
+    assert "objectives.mim.output" in said
     assert "Traceback" not in said
 
 
@@ -379,7 +379,7 @@ def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) ->
 
 
 @pytest.mark.nightly
-def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> None:
+def test_a_run_on_changed_shards_is_refused(lab: Lab) -> None:
     shards = lab.folder / "changing"
     shutil.copytree(lab.folder / "scenes" / "train", shards)
     arguments = lab.arguments("changed", f"data.sources=[{{path: {shards}}}]")
@@ -390,10 +390,6 @@ def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> 
     assert code == 1
     assert "was trained on other data: source 0 changed since" in said
     assert "Traceback" not in said
-    accept = "training.accept_changed_data=true"
-    ranks.run([COMMAND, *arguments, accept, "training.steps=8", "--resume"])
-    ranks.run([COMMAND, *arguments, "--resume"])
-    assert lab.report("changed")["resumed_at_steps"] == [4, 8]
 
 
 @pytest.mark.nightly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 
 from vlp.models import itm_scorer as module
 from vlp.models.config import ModelConfig
@@ -24,12 +24,11 @@ ANCHORS = [
     {"roles": ("query",)},
     {"roles": ("key",)},
     {"roles": ("value",)},
-    {"value_pooled": False},
     {"features": "encoder"},
     {"shared_heads": True, "scale": 2.0},
     {"mode": "bias", "shared_heads": True},
     {"text_window": None, "patch_window": None, "metric": "manhattan"},
-    {"hard": False, "tau": 5.0},
+    {"tau": 5.0},
     {"unreachable": "far"},
 ]
 
@@ -43,7 +42,7 @@ def strong(layout, position, layers=3, dtype=torch.float64, pooling="cls", token
         "position": position,
         "pooling": pooling,
         "token_score": token_score,
-        "anchor": {"groups": 2} | anchor,
+        **ace(**{"groups": 2} | anchor),
     }
     model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross})).to(dtype).eval()
     for name, parameter in model.named_parameters():

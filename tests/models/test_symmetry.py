@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
@@ -22,7 +22,7 @@ def score(position, order, **anchor):
     """Logits of a text with images, one as it is and one with its patches in another order."""
     torch.manual_seed(0)
     size = {"image_size": SIDE * PATCH, "patch_size": PATCH, "position": "none"}
-    cross = {"layout": "ace", "position": position, "anchor": {"groups": 2} | anchor}
+    cross = {"layout": "ace", "position": position, **ace(**{"groups": 2} | anchor)}
     settings = TINY_MODEL | {
         "image": TINY_MODEL["image"] | size,
         "cross": TINY_MODEL["cross"] | cross,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from pydantic import ValidationError
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices
@@ -238,7 +238,7 @@ def test_path_gradient_is_stopped_unless_asked_for():
 @pytest.mark.parametrize("layers", [1, 2])
 def test_bias_mode_reaches_the_match_score_from_two_layers_on(layers):
     torch.manual_seed(0)
-    model = tiny(layers=layers, anchor={"groups": 4, "mode": "bias"})
+    model = tiny(layers=layers, **ace(groups=4, mode="bias"))
     model.match(*encoded(model)).sum().backward()
     gradients = [p.grad for name, p in model.named_parameters() if "bias_table" in name]
     assert any(g is not None and g.abs().max() > 0 for g in gradients) == (layers > 1)

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from pydantic import ValidationError
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 
 from vlp.models.config import CrossConfig, ModelConfig
 from vlp.models.vlp import VLPModel
@@ -116,12 +116,14 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
         ({"position": ["rope"]}, "did you mean 'rope-1d'"),
         ({"position": ["sape"], "layout": "text"}, "position `sape` needs layout `ace`"),
         ({"position": ["anchor"], "options": {"sape": {}}}, "options of sape, which position does"),
-        ({"position": ["anchor"], "options": {"anchor": {}}}, "options of anchor"),
+        ({"position": ["ape"], "options": {"anchor": {}}}, "options of anchor"),
+        ({"options": {"anchor": {"mod": "bias"}}}, r"options\.anchor\.mod: .*did you mean 'mode'"),
+        ({"options": {"anchor": {"roles": []}}}, r"options\.anchor: roles must name"),
         ({"position": ["anchor"], "options": {"alignment": {}}}, "options of alignment"),
         ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
         ({"position": ["anchor", "anchor-soft"]}, "names an encoding twice: anchor, anchor"),
         ({"position": ["anchor-soft"], "anchor": 5}, "should be a valid dictionary"),
-        ({"anchor": {"hard": False, "unreachable": "far"}}, "far is of hard anchors"),
+        ({**ace(tau=5, unreachable="far")}, "far is of hard anchors"),
         ({"position": ["anchor-sof"]}, "did you mean 'anchor-soft'"),
     ],
 )
@@ -136,14 +138,14 @@ def test_soft_anchors_have_a_name():
     cross["anchor"] = cross.get("anchor", {}) | {"groups": 2}
     named = ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross
     assert named.position == ("alignment", "anchor")
-    assert (named.anchor.hard, named.anchor.tau, named.anchor.groups) == (False, 5, 2)
+    assert (named.anchor.tau, named.anchor.groups) == (5, 2)
     assert CrossConfig.model_validate(named.model_dump()) == named
     cross["anchor"]["tau"] = 2
     assert ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross.anchor.tau == 2
     # Over a stored configuration, which has every setting.
     stored = CrossConfig().model_dump() | {"position": ("anchor-soft",)}
     anchor = CrossConfig.model_validate(stored).anchor
-    assert (anchor.hard, anchor.tau) == (False, 5)
+    assert anchor.tau == 5
 
 
 @pytest.mark.parametrize("name", WITHIN)

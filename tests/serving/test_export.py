@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import TINY_MODEL, ace, tiny_text
 
 import vlp
 from launch.__main__ import main
@@ -116,8 +116,8 @@ def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
         *({"position": [name]} for name in (*list_positions(), "ape", "rpe")),
         *({"position": position, "layout": layout}
           for position in (["anchor"], []) for layout in ("text", "albef")),
-        {"anchor": {"groups": 2, "mode": "bias"}},
-        {"anchor": {"groups": 2, "hard": False, "tau": 10}},
+        ace(groups=2, mode="bias"),
+        {"anchor": {"groups": 2, "tau": 10}},
         {"anchor": {"groups": 2, "text_window": None, "patch_window": None}},
     ],
     ids=str,

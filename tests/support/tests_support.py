@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+from vlp.models.config import AnchorOptions
 
 TINY_MODEL = {
     "text": {"vocab_size": 64, "width": 16, "layers": 1, "heads": 2, "intermediate": 32,
@@ -38,3 +39,12 @@ def launch_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def ace(**settings):
+    """Return keys of a cross-modal encoder: ACE-RPE's settings and options, by their names."""
+    options = {
+        name: value for name, value in settings.items() if name in AnchorOptions.model_fields
+    }
+    anchor = {name: value for name, value in settings.items() if name not in options}
+    return {"anchor": anchor, **({"options": {"anchor": options}} if options else {})}

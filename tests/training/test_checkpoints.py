@@ -48,25 +48,15 @@ def save(folder: Path, steps: range, config: PretrainConfig) -> dict[int, dict[s
     return saved
 
 
-def test_changed_data_is_named_and_accepted_only_when_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_data_is_named(tmp_path: Path) -> None:
     config = toy_config()
     engine, task = fresh(config)
     before = {"source 0": "a", "source 1": "b", "vocabulary": "c"}
     Checkpoints(tmp_path, config, before).save(engine, task, Progress(step=1))
     assert Checkpoints(tmp_path, config, before).load(*fresh(config)) == Progress(step=1)
     now = {"source 0": "a", "source 1": "x", "features": "d"}
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="other data: features, source 1, vocabulary changed"):
         Checkpoints(tmp_path, config, now).load(*fresh(config))
-    assert "other data: features, source 1, vocabulary changed since; restore" in str(caught.value)
-    assert "training.accept_changed_data=true" in str(caught.value)
-    accepting = toy_config(accept_changed_data=True)
-    checkpoints = Checkpoints(tmp_path, accepting, now)
-    assert checkpoints.load(engine, task) == Progress(step=1)
-    assert "features, source 1, vocabulary changed" in caplog.text
-    checkpoints.save(engine, task, Progress(step=2))
-    assert Checkpoints(tmp_path, config, now).load(*fresh(config)) == Progress(step=2)
 
 
 def test_a_checkpoint_that_knows_no_data_is_resumed_on_any(tmp_path: Path) -> None:
@@ -104,15 +94,6 @@ def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
     progress = Checkpoints(tmp_path, config).load(*fresh(config))
     assert progress is not None
     assert progress.step == 12
-
-
-def test_every_so_manyth_step_stays_beside_the_last(tmp_path: Path) -> None:
-    config = toy_config(keep_last=1, checkpoint_every=1, keep_every=4)
-    save(tmp_path, range(1, 11), config)
-    assert names(tmp_path) == ["step_10", "step_4", "step_8"]
-    progress = Checkpoints(tmp_path, config).load(*fresh(config))
-    assert progress is not None
-    assert progress.step == 10
 
 
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -181,7 +162,7 @@ def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path: Path) ->
     message = str(caught.value)
     assert "another configuration" in message
     assert "model.text.layers: saved 6, now 2" in message
-    assert "objectives.mim.ratio" in message
+    assert "objectives.mim.output" in message
     assert names(tmp_path) == ["step_1"]
 
 

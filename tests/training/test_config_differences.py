@@ -29,7 +29,7 @@ def changed(key: str, value: Any, saved: dict[str, Any] = SAVED) -> dict[str, An
     ("key", "value"),
     [
         ("model.text.layers", 3),
-        ("model.cross.anchor.roles", ["query"]),
+        ("model.cross.anchor.groups", 4),
         ("objectives.mlm", None),
         ("objectives.itm.group", 8),
         ("data.canonical_streams", 4),

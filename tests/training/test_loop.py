@@ -17,6 +17,7 @@ from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, toy_config
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
+from vlp.training import loop
 from vlp.training.config import PretrainConfig
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
 from vlp.training.optimiser import learning_rate
@@ -241,26 +242,35 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(
 
 
 @pytest.mark.parametrize("most", [0, 2])
-def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path, most: int) -> None:
+def test_too_many_skips_in_a_row_end_the_run(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_NON_FINITE", most)
     with pytest.raises(NonFiniteError, match=rf"{most + 1} steps in a row .*loss total"):
-        run(tmp_path, ToyData(bad=frozenset(range(3, 99))), max_non_finite=most, steps=99)
+        run(tmp_path, ToyData(bad=frozenset(range(3, 99))), steps=99)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ended"] == "failed"
     assert report["step"] == 3 + most + 1
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
 
 
-def test_skips_that_are_not_in_a_row_do_not_end_it(tmp_path: Path) -> None:
-    _, report = run(tmp_path, ToyData(bad=frozenset({0, 1, 3, 4, 6})), max_non_finite=2)
+def test_skips_that_are_not_in_a_row_do_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_NON_FINITE", 2)
+    _, report = run(tmp_path, ToyData(bad=frozenset({0, 1, 3, 4, 6})))
     assert report["ended"] == "finished"
     assert report["non_finite_steps"] == 5
 
 
-def test_the_row_of_skips_survives_a_resume(tmp_path: Path) -> None:
+def test_the_row_of_skips_survives_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_NON_FINITE", 2)
     data = ToyData(bad=frozenset(range(2, 99)))
-    run(tmp_path, data, max_non_finite=2, steps=4)
+    run(tmp_path, data, steps=4)
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
-        run(tmp_path, data, resume=True, max_non_finite=2, steps=9)
+        run(tmp_path, data, resume=True, steps=9)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -353,8 +363,11 @@ def test_outcomes_that_are_read_late_change_nothing(
     assert len(said) == len(late_said) == 2
 
 
-def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path: Path) -> None:
-    config, task = toy_config(tmp_path, max_non_finite=1, log_every=4), ToyTask()
+def test_a_row_of_skips_that_is_read_late_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_NON_FINITE", 1)
+    config, task = toy_config(tmp_path, log_every=4), ToyTask()
     data, engine = ToyData(bad=frozenset({1, 2})), UnreadEngine(task, config.training)
     with pytest.raises(NonFiniteError, match=r"2 steps in a row were skipped, the last \(3\)"):
         train(config, task, data, engine, RunFolder(tmp_path, False))

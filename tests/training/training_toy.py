@@ -113,9 +113,6 @@ class ToyData:
         self.batch, self.epoch, self.bad, self.before = batch, epoch, bad, before
         self.fingerprint = {"source": f"{epoch} samples"}
 
-    def floor(self, samples_consumed: int) -> int:
-        return samples_consumed // self.batch * self.batch
-
     def samples_in_epoch(self, epoch: int) -> int:
         return self.epoch
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
 from vlp.config import Config, LocalPath
-from vlp.data.schema import TextKind
 from vlp.data.shards.remote import OutageConfig
 
 
@@ -15,7 +14,7 @@ class SourceConfig(Config):
     """One folder of shards, or its path alone; `weight`: how often its samples come in an epoch."""
 
     path: str = Field(
-        description="a folder or a URL (https://, s3://, gs://, ...); with sampler: resampled also "
+        description="a folder or a URL (https://, s3://, gs://, ...); with epoch_samples also "
         "shards themselves, as in https://host/cc/{00000..00331}.tar",
         json_schema_extra={"resume": "path"},
     )
@@ -105,14 +104,11 @@ class DataConfig(Config):
         "one",
         description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
     )
-    texts: TextKind = Field(
-        "captions", description="expressions: referring expressions take the place of captions"
-    )
-    sampler: Literal["indexed", "resampled"] = Field(
-        "indexed", description="resampled: shards without an index, drawn again and again"
-    )
     epoch_samples: int | None = Field(
-        None, ge=1, description="with sampler: resampled, what counts as an epoch"
+        None,
+        ge=1,
+        description="samples that count as an epoch of shards without an index, which are drawn "
+        "again and again; null: shards have an index, which says how many there are",
     )
     canonical_streams: int = Field(
         64,
@@ -135,7 +131,7 @@ class DataConfig(Config):
     )
     cache: CacheConfig | None = Field(
         None,
-        description="local cache of shards that are read from URLs; sources of sampler: indexed "
+        description="local cache of shards that are read from URLs; shards with an index "
         "on a URL need it",
         json_schema_extra={"resume": "free"},
     )
@@ -151,26 +147,11 @@ class DataConfig(Config):
         "stored features, and no image is decoded",
         json_schema_extra={"resume": "path"},
     )
-    max_skipped_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="more bad samples than this share of an epoch end the run",
-        json_schema_extra={"resume": "free"},
-    )
 
     @model_validator(mode="after")
-    def _says_what_resampling_needs(self) -> DataConfig:
-        if self.sampler == "resampled" and self.epoch_samples is None:
-            raise ValueError(
-                "sampler: resampled needs epoch_samples, for nothing says how many are"
-            )
-        if self.sampler == "resampled" and self.captions == "all":
-            raise ValueError("sampler: resampled takes one caption of a sample, not captions: all")
-        if self.sampler == "resampled" and self.features is not None:
-            raise ValueError("features are stored by index; they need sampler: indexed")
-        if self.texts == "expressions" and self.captions == "all":
-            raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
-        if self.sampler == "indexed" and self.epoch_samples is not None:
-            raise ValueError("epoch_samples is for sampler: resampled; an index says how many are")
+    def _fits(self) -> DataConfig:
+        if self.epoch_samples is not None and self.captions == "all":
+            raise ValueError("epoch_samples draws one caption of a sample, not captions: all")
+        if self.epoch_samples is not None and self.features is not None:
+            raise ValueError("features are stored by index; set epoch_samples to null")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.config import ChannelDeviations, ChannelMeans
@@ -22,8 +22,8 @@ Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
 SOFT = "anchor-soft"
-HARD_TAU, SOFT_TAU = 1e4, 5.0
-"""Tau of Eq. 4: as the paper prints it, and with which soft anchors do better on photographs."""
+SOFT_TAU = 5.0
+"""Tau of Eq. 4 with which soft anchors do better on photographs than hard ones."""
 
 
 class AnchorConfig(Config):
@@ -31,32 +31,32 @@ class AnchorConfig(Config):
 
     groups: int = Field(8, ge=1, description="G channel groups of Eq. 3")
     threshold: float | None = Field(None, gt=0, description="delta of Eq. 4")
-    quantile: float = Field(
-        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
-    )
     quantile_momentum: float = Field(
         0.99, ge=0, lt=1, description="momentum of the running quantile; 0 takes each batch's own"
     )
-    hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
-    tau: float = Field(
-        HARD_TAU,
+    tau: float | None = Field(
+        None,
         gt=0,
-        description="tau of Eq. 4, for the soft form; with 1e4, as printed, paths reach 1e20 and "
-        "gradients are not finite: 5 can be trained",
-    )
-    unreachable: Unreachable = Field(
-        "zero",
-        description="path of a word to a patch without an anchor in reach, of hard anchors: 0, or "
-        "far, as long as a path can be at most (papers.md#ace-a15)",
+        description="tau of Eq. 4, of soft anchors; null: its limit, hard anchors alone are passed "
+        "through (papers.md#ace-a8). With 1e4, as printed, paths reach 1e20 and gradients are not "
+        "finite: 5 can be trained",
     )
     text_window: Count | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: Count | None = Field(9, description="B_p, an odd square of patches; null: all")
-    metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
-        "euclidean", description="distance between patches in the grid"
+    path_gradient: bool = Field(
+        False, description="pass gradients through paths to the tokens they come from"
     )
-    features: Literal["projected", "encoder"] = Field(
-        "projected", description="what enters Eq. 3: token projections, or the encoders' states"
-    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> AnchorConfig:
+        text_reach(self.text_window)
+        patch_reach(self.patch_window)
+        return self
+
+
+class AnchorOptions(Config):
+    """Options of the encodings `anchor`, `uniform` and `alignment` that ablations compare."""
+
     mode: Literal["contextual", "bias"] = Field(
         "contextual",
         description="contextual: embeddings enter queries, keys and values (Eqs 10-12); bias: a "
@@ -67,19 +67,23 @@ class AnchorConfig(Config):
     )
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
-    value_pooled: bool = Field(
-        True, description="values carry the mean embedding, too, as Eq. 12 does (papers.md#ace-a22)"
+    quantile: float = Field(
+        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
     )
-    path_gradient: bool = Field(
-        False, description="pass gradients through paths to the tokens they come from"
+    metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
+        "euclidean", description="distance between patches in the grid"
+    )
+    features: Literal["projected", "encoder"] = Field(
+        "projected", description="what enters Eq. 3: token projections, or the encoders' states"
+    )
+    unreachable: Unreachable = Field(
+        "zero",
+        description="path of a word to a patch without an anchor in reach, of hard anchors: 0, or "
+        "far, as long as a path can be at most (papers.md#ace-a15)",
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> AnchorConfig:
-        text_reach(self.text_window)
-        patch_reach(self.patch_window)
-        if self.unreachable == "far" and not self.hard:
-            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
+    def _possible(self) -> AnchorOptions:
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
         return self
@@ -89,7 +93,7 @@ class CrossConfig(Config):
     """Post-norm layers of self-attention, cross-attention and feed-forward.
 
     `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `anchor-soft` the same with soft anchors (`anchor: {hard: false, tau: 5}`, which are stored in
+    `anchor-soft` the same with soft anchors (`anchor: {tau: 5}`, which are stored in
     its place), `uniform` its baseline with all paths 1, `alignment` leads words to the patches they
     resemble (beyond the paper), `ape` a learned position for every token of either stream, `rpe`
     contextual iRPE-product on queries and keys in the self-attention of each stream.
@@ -112,7 +116,9 @@ class CrossConfig(Config):
         ("anchor",), description="names of encodings, none or several"
     )
     options: Mapping[str, Mapping[str, Any]] = Field(
-        {}, description="of encodings by name, such as rope-axial: {theta: 10}"
+        {},
+        description="of encodings by name, such as rope-axial: {theta: 10}; those of `anchor` are "
+        "also of `uniform` and `alignment`",
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
     pooling: Pooling = Field(
@@ -139,6 +145,11 @@ class CrossConfig(Config):
     )
 
     @property
+    def anchor_options(self) -> AnchorOptions:
+        """Return `options.anchor`, read."""
+        return AnchorOptions.model_validate(self.options.get("anchor", {}))
+
+    @property
     def reads_padding(self) -> bool:
         """Return whether an encoding may count padding, or is bound to a length.
 
@@ -149,7 +160,7 @@ class CrossConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _soft(cls, values: Any) -> Any:
-        """Write `anchor-soft` as `anchor` with its settings; another tau than the default stays."""
+        """Write `anchor-soft` as `anchor` with its settings; a tau that is given stays."""
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT not in position:
             return values
@@ -157,15 +168,32 @@ class CrossConfig(Config):
         given = given.model_dump() if isinstance(given, AnchorConfig) else given
         if not isinstance(given, Mapping):
             return values
-        tau = given.get("tau", HARD_TAU)
-        anchor = {**given, "hard": False, "tau": SOFT_TAU if tau == HARD_TAU else tau}
+        anchor = {**given, "tau": given.get("tau") or SOFT_TAU}
         names = ["anchor" if name == SOFT else name for name in position]
         return {**values, "position": names, "anchor": anchor}
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
-        if self.token_score and self.anchor.features == "encoder":
-            raise ValueError("token_score reads projected tokens: set anchor.features=projected")
+        try:
+            anchor = self.anchor_options
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, said = (
+                ".".join(map(str, first["loc"])),
+                first["msg"].removeprefix("Value error, "),
+            )
+            if first["type"] == "extra_forbidden":
+                known = tuple(AnchorOptions.model_fields)
+                said = "unknown option" + (
+                    nearest(name, known) or "; there are " + ", ".join(known)
+                )
+            raise ValueError(f"options.anchor{name and f'.{name}'}: {said}") from error
+        if anchor.unreachable == "far" and self.anchor.tau is not None:
+            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
+        if self.token_score and anchor.features == "encoder":
+            raise ValueError(
+                "token_score reads projected tokens: set options.anchor.features=projected"
+            )
         if len(set(self.position)) < len(self.position):
             raise ValueError(f"position names an encoding twice: {', '.join(self.position)}")
         for name in ("anchor", "alignment"):
@@ -176,7 +204,9 @@ class CrossConfig(Config):
             near = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{near}")
         own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
-        takes = set(self.position) - {*SHORTHANDS, "anchor", "uniform"}
+        takes = set(self.position) - {*SHORTHANDS, "uniform"}
+        if {*CROSS_MODAL} & takes or "uniform" in self.position:
+            takes.add("anchor")
         if unused := sorted(set(self.options) - takes):
             raise ValueError(f"options of {', '.join(unused)}, which position does not list")
         for name in self.position:
@@ -190,21 +220,6 @@ class CrossConfig(Config):
 
 
 Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
-
-
-class LoRAConfig(Config):
-    """Low-rank adaptation of a tower's linear layers (LoRA, Hu et al. 2021) by peft.
-
-    Model folders hold the merged weights and need no peft.
-    """
-
-    rank: int = Field(8, ge=1, description="columns of the low-rank matrices")
-    alpha: float = Field(16, gt=0, description="their product is multiplied by alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("query", "value", "qkv", "q_proj", "v_proj", "q_lin", "v_lin", "attn.q", "attn.v", "Wqkv"),
-        min_length=1,
-        description="ends of names of linear layers; by default queries and values of ViT and BERT",
-    )
 
 
 class TextConfig(Config):
@@ -264,8 +279,10 @@ class TextConfig(Config):
         description="number of the last layers that are trained, 0: the text encoder is frozen; "
         "with a number embeddings are frozen, too",
     )
-    lora: LoRAConfig | None = Field(
-        None, description="low-rank matrices that are trained in place of the encoder's weights"
+    lora: Count | None = Field(
+        None,
+        description="rank of the matrices (LoRA, Hu et al. 2021) trained beside the frozen "
+        "queries and values; model folders hold merged weights and need no peft",
     )
 
     @model_validator(mode="after")
@@ -359,8 +376,10 @@ class ImageConfig(Config):
         description="number of the last blocks that are trained, 0: the tower is frozen; "
         "with a number embeddings are frozen, too",
     )
-    lora: LoRAConfig | None = Field(
-        None, description="low-rank matrices that are trained in place of the tower's weights"
+    lora: Count | None = Field(
+        None,
+        description="rank of the matrices (LoRA, Hu et al. 2021) trained beside the frozen "
+        "queries and values; model folders hold merged weights and need no peft",
     )
 
     @model_validator(mode="after")
@@ -472,14 +491,12 @@ class ModelConfig(Config):
             )
         if self.text.width % self.cross.heads:
             raise ValueError(f"width {self.text.width} is not a multiple of cross.heads")
-        anchor = self.cross.anchor
+        groups = self.cross.anchor.groups
         name, channels = (
             ("embed_dim", self.embed_dim)
-            if anchor.features == "projected"
+            if self.cross.anchor_options.features == "projected"
             else ("text.width", self.text.width)
         )
-        if channels % anchor.groups:
-            raise ValueError(
-                f"cross.anchor.groups {anchor.groups} does not divide {name} {channels}"
-            )
+        if channels % groups:
+            raise ValueError(f"cross.anchor.groups {groups} does not divide {name} {channels}")
         return self

@@ -219,17 +219,16 @@ def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
         return create_fitting_position(name, sizes, **config.options.get(name, {}))
-    anchor = config.anchor
+    options = config.anchor_options
     return create_position(
         name,
         width=width,
         heads=config.heads,
-        groups=anchor.groups,
-        roles=anchor.roles,
-        mode=anchor.mode,
-        shared_heads=anchor.shared_heads,
-        scale=anchor.scale,
-        value_pooled=anchor.value_pooled,
+        groups=config.anchor.groups,
+        roles=options.roles,
+        mode=options.mode,
+        shared_heads=options.shared_heads,
+        scale=options.scale,
     )
 
 

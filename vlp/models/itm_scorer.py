@@ -291,7 +291,7 @@ class ITMScorer:
         states = through_call(
             self.layers[0], CrossLayer.attend_self, states, text.attention_mask, context
         )
-        tokens = text.states if self.config.anchor.features == "encoder" else text.tokens
+        tokens = text.states if self.model.anchor_options.features == "encoder" else text.tokens
         return PreparedTexts(states, tokens, text.attention_mask, text.word_mask)
 
     @torch.no_grad()
@@ -302,7 +302,9 @@ class ITMScorer:
             states = through_call(encoding, PositionEncoding.tokens, states, context)
         if self.both:
             states = image_self_attention(self.layers[0], states, context)
-        tokens = image.states[:, 1:] if self.config.anchor.features == "encoder" else image.tokens
+        tokens = (
+            image.states[:, 1:] if self.model.anchor_options.features == "encoder" else image.tokens
+        )
         shared = self.layers[: 1 if self.both else None] if self.apart else []
         asked = [layer.cross_attention for layer in shared]
         return PreparedImage(

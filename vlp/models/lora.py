@@ -11,6 +11,21 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 
+TARGETS = [
+    "query",
+    "value",
+    "qkv",
+    "q_proj",
+    "v_proj",
+    "q_lin",
+    "v_lin",
+    "attn.q",
+    "attn.v",
+    "Wqkv",
+]
+"""Ends of the names of the queries' and values' layers in ViT- and BERT-like models (LoRA, 4.2)."""
+SCALE = 2
+"""Factor of the product of both matrices, LoRA's alpha / rank."""
 _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -20,11 +35,11 @@ def add_lora(model: VLPModel) -> None:
     All else of these towers is frozen, but for encodings that are attached to them. The matrices
     start at zero effect.
     """
-    for side, encoder, settings in (
+    for side, encoder, rank in (
         ("text", model.text_encoder, model.config.text.lora),
         ("image", model.image_encoder, model.config.image.lora),
     ):
-        if settings is None:
+        if rank is None:
             continue
         if find_spec("peft") is None:
             raise ConfigError(f"{side}.lora needs peft: pip install 'vlp[lora]'")
@@ -35,17 +50,16 @@ def add_lora(model: VLPModel) -> None:
             for name, parameter in encoder.named_parameters()
             if name.startswith(encoder.AFTER) or "positions." in name
         ]
-        targets = list(settings.targets)
         wanted = LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes any number
-            target_modules=targets,
+            r=rank,
+            lora_alpha=SCALE * rank,
+            target_modules=TARGETS,
             exclude_modules=list(encoder.AFTER),
         )
         try:
             inject_adapter_in_model(wanted, encoder)
         except ValueError as error:
-            raise ConfigError(f"{side}.lora.targets {', '.join(targets)}: {error}") from error
+            raise ConfigError(f"{side}.lora: {error}") from error
         for parameter in trained:
             parameter.requires_grad_(True)
         for layer in encoder.modules():
@@ -71,10 +85,10 @@ def merged_lora(
         if name.endswith((_LOW, _HIGH)):
             continue
         module, base, kind = name.rpartition(_BASE)
-        lora = next((one for side, one in sides.items() if name.startswith(side)), None)
-        if base and kind == "weight" and lora is not None:
+        rank = next((one for side, one in sides.items() if name.startswith(side)), None)
+        if base and kind == "weight" and rank is not None:
             product = state[module + _HIGH].float() @ state[module + _LOW].float()
-            tensor = tensor + (lora.alpha / lora.rank * product).to(tensor)
+            tensor = tensor + (SCALE * product).to(tensor)
         merged[f"{module}.{kind}" if base else name] = tensor
     parts = {
         side: part.model_copy(update={"lora": None})

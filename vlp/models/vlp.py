@@ -106,6 +106,7 @@ class VLPModel(nn.Module):
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        self.anchor_options = config.cross.anchor_options
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
@@ -128,7 +129,7 @@ class VLPModel(nn.Module):
         anchor, kept = self.config.cross.anchor, set[nn.Module]()
         position = {*self.config.cross.position}
         has_paths = {*CROSS_MODAL} & position and "uniform" not in position
-        reads_tokens = anchor.path_gradient and anchor.features != "encoder"
+        reads_tokens = anchor.path_gradient and self.anchor_options.features != "encoder"
         if has_paths and reads_tokens and "cross_encoder" not in untrained:
             kept = {self._token_projection("image"), self._token_projection("text")}
         for part in untrained & named.keys():
@@ -185,7 +186,7 @@ class VLPModel(nn.Module):
 
     def anchor_features(self, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
         """Return the inputs of Eq. 3: (B, M, D) of the patches and (B, N, D) of the tokens."""
-        if self.config.cross.anchor.features == "encoder":
+        if self.anchor_options.features == "encoder":
             return image.states[:, 1:], text.states
         return image.tokens, text.tokens
 
@@ -218,11 +219,11 @@ class VLPModel(nn.Module):
             groups=anchor.groups,
             text_window=anchor.text_window,
             patch_window=anchor.patch_window,
-            metric=anchor.metric,
-            hard=anchor.hard,
-            tau=anchor.tau,
+            metric=self.anchor_options.metric,
+            hard=anchor.tau is None,
+            tau=anchor.tau or 1e4,  # which hard anchors do not read
             aligned="alignment" in cross.position,
-            unreachable=anchor.unreachable,
+            unreachable=self.anchor_options.unreachable,
         )
 
     def cross(

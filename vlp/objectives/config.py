@@ -23,35 +23,27 @@ class TokenTermConfig(Config):
 
 
 class ContrastiveConfig(Config):
-    """`itc`, `sigmoid`, or `anchor` in the form `paper` (Eqs 1-2) or `contrastive`."""
+    """`itc`, `sigmoid`, or the anchor loss: `anchor`, or `paper` as Eqs 1-2 print it."""
 
-    kind: Literal["itc", "sigmoid", "anchor"] = Field(
+    kind: Literal["itc", "sigmoid", "anchor", "paper"] = Field(
         "anchor",
         description="itc: symmetric InfoNCE over pairs; sigmoid: SigLIP's loss of single pairs, "
-        "whose memory does not grow with ranks; anchor: the anchor loss",
-    )
-    form: Literal["contrastive", "paper"] = Field(
-        "contrastive",
-        description="of kind anchor: pair and token terms with temperature, or Eqs 1-2 of the "
-        "paper",
+        "whose memory does not grow with ranks; anchor: the anchor loss as pair and token terms "
+        "with temperature; paper: as printed, Eqs 1-2",
     )
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
-    scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (form paper)")
-    margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
-    bias: float = Field(-10.0, description="start of the learned bias (kind sigmoid)")
-    token: TokenTermConfig = Field(
-        TokenTermConfig(), description="token term (kind anchor, form contrastive)"
-    )
+    scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (kind paper)")
+    token: TokenTermConfig = Field(TokenTermConfig(), description="token term (kind anchor)")
 
     @property
     def is_paper_form(self) -> bool:
         """Return whether Eqs 1-2 are trained as printed: no temperature, no token term."""
-        return self.kind == "anchor" and self.form == "paper"
+        return self.kind == "paper"
 
     @property
     def has_token_term(self) -> bool:
         """Return whether the token term is trained beside the pair term."""
-        return self.kind == "anchor" and self.form == "contrastive"
+        return self.kind == "anchor"
 
 
 class ITMConfig(Config):
@@ -78,7 +70,6 @@ class ITMConfig(Config):
 class MLMConfig(Config):
     """Masked language modelling; probability over real words."""
 
-    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
     probability: float = Field(
         0.15,
         gt=0,
@@ -90,9 +81,6 @@ class MLMConfig(Config):
 class MIMConfig(Config):
     """Masked image modelling: l1 on raw pixels of masked patches (SimMIM)."""
 
-    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
-    ratio: float = Field(0.6, gt=0, lt=1, description="share of patches that are masked")
-    unit: int = Field(2, ge=1, description="masked in squares of this many patches a side")
     output: Literal["image", "cross"] = Field(
         "image",
         description="which encoder's output predicts pixels: the image encoder's, or the "
@@ -101,7 +89,7 @@ class MIMConfig(Config):
 
 
 class MomentumConfig(Config):
-    """Momentum copy of the student and the share of its predictions in the targets."""
+    """Momentum copy of the student; its predictions are soft targets."""
 
     momentum: float = Field(
         0.995,
@@ -109,14 +97,17 @@ class MomentumConfig(Config):
         lt=1,
         description="of the moving average of the student's weights, at each optimiser step",
     )
-    alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
 
 
 class TeacherConfig(MomentumConfig):
     """Momentum teacher with its queue; soft targets for the pair term and MLM."""
 
     queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
-    warmup_steps: int = Field(1000, ge=0, description="alpha rises linearly over these steps")
+    warmup_steps: int = Field(
+        1000,
+        ge=0,
+        description="the share of soft targets rises linearly to 0.4 over these steps",
+    )
 
 
 _registered: dict[str, type[Config]] = {}

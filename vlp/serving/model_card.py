@@ -204,7 +204,7 @@ def _model(folder: Path, config: ModelConfig) -> str:
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
         f"layers, layout `{cross.layout}`, position {_listed(cross.position) or 'none'}"
         + (
-            f" ({cross.anchor.groups} channel groups, mode `{cross.anchor.mode}`)."
+            f" ({cross.anchor.groups} channel groups, mode `{cross.anchor_options.mode}`)."
             if "anchor" in cross.position
             else "."
         ),

@@ -24,6 +24,9 @@ from vlp.tasks.task import AUTOCAST
 
 Student = TypeVar("Student", bound=nn.Module)
 
+SOFT_SHARE = 0.4
+"""Share of a teacher's predictions in the targets of pretraining, as ALBEF's alpha."""
+
 
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module's linear and convolutional layers, by name.
@@ -278,7 +281,7 @@ class MomentumTeacher:
         # A queue that fills would make a held-out loss rise, whatever the model learns.
         keys = Keys(*map(torch.cat, zip(fresh, queue.keys()))) if training else fresh
         settings = self.settings
-        share = soft_target_share(step, settings.alpha, settings.warmup_steps)
+        share = soft_target_share(step, SOFT_SHARE, settings.warmup_steps)
         alpha = share if training else 0.0
         return TeacherOutput(image, text, keys, alpha, self.average.module)
 
@@ -326,6 +329,7 @@ _PREFIX = "teacher."
 class DistillationConfig(MomentumConfig):
     """Momentum teacher of a downstream task."""
 
+    alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
     warmup_steps: int | None = Field(
         None,
         ge=0,

@@ -87,7 +87,7 @@ class Checkpoints:
         return str(self._folder)
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
-        """Write `step_N/`, then remove what `training.keep_last` and `keep_every` do not keep.
+        """Write `step_N/`, then remove what `training.keep_last` does not keep.
 
         An earlier one that is still being written is waited for.
 
@@ -162,16 +162,11 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        training, names = self._config.training, checkpoint_names(self._folder)
-        kept = set(names[: training.keep_last])
-        if training.keep_every is not None:
-            kept |= {each for each in names if step_of(each) % training.keep_every == 0}
-        for each in names:
-            if each not in kept:
-                going = self._folder / f"{each}{PARTIAL}"  # no checkpoint any more from the start
-                with suppress(OSError):
-                    (self._folder / each).rename(going)
-                shutil.rmtree(going, ignore_errors=True)
+        for each in checkpoint_names(self._folder)[self._config.training.keep_last :]:
+            going = self._folder / f"{each}{PARTIAL}"  # no checkpoint any more from the start
+            with suppress(OSError):
+                (self._folder / each).rename(going)
+            shutil.rmtree(going, ignore_errors=True)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
         """Take up the newest good checkpoint; None when there is none at all.
@@ -280,13 +275,10 @@ class Checkpoints:
             logger.warning("resuming with a changed setting: %s", line)
         data = state.get("data", self._fingerprint)
         if parts := sorted(dict(data.items() ^ self._fingerprint.items())):
-            changed = f"{path} was trained on other data: {', '.join(parts)} changed since"
-            if not self._config.training.accept_changed_data:
-                raise CheckpointError(
-                    f"{changed}; restore what changed, choose another `output`, or go on with "
-                    "training.accept_changed_data=true"
-                )
-            logger.warning("%s, which training.accept_changed_data accepts", changed)
+            raise CheckpointError(
+                f"{path} was trained on other data: {', '.join(parts)} changed since; restore what "
+                "changed, or start a run in another `output` from a model of this one"
+            )
         return progress
 
     @contextmanager

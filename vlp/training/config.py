@@ -95,30 +95,10 @@ class TrainingConfig(Config):
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )
-    keep_every: int | None = Field(
-        None,
-        ge=1,
-        description="checkpoints of these steps stay as well: 10000 keeps every ten-thousandth",
-        json_schema_extra={"resume": "free"},
-    )
-    accept_changed_data: bool = Field(
-        False,
-        description="with --resume: go on although shards, their index or the vocabulary are not "
-        "those of the checkpoint, whose data then ends another way",
-        json_schema_extra={"resume": "free"},
-    )
     trackers: tuple[TrackerName, ...] = Field(
         ("tensorboard",),
         description="where figures go beside `log.jsonl`; wandb and mlflow are of vlp[track]",
         json_schema_extra={"resume": "free"},
-    )
-    project: str = Field(
-        "vlp",
-        description="group of runs at wandb and mlflow; the run's name is that of its folder",
-        json_schema_extra={"resume": "free"},
-    )
-    max_non_finite: int = Field(
-        10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
     timeout: float = Field(
         1800.0,
@@ -126,13 +106,6 @@ class TrainingConfig(Config):
         allow_inf_nan=False,
         description="seconds after which a rank that waits for others in a collective call fails; "
         "longer than data.outages.seconds",
-        json_schema_extra={"resume": "free"},
-    )
-    watchdog: float | None = Field(
-        30.0,
-        ge=1,
-        description="seconds without a sign of life or a move after which a rank is named in the "
-        "log and all ranks' stacks are written to `hang/`; null watches nobody",
         json_schema_extra={"resume": "free"},
     )
 
@@ -143,11 +116,6 @@ class TrainingConfig(Config):
         if self.engine == "deepspeed" and self.gradient_reduction == "bf16":
             raise ValueError(
                 "engine deepspeed takes no gradient_reduction=bf16; set float32, or choose ddp"
-            )
-        if self.keep_every and self.keep_every % self.checkpoint_every:
-            raise ValueError(
-                f"keep_every {self.keep_every} is no multiple of checkpoint_every "
-                f"{self.checkpoint_every}: most of its steps have no checkpoint"
             )
         require_trackers(self.trackers)
         return self
@@ -165,14 +133,6 @@ class ValidatedTrainingConfig(TrainingConfig):
 
     evaluate_every: int | None = Field(
         None, ge=1, description="steps between validations; null: every epoch"
-    )
-    metric: str | None = Field(
-        None,
-        description="metric that decides which model is the best, of `loss/...` the lowest value, "
-        "of others the highest; null: the task's own",
-    )
-    patience: int | None = Field(
-        None, ge=1, description="validations without a better result after which the run ends"
     )
 
 
@@ -220,15 +180,13 @@ class ValidationConfig(Config):
     features: str | None = Field(
         None, description="folder of `vlp data features` with their images, as data.features"
     )
-    limit: int | None = Field(
-        1000, ge=1, description="first samples that recall is computed of; null: all"
-    )
     rerank: int = Field(
         0, ge=0, description="candidates re-ranked by the cross-modal encoder; 0 is none"
     )
-    batches: int = Field(
-        4, ge=0, description="global batches that losses are computed of, without augmentation"
-    )
+
+
+MASKED_SHARE, MASKED_SQUARE = 0.6, 2
+"""Patches that MIM masks, in squares of so many a side: SimMIM's 0.6 and 32 pixels at patch 16."""
 
 
 class PretrainConfig(RunConfig):
@@ -268,7 +226,7 @@ class PretrainConfig(RunConfig):
             max_tokens=self.model.text.max_tokens,
             vocab_size=self.model.text.vocab_size,
             word_masking=mlm.probability if mlm else None,
-            patch_masking=PatchMasking(mim.ratio, mim.unit) if mim else None,
+            patch_masking=PatchMasking(MASKED_SHARE, MASKED_SQUARE) if mim else None,
             statistics=self.model.image.statistics,
         )
 
@@ -287,7 +245,7 @@ class PretrainConfig(RunConfig):
         training = self.training
         training.require_equal_shares(ranks)
         require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
-        if self.data.sampler == "indexed":  # a resampled stream is cut for any number of ranks
+        if self.data.epoch_samples is None:  # a resampled stream is cut for any number of ranks
             own_streams(self.data.canonical_streams, 0, ranks)
 
     def world_sizes(self) -> list[int]:
@@ -311,9 +269,8 @@ class PretrainConfig(RunConfig):
             )
         if mim:
             require_maskable(self.model.image)
-        for key in ("patience", "evaluate_every", "metric"):
-            if self.validation is None and getattr(self.training, key) is not None:
-                raise ValueError(f"training.{key} needs the held-out pairs of `validation`")
+        if self.validation is None and self.training.evaluate_every is not None:
+            raise ValueError("training.evaluate_every needs the held-out pairs of `validation`")
         scored = self.objectives.itm or self.init_from
         if self.validation and self.validation.rerank and not scored:
             raise ValueError("validation.rerank needs a match score, which objectives.itm trains")

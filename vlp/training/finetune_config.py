@@ -19,6 +19,14 @@ class FinetuneTrainingConfig(ValidatedTrainingConfig):
     engine: Literal["ddp", "deepspeed"] = Field(
         "ddp", description=ValidatedTrainingConfig.model_fields["engine"].description
     )
+    metric: str | None = Field(
+        None,
+        description="metric that decides which model is the best, of `loss/...` the lowest value, "
+        "of others the highest; null: the task's own",
+    )
+    patience: int | None = Field(
+        None, ge=1, description="validations without a better result after which the run ends"
+    )
 
 
 class FinetuneConfig(RunConfig):

@@ -2,7 +2,7 @@
 
 One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
 is not finite on any rank is skipped on all: weights, optimiser state and buffers stay as they were,
-the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run. On
+the data moves on, the skip is counted; more than MAX_NON_FINITE of them in a row end the run. On
 a GPU the device itself leaves everything as it was, and the skip is counted with the next log line
 or checkpoint, so that steps never wait for the device.
 SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with
@@ -51,9 +51,6 @@ class StreamedData(Protocol):
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Count global batches after so many samples, until `epochs` epochs are over."""
 
-    def floor(self, samples_consumed: int) -> int:
-        """Return the largest number of samples up to this one after which `batches` can go on."""
-
     def samples_in_epoch(self, epoch: int) -> int:
         """Count the samples of one epoch."""
 
@@ -61,6 +58,12 @@ class StreamedData(Protocol):
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Slots, int]]:
         """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
+
+
+MAX_NON_FINITE = 10
+"""Skipped steps in a row: fp16 needs a few to find its loss scale, more are a broken run."""
+SILENCE = 30.0
+"""Seconds without a sign of life after which a rank is named: longer than any usual step."""
 
 
 class NonFiniteError(RuntimeError):
@@ -86,7 +89,7 @@ def train(
         ConfigError: validation has no such metric, or the folder to be resumed is not this run's.
         CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
             data).
-        NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
+        NonFiniteError: more than MAX_NON_FINITE steps in a row were not finite.
     """
     training = config.training
     main = engine.rank == 0
@@ -98,8 +101,6 @@ def train(
             folder.require_no_progress(str(checkpoints))
     finished_at = distributed.from_rank_0(folder.finished_at())
     progress = found or Progress()
-    if training.accept_changed_data:
-        progress.samples = data.floor(progress.samples)
     total = total_steps(config, data, progress)
     if found:
         progress.resumed.append(progress.step)
@@ -119,7 +120,7 @@ def train(
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
             _run_log(config, folder if main else None, progress, total) as log,
-            Watchdog(training.watchdog, log.say, folder.hang) as watchdog,
+            Watchdog(SILENCE, log.say, folder.hang) as watchdog,
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
         ):
@@ -138,7 +139,7 @@ def train(
                         progress.non_finite_row = 0
                         meter.applied(outcome.outputs, outcome.update)
                     else:
-                        _count_non_finite(progress, outcome, training.max_non_finite, log)
+                        _count_non_finite(progress, outcome, log)
                 uncounted.clear()
 
             def save() -> tuple[int, int]:
@@ -240,7 +241,7 @@ def _run_log(config: RunConfig, folder: RunFolder | None, progress: Progress, to
     step, training = progress.step, config.training
     if folder is None:
         return RunLog(None, step, total)
-    trackers = open_trackers(training.trackers, folder, training.project, step)
+    trackers = open_trackers(training.trackers, folder, step)
     return RunLog(folder, step, total, trackers, progress.looked)
 
 
@@ -305,7 +306,7 @@ def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None 
         buffer.copy_(before if applied is None else torch.where(applied, buffer, before))
 
 
-def _count_non_finite(progress: Progress, outcome: Outcome, most: int, log: RunLog) -> None:
+def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None:
     progress.non_finite += 1
     progress.non_finite_row += 1
     step, scale = outcome.step, outcome.update.loss_scale
@@ -320,10 +321,10 @@ def _count_non_finite(progress: Progress, outcome: Outcome, most: int, log: RunL
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
     log.say(f"step {step} skipped: {reason}")
-    if progress.non_finite_row > most:
+    if progress.non_finite_row > MAX_NON_FINITE:
         raise NonFiniteError(
             f"{progress.non_finite_row} steps in a row were skipped, the last ({step}) "
-            f"because {reason}; training.max_non_finite allows {most}. Go back to the last "
+            f"because {reason}. Go back to the last "
             "checkpoint with --resume and a lower training.optimiser.learning_rate, a longer "
             "warm-up, or training.precision=float32."
         )

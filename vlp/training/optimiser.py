@@ -38,13 +38,6 @@ class OptimiserConfig(Config):
         description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
         "the longest that fits counts",
     )
-    layer_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="factor of the learning rate from each block of the text and the image encoder "
-        "to the one below; the last block has it once, embeddings most often",
-    )
 
 
 def undecayed(module: nn.Module) -> set[str]:
@@ -63,21 +56,10 @@ def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
     return lr_multipliers[max(fitting, key=len)] if fitting else 1.0
 
 
-def layer_distances(module: nn.Module) -> dict[str, int]:
-    """Collect what `layer_distances()` of a module's encoders says, by name in the module."""
-    return {
-        f"{place}.{name}".removeprefix("."): distance
-        for place, part in module.named_modules()
-        if callable(ask := getattr(part, "layer_distances", None))
-        for name, distance in ask().items()
-    }
-
-
 def parameter_groups(
     module: nn.Module,
     weight_decay: float,
     lr_multipliers: Mapping[str, float] | None = None,
-    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Sort a module's trainable parameters into groups of equal weight decay and learning rate.
 
@@ -93,14 +75,11 @@ def parameter_groups(
                 f"training.optimiser.lr_multipliers: no trainable parameter starts with "
                 f"{prefix!r}; there are {', '.join(known)}"
             )
-    distances = layer_distances(module)
-    if layer_decay != 1 and not distances:
-        raise ConfigError("training.optimiser.layer_decay is of image-text models; leave it at 1")
     without = undecayed(module)
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
         decay = 0.0 if name in without else weight_decay
-        scale = lr_multiplier(name, lr_multipliers) * layer_decay ** distances.get(name, 0)
+        scale = lr_multiplier(name, lr_multipliers)
         members.setdefault((decay, scale), []).append(parameter)
     return [
         {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
@@ -112,12 +91,10 @@ def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW
     """Make PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
 
     Raises:
-        ConfigError: `config.lr_multipliers` or `config.layer_decay` fits nothing.
+        ConfigError: `config.lr_multipliers` fits nothing.
         ValueError: there is nothing to train.
     """
-    groups = parameter_groups(
-        module, config.weight_decay, config.lr_multipliers, config.layer_decay
-    )
+    groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])

@@ -15,6 +15,9 @@ from vlp.training.run_folder import RunFolder, tracker_id
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
+PROJECT = "vlp"
+"""Group of runs at Weights & Biases and MLflow; a run has its folder's name there."""
+
 
 class Tracker(Protocol):
     """A store of numbers by name and step, for one run."""
@@ -29,7 +32,7 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in the run's folder."""
 
-    def __init__(self, folder: RunFolder, project: str, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
@@ -47,11 +50,11 @@ class TensorBoardTracker:
 class WandbTracker:
     """A run of Weights & Biases, offline where WANDB_MODE says so; a resumed run goes on in it."""
 
-    def __init__(self, folder: RunFolder, project: str, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=project,
+            project=PROJECT,
             name=_name(folder),
             id=tracker_id(folder, "wandb", lambda: secrets.token_hex(4)),
             resume="allow",
@@ -75,13 +78,13 @@ class WandbTracker:
 class MlflowTracker:
     """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
 
-    def __init__(self, folder: RunFolder, project: str, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int) -> None:
         place = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"
         self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or place)
 
         def begin() -> str:
-            found = self._client.get_experiment_by_name(project)
-            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            found = self._client.get_experiment_by_name(PROJECT)
+            experiment = found.experiment_id if found else self._client.create_experiment(PROJECT)
             run = self._client.create_run(experiment, run_name=_name(folder))
             return str(run.info.run_id)
 
@@ -105,7 +108,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-_KINDS: dict[TrackerName, Callable[[RunFolder, str, int], Tracker]] = {
+_KINDS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -139,20 +142,19 @@ def require_access(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(
-    names: Sequence[TrackerName], folder: RunFolder, project: str, step: int
+    names: Sequence[TrackerName], folder: RunFolder, step: int
 ) -> dict[TrackerName, Tracker]:
     """Open a run's trackers by name.
 
     Args:
         names: which.
         folder: the run's folder, whose `config.yaml` is there.
-        project: group of runs.
         step: steps already done; later figures are of an earlier start that was killed.
     """
     opened: dict[TrackerName, Tracker] = {}
     for name in names:
         with _usable(name):
-            opened[name] = _KINDS[name](folder, project, step)
+            opened[name] = _KINDS[name](folder, step)
     return opened
 
 

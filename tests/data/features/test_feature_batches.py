@@ -202,9 +202,8 @@ def test_sources_may_be_fewer_and_in_another_order(
 
 
 def test_features_need_an_index(configuration, tmp_path):
-    with pytest.raises(ConfigError, match="they need sampler: indexed"):
+    with pytest.raises(ConfigError, match="set epoch_samples to null"):
         data_of(
             configuration(tmp_path, features="out"),
-            "data.sampler=resampled",
             "data.epoch_samples=8",
         )

@@ -253,7 +253,7 @@ def test_wrong_options_are_one_line(make_shards, configuration, tmp_path, capsys
     options = ["features", "--config", str(configuration(make_shards())), "--out", str(tmp_path)]
     for change, said in (
         (["--views", "0"], "--views is 0, at least 1"),
-        (["data.sampler=resampled", "data.epoch_samples=8"], "must be indexed"),
+        (["data.epoch_samples=8"], "must be null"),
         (["data.sources=[{path: nowhere}]"], "nowhere: there is no such folder of shards"),
         (["model.image.weights=nowhere"], "nowhere"),
     ):

@@ -59,20 +59,8 @@ def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_
 
 def test_listed_tars_are_told_by_their_names(make_shards, data, tmp_path) -> None:
     folder = make_shards(count=12, per_shard=4)
-    more = {"sampler": "resampled", "epoch_samples": 24}
+    more = {"epoch_samples": 24}
     before = data(folder, **more)
     assert not changed(before, data(shutil.copytree(folder, tmp_path / "moved"), **more))
     sorted(folder.glob("*.tar"))[0].unlink()
     assert changed(before, data(folder, **more)) == {"source 0"}
-
-
-def test_any_place_has_one_before_it_where_batches_go_on(make_shards, data) -> None:
-    found = data(make_shards(count=21, per_shard=5))
-    ends = {0}
-    for _, after in found.batches(stop_after=9):
-        ends.add(after)
-    assert all(found.floor(end) == end for end in ends)
-    for consumed in range(60):
-        place = found.floor(consumed)
-        assert consumed - 4 < place <= consumed
-        next(iter(found.batches(place, stop_after=1)))

@@ -409,9 +409,8 @@ def test_bad_samples_leave_their_slots_empty_and_are_named(
 ) -> None:
     good = ShardIndex.open(make_shards(count=24, per_shard=24))
     write_bad_shards(tmp_path / "bad", lambda number: good.read(0, number).image)
-    data = make_data(
-        tmp_path / "bad", max_skipped_share=0.7, workers=workers, outages={"policy": "skip"}
-    )
+    data = make_data(tmp_path / "bad", workers=workers, outages={"policy": "skip"})
+    data.max_skipped_share = 0.7
     assert data.samples_in_epoch(0) == 24
     batches = list(data.batches(stop_after=3))
     batch = joined(batch for batch, _ in batches)
@@ -476,11 +475,12 @@ def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(
         for number in range(40):
             writer.write(f"k{number}", b"x", "png", Annotation(caption="a dog"))
     data = make_data(tmp_path / "bad", workers=workers)
-    with pytest.raises(DataError, match=r"24 of 40 samples.*max_skipped_share.*unreadable image"):
+    with pytest.raises(DataError, match=r"24 of 40 samples.*more than 50%.*unreadable image"):
         list(data.batches())
     assert multiprocessing.active_children() == []
     # Allowed to be bad to the last one: still not an endless run on nothing.
-    data = make_data(tmp_path / "bad", max_skipped_share=1.0, workers=workers)
+    data = make_data(tmp_path / "bad", workers=workers)
+    data.max_skipped_share = 1.0
     with pytest.raises(DataError, match="nothing is left of epoch 0: all of its 40"):
         list(data.batches())
     assert multiprocessing.active_children() == []

@@ -34,15 +34,17 @@ def stream(vocabulary: Path) -> Callable[..., Stream]:
         world_size: int = 1,
         stop_after: int = 6,
         seed: int = 1,
+        max_skipped_share: float = 0.5,
         **options: Any,
     ) -> Stream:
         pairs = [path if isinstance(path, tuple) else (path, 1.0) for path in paths]
         sources = [{"path": path, "weight": weight} for path, weight in pairs]
-        settings = {"sources": sources, "vocabulary": str(vocabulary), "sampler": "resampled"}
+        settings = {"sources": sources, "vocabulary": str(vocabulary)}
         settings |= {"epoch_samples": 40, "shuffle_window": 7, "workers": 0}
         config = DataConfig.model_validate(settings | options)
         inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
         data = PretrainData(config, inputs, 8, seed)
+        data.max_skipped_share = max_skipped_share
         assert data.samples_in_epoch(0) == 40
         assert data.batches_in_epoch(3) == 5
         return list(data.batches(consumed, rank, world_size, stop_after))
@@ -228,9 +230,8 @@ def test_what_names_no_shards(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"sampler": "resampled"}, "needs epoch_samples"),
-        ({"sampler": "resampled", "epoch_samples": 5, "captions": "all"}, "one caption"),
-        ({"epoch_samples": 5}, "an index says how many"),
+        ({"epoch_samples": 5, "captions": "all"}, "one caption"),
+        ({"epoch_samples": 5, "features": "folder"}, "features are stored by index"),
     ],
 )
 def test_what_cannot_be_meant(options: dict[str, Any], reason: str) -> None:

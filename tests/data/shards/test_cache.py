@@ -445,7 +445,7 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
     with pytest.raises(DataError, match=r"100 bytes cannot hold .*shard-000000\.tar"):
         ShardIndex.open(server.url, tiny).read(0, 0)
     (server.folder / "index.npz").unlink()
-    with pytest.raises(ConfigError, match=r"has no index\.npz; .*sampler=resampled"):
+    with pytest.raises(ConfigError, match=r"has no index\.npz; .*data\.epoch_samples"):
         ShardIndex.open(server.url, cache)
 
 

@@ -269,14 +269,15 @@ def test_bad_samples_up_to_the_stated_share_are_counted_once(
     assert set(expected) == set(KINDS)
     skip = {"policy": "skip"}
     bad = sum(expected.values())
-    data = open_data(tmp_path, vocabulary, max_skipped_share=bad / 40, outages=skip)
+    data = open_data(tmp_path, vocabulary, outages=skip)
+    data.max_skipped_share = bad / 40
     batches = [batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0))]
     skipped = [skip for batch in batches for skip in batch.skipped]
     assert Counter(skip.kind for skip in skipped) == expected
     places = [skip.where for skip in skipped if skip.kind != "missing shard"]
     assert len(set(places)) == len(places)
     assert sum(int(batch.valid.sum()) for batch in batches) == 40 - bad == 4
-    data = open_data(tmp_path, vocabulary, max_skipped_share=(bad - 1) / 40, outages=skip)
+    data.max_skipped_share = (bad - 1) / 40
     with pytest.raises(
         DataError, match=rf"{bad} of 40 samples of epoch 0 are bad, .*the last one: "
     ):

@@ -39,10 +39,12 @@ def server(make_shards: Callable[..., Path]) -> Iterator[ShardServer]:
 
 
 @pytest.mark.parametrize("trouble", ["fails", "halves", "stalls", "others"])
-def test_trouble_that_passes_is_sat_out(server: ShardServer, tmp_path: Path, trouble: str) -> None:
+def test_trouble_that_passes_is_sat_out(
+    server: ShardServer, tmp_path: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest(server)
-    outages = OutageConfig(silence=0.2)
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
+    monkeypatch.setattr(outages_module, "_SILENT_SECONDS", 0.2)
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
     getattr(server, trouble)[SHARD] = 3
     assert index.read(1, 0) == ShardIndex.open(server.folder).read(1, 0)
     assert server.asked[SHARD] == 4
@@ -120,9 +122,12 @@ def test_a_worker_says_why_it_cannot_go_on(
     assert "Traceback" not in str(error.value)
 
 
-def test_a_stall_ends_in_seconds(server: ShardServer, tmp_path: Path) -> None:
+def test_a_stall_ends_in_seconds(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages_module, "_SILENT_SECONDS", 0.2)
     server.stalls[SHARD] = 1000
-    file = file_of(server, 1, OutageConfig(seconds=0.5, silence=0.2))
+    file = file_of(server, 1, OutageConfig(seconds=0.5))
     started = time.monotonic()
     with pytest.raises(DataError, match=r"missing shard.*Timeout"):
         ShardCache(tmp_path / "cache", MB).open(file)

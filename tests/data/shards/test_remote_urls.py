@@ -25,7 +25,7 @@ def test_a_path_of_the_environment_is_inserted_as_it_is(
     monkeypatch.setenv("D", str(folder))
     names = np.array([b"0.tar"])
     assert RemoteFolder("file://${D}").digests(names) == {"0.tar": digest}
-    assert connected("memory://${D}/x", 1)[1] == f"{folder}/x"
+    assert connected("memory://${D}/x")[1] == f"{folder}/x"
     monkeypatch.setenv("D", "shards")
     with serve(folder) as server:
         url = server.url.replace("shards", "${D}")
@@ -37,7 +37,7 @@ def test_secrets_of_the_environment_may_hold_any_character(
 ) -> None:
     monkeypatch.setenv("WORD", WORD)
     monkeypatch.setenv("D", "a/b")
-    files, path = connected("https://me:${WORD}@host/${D}/x?token=${WORD}", 1)
+    files, path = connected("https://me:${WORD}@host/${D}/x?token=${WORD}")
     assert path == "https://host/a/b/x"
     assert files.kwargs["params"] == [("token", WORD)]
     assert files.client_kwargs["auth"].password == WORD

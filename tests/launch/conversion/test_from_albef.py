@@ -72,11 +72,11 @@ def test_fine_tuning_starts_from_the_folder_without_further_settings(command, fi
 
 def test_size_and_overrides_reach_the_model(command, files, capsys):
     folder, _ = files
-    more = ("--image-size", "24", "cross.anchor.mode=bias", "token_projection=true")
+    more = ("--image-size", "24", "cross.options.anchor.mode=bias", "token_projection=true")
     assert command.main(arguments(folder, *more)) == 0
     assert "; 1 resized; " in capsys.readouterr().out
     config = vlp.load(folder / "model").model.config
-    assert (config.image.image_size, config.cross.anchor.mode) == (24, "bias")
+    assert (config.image.image_size, config.cross.anchor_options.mode) == (24, "bias")
     assert config.token_projection
     assert config.cross.layout == "albef"
 

@@ -212,7 +212,8 @@ def test_zero_tables_change_nothing(anchor, fused, dtype):
     pixels, text_inputs = inputs(dtype=dtype)
     given = []
     for position in (("anchor",), ()):
-        model, _ = loaded(state, dtype=dtype, cross={"position": position, "anchor": anchor})
+        cross = {"position": position, "options": {"anchor": anchor} if position else {}}
+        model, _ = loaded(state, dtype=dtype, cross=cross)
         model.anchor_threshold.fill_(0.1)
         for layer in model.cross_encoder.layers:
             layer.attention.fused = layer.cross_attention.fused = fused
@@ -237,7 +238,7 @@ def test_zero_tables_change_nothing(anchor, fused, dtype):
 
 @pytest.mark.parametrize("mode", ["contextual", "bias"])
 def test_zero_tables_can_be_learned(mode):
-    model, _ = loaded(albef_tensors(), cross={"anchor": {"mode": mode}})
+    model, _ = loaded(albef_tensors(), cross={"options": {"anchor": {"mode": mode}}})
     model.anchor_threshold.fill_(0.1)
     pixels, text_inputs = inputs()
     crossed = model.cross(model.encode_image(pixels), model.encode_text(*text_inputs))

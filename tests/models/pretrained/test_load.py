@@ -66,9 +66,8 @@ def test_zero_tables_change_nothing(bert, vit, layout, mode, fused, dtype):
     given = []
     for position in (("anchor",), ()):
         torch.manual_seed(5)  # cross-attention and projections have no public weights
-        sizes = config(
-            bert[1], vit[1], 32, 1, layout=layout, position=position, anchor={"mode": mode}
-        )
+        options = {"anchor": {"mode": mode}} if position else {}
+        sizes = config(bert[1], vit[1], 32, 1, layout=layout, position=position, options=options)
         model = VLPModel(sizes).to(dtype).eval()
         load_public_weights(model)
         model.anchor_threshold.fill_(0.1)

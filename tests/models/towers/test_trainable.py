@@ -11,7 +11,7 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
-from vlp.training.optimiser import OptimiserConfig, build_adamw, layer_distances, parameter_groups
+from vlp.training.optimiser import parameter_groups
 
 DEEPER = {"layers": 3}
 DROPPING = {
@@ -88,45 +88,11 @@ def test_more_blocks_than_there_are_is_refused(side):
         model(**{side: {"trainable": 4}})
 
 
-def test_rates_fall_from_block_to_block():
-    built = model(image=DROPPING)
-    for side, blocks, first, last in (
-        ("image_encoder", "vit.blocks", "vit.cls_token", "vit.norm.weight"),
-        ("text_encoder", "layers", "embedding.word.weight", None),
-    ):
-        named = dict(built.named_parameters())
-        rates = {
-            id(parameter): group["lr_scale"]
-            for group in parameter_groups(built, 0.1, {"text_encoder": 0.5}, 0.7)
-            for parameter in group["params"]
-        }
-        factor = 0.5 if side == "text_encoder" else 1.0
-
-        def rate(name, side=side, rates=rates, named=named):
-            return rates[id(named[f"{side}.{name}"])]
-
-        for number in range(3):
-            for name in named:
-                if name.startswith(f"{side}.{blocks}.{number}."):
-                    assert rates[id(named[name])] == pytest.approx(factor * 0.7 ** (3 - number))
-        assert rate(first) == pytest.approx(factor * 0.7**4)
-        assert rate("projection.weight") == factor
-        assert last is None or rate(last) == factor
-    assert rates[id(named["match_head.weight"])] == 1
-
-
-def test_without_decay_the_groups_are_those_of_before():
+def test_the_groups_are_those_of_weight_decay():
     built = model()
-    plain, explicit = (parameter_groups(built, 0.1, None, *more) for more in ((), (1.0,)))
-    assert [len(group["params"]) for group in plain] == [len(g["params"]) for g in explicit]
+    plain = parameter_groups(built, 0.1)
     assert {group["lr_scale"] for group in plain} == {1.0}
     assert len(plain) == 2
-    assert set(layer_distances(built).values()) == {0, 1, 2, 3, 4}
-
-
-def test_layer_decay_needs_an_image_text_model():
-    with pytest.raises(ConfigError, match="layer_decay is of image-text models"):
-        build_adamw(torch.nn.Linear(2, 2), OptimiserConfig(layer_decay=0.9))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def step(built, rows, chunk):
     [
         {},
         {"contrastive": {"kind": "itc"}, "teacher": {"queue": 8, "warmup_steps": 0}},
-        {"contrastive": {"form": "paper"}, "mim": {"output": "cross"}},
+        {"contrastive": {"kind": "paper"}, "mim": {"output": "cross"}},
         {"contrastive": {"kind": "sigmoid"}},
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import TINY_MODEL, ace, tiny_text
 
 import vlp
 from vlp.config import ConfigError
@@ -86,7 +86,7 @@ def test_paths_of_words_reach_the_match_score_through_pooled_words(mode):
 
     def gradient(pooling):
         cross = TINY_MODEL["cross"] | {
-            "layers": 1, "layout": "text", "pooling": pooling, "anchor": {"groups": 2, "mode": mode}
+            "layers": 1, "layout": "text", "pooling": pooling, **ace(groups=2, mode=mode)
         }  # fmt: skip
         built = task({**ALL, "contrastive": None, "mlm": None, "mim": None}, cross=cross)
         built.model.anchor_threshold.fill_(0.01)
@@ -108,7 +108,7 @@ def test_paths_of_words_reach_the_match_score_through_pooled_words(mode):
     [
         ({}, {"contrastive", "token", "word", "phrase", "itm", "mlm", "mim"}),
         ({"contrastive": {"kind": "itc"}}, {"contrastive", "itm", "mlm", "mim"}),
-        ({"contrastive": {"form": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
+        ({"contrastive": {"kind": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
         ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "phrase", "itm"}),
         ({"itm": None, "mim": None}, {"contrastive", "token", "word", "phrase", "mlm"}),
         ({"contrastive": None}, {"itm", "mlm", "mim"}),
@@ -125,8 +125,7 @@ def test_the_configuration_decides_what_is_trained(objectives, losses):
 
 
 def test_total_is_the_weighted_sum():
-    weights = {"contrastive": {"weight": 2.0}, "itm": {"group": 8, "weight": 0.5},
-               "mlm": {"weight": 0.25}, "mim": {"weight": 3.0}}  # fmt: skip
+    weights = {"contrastive": {"weight": 2.0}, "itm": {"group": 8, "weight": 0.5}}
     losses = task(ALL | weights)(batch(), 0)
     parts = losses.losses
     expected = (
@@ -135,8 +134,8 @@ def test_total_is_the_weighted_sum():
         + parts["word"]
         + 2 * parts["phrase"]
         + 0.5 * parts["itm"]
-        + 0.25 * parts["mlm"]
-        + 3 * parts["mim"]
+        + parts["mlm"]
+        + parts["mim"]
     )
     torch.testing.assert_close(losses.loss.detach(), expected)
 
@@ -173,7 +172,7 @@ def test_every_parameter_is_trained():
     ("objectives", "trained"),
     [
         ({"itm": None, "mlm": None, "mim": None}, PROJECTIONS),
-        ({"itm": None, "mlm": None, "contrastive": {"form": "paper"}}, PROJECTIONS),
+        ({"itm": None, "mlm": None, "contrastive": {"kind": "paper"}}, PROJECTIONS),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "itc"}}, set()),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "sigmoid"}}, set()),
         ({"itm": None, "mlm": None, "mim": {"output": "cross"}}, {"cross_encoder"} | PROJECTIONS),
@@ -277,7 +276,7 @@ def test_a_fixed_threshold_stays():
     assert float(built.model.anchor_threshold) == pytest.approx(0.05)
 
 
-WITH_TEACHER = ALL | {"teacher": {"queue": 12, "momentum": 0.5, "warmup_steps": 0, "alpha": 0.4}}
+WITH_TEACHER = ALL | {"teacher": {"queue": 12, "momentum": 0.5, "warmup_steps": 0}}
 
 
 def test_the_teacher_moves_only_after_a_step_and_fills_the_queue():
@@ -314,22 +313,24 @@ def test_extra_state_restores_teacher_and_queue():
     assert task().extra_state() == {}
 
 
-def test_soft_targets_change_the_loss_by_their_share():
-    hard = task(WITH_TEACHER | {"teacher": WITH_TEACHER["teacher"] | {"alpha": 0.0}})
-    soft = task(WITH_TEACHER)
+def test_soft_targets_change_the_loss_by_their_share(monkeypatch):
+    hard, soft = task(WITH_TEACHER), task(WITH_TEACHER)
     with torch.no_grad():
-        plain, mixed = hard(batch(), 0), soft(batch(), 0)
+        mixed = soft(batch(), 0)
+        monkeypatch.setattr("vlp.tasks.teacher.SOFT_SHARE", 0.0)
+        plain = hard(batch(), 0)
     for name in ("contrastive", "mlm"):
         assert not torch.isclose(plain.losses[name], mixed.losses[name])
     for name in ("token", "word", "itm", "mim"):
         assert torch.equal(plain.losses[name], mixed.losses[name])
 
 
-def test_soft_targets_do_not_enter_in_evaluation():
-    hard = task(WITH_TEACHER | {"teacher": WITH_TEACHER["teacher"] | {"alpha": 0.0}}).eval()
-    soft = task(WITH_TEACHER).eval()
+def test_soft_targets_do_not_enter_in_evaluation(monkeypatch):
+    hard, soft = task(WITH_TEACHER).eval(), task(WITH_TEACHER).eval()
     with torch.no_grad():
-        plain, mixed = hard(batch(), 0).losses, soft(batch(), 0).losses
+        mixed = soft(batch(), 0).losses
+        monkeypatch.setattr("vlp.tasks.teacher.SOFT_SHARE", 0.0)
+        plain = hard(batch(), 0).losses
     assert all(torch.equal(plain[name], mixed[name]) for name in plain)
 
 

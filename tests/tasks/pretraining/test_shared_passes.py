@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_pretraining import ALL, batch, task
-from tests_support import TINY_MODEL
+from tests_support import TINY_MODEL, ace
 
 from vlp.compilation import compile_regions, gpu_form
 from vlp.data.stream.batch import Batch
@@ -63,10 +63,10 @@ def assert_equal_steps(found, expected):
         {"position": ["uniform"]},
         {"position": ["anchor", "alignment", "ape"]},
         {"position": ["anchor", "sine-2d"]},
-        {"anchor": {"mode": "bias"}},
-        {"anchor": {"roles": ["query", "key"], "scale": 0.5}},
-        {"anchor": {"value_pooled": False, "shared_heads": True}},
-        {"anchor": {"path_gradient": True, "features": "encoder"}},
+        ace(mode="bias"),
+        ace(roles=["query", "key"], scale=0.5),
+        ace(shared_heads=True),
+        ace(path_gradient=True, features="encoder"),
     ],
 )
 def test_images_that_pairs_share_change_no_loss_and_no_gradient(options, monkeypatch):

@@ -55,9 +55,8 @@ class PretrainData(OrderedData):
         self.sources: list[ShardIndex] = []
         self.listed: list[ListedShards] = []
         sampler: TrainingSampler | EndlessSampler
-        if config.sampler == "resampled":
+        if config.epoch_samples is not None:
             self.listed = [ListedShards(one.path, config.outages) for one in config.sources]
-            assert config.epoch_samples is not None  # the configuration sees to it
             sampler = EndlessSampler(config.epoch_samples, batch)
         else:
             self.sources = [
@@ -83,7 +82,6 @@ class PretrainData(OrderedData):
             TrainTransform(config.augment, self.preprocessing),
             inputs,
             seed,
-            config.texts,
             features,
         )
         remote = any(index.is_remote for index in self.sources)
@@ -93,8 +91,7 @@ class PretrainData(OrderedData):
             self.captioned.collate,
             batch,
             config.workers,
-            config.max_skipped_share,
-            partial(_prefetch, self.sources) if remote else None,
+            prefetch=partial(_prefetch, self.sources) if remote else None,
         )
         parts = {f"source {n}": shards_sha256(one.shards) for n, one in enumerate(self.sources)}
         parts |= {f"source {n}": one.sha256() for n, one in enumerate(self.listed)}
@@ -106,7 +103,7 @@ class PretrainData(OrderedData):
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
     ) -> DataLoader[Any]:
-        if self.config.sampler == "indexed":
+        if self.config.epoch_samples is None:
             self._require_room(consumed, rank, world_size)
             return super()._loader(consumed, rank, world_size, stop_after)
         config = self.config

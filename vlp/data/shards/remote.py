@@ -59,9 +59,6 @@ class OutageConfig(Config):
         description="how long a file is asked for again after its first failure; ranks wait for "
         "each other for training.timeout at most",
     )
-    silence: float = Field(
-        60.0, gt=0, description="seconds without a byte after which a connection counts as failed"
-    )
     policy: Literal["fail", "pause", "skip"] = Field(
         "fail",
         description="what follows when it cannot be had: fail ends the run; pause ends it with "
@@ -161,8 +158,9 @@ MANIFEST_NAME = "manifest.json"
 _QUOTED = re.compile(r"https?://[^/?#]*@|\?.*")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
-# Without limits a dead connection would be waited for, and a large shard cut off after 5 minutes.
-_CONNECT_SECONDS = 30
+# Without limits a dead connection would be waited for, and a large shard cut off after 5 minutes:
+# until it is there, and without a byte on it.
+_CONNECT_SECONDS, _SILENT_SECONDS = 30.0, 60.0
 
 
 def is_url(place: object) -> bool:
@@ -252,7 +250,7 @@ class RemoteFolder:
     def _connect(self) -> tuple[Any, str]:
         # A connection is of one process: a forked one must not use its parent's.
         if self._connection is None or self._connection[0] != os.getpid():
-            self._connection = os.getpid(), connected(self.url, self.outages.silence)
+            self._connection = os.getpid(), connected(self.url)
         return self._connection[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,13 +261,12 @@ class RemoteFolder:
         self._connection = None
 
 
-def connected(url: str, silence: float) -> tuple[Any, str]:
+def connected(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
     `${NAME}` in a URL is a variable of the environment; its value is percent-encoded in user info
     and query of an HTTP URL and inserted as it is elsewhere. These two go with every request
-    instead of standing in the path, which libraries show in their errors. `silence` is the seconds
-    without a byte after which an HTTP request fails.
+    instead of standing in the path, which libraries show in their errors.
     """
     import fsspec
 
@@ -280,7 +277,7 @@ def connected(url: str, silence: float) -> tuple[Any, str]:
             import aiohttp
 
             patience = aiohttp.ClientTimeout(
-                total=None, sock_connect=min(_CONNECT_SECONDS, silence), sock_read=silence
+                total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
             )
             options["client_kwargs"] = {"timeout": patience}
             parts = urlsplit(place)

@@ -258,7 +258,7 @@ class SkippedShareWatch:
         if self._bad > self._max_share * self._expected:
             raise DataError(
                 f"{self._bad} of {self._expected} samples of epoch {epoch} are bad, more than "
-                f"data.max_skipped_share {self._max_share}; {self._last_one()}"
+                f"{self._max_share:.0%} of them; {self._last_one()}"
             )
         if self._in_a_row > _MOST_IN_A_ROW:
             raise DataError(

@@ -311,7 +311,7 @@ class ShardIndex:
         if content is None:
             raise ConfigError(
                 f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
-                "data.sampler=resampled"
+                "data.epoch_samples"
             )
         shards = read_table(BytesIO(content), f"{folder / INDEX_NAME}", remedy)
         return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from vlp.config import ConfigError
 from vlp.data.shards.remote import retries, share_retries
 from vlp.data.shards.sample_files import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
@@ -205,7 +204,8 @@ class OrderedData:
         collate: makes a batch (see `vlp.data.stream.batch.Slots`) of a rank's samples.
         batch: slots of a global batch (all ranks).
         workers: loader processes of each rank.
-        max_skipped_share: more bad samples than this share of an epoch end the run.
+        max_skipped_share: more bad samples than this share of an epoch end the run; a set that is
+            half bad was built wrongly.
         prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
 
     `fingerprint` holds a hash of each part of the data by its name, equal for equal data wherever
@@ -244,16 +244,6 @@ class OrderedData:
         steps = self.sampler.steps(samples_consumed, self.batch)
         left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
         return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
-
-    def floor(self, samples_consumed: int) -> int:
-        """Return the largest number of samples up to this one after which `batches` can go on."""
-        while True:
-            try:
-                self.sampler.locate(samples_consumed)
-            except ConfigError:  # less than `canonical_streams` times
-                samples_consumed -= 1
-            else:
-                return samples_consumed
 
     def batches(
         self,

@@ -31,6 +31,11 @@ from vlp.objectives.token import phrase_loss, token_losses
 from vlp.tasks.pretraining.registry import TOKENS, Objective, Step, Term
 from vlp.tasks.teacher import gather_keys
 
+PAPER_MARGIN = 0.05
+"""Delta of Eq. 2, as the paper sets it."""
+SIGMOID_BIAS = -10.0
+"""Start of the learned bias of the sigmoid loss, as SigLIP's: nearly all pairs are no matches."""
+
 
 class Contrastive(Objective):
     """Match images and captions against the keys of all ranks and the teacher's queue.
@@ -69,7 +74,7 @@ class Contrastive(Objective):
                 step.text.tokens,
                 batch.word_mask,
                 settings.scale,
-                settings.margin,
+                PAPER_MARGIN,
                 batch.valid,
                 keys.valid,
             )
@@ -121,7 +126,7 @@ class SigmoidContrastive(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        self.bias = LearnedBias(settings.bias)
+        self.bias = LearnedBias(SIGMOID_BIAS)
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
@@ -295,7 +300,7 @@ class MaskedLanguageModelling(Objective):
                 logits, _ = self._predict(teacher.model, head, teacher.image, step)
                 soft = logits.float().softmax(-1)
         logits, labels = self._predict(step.model, self.head, step.image, step)
-        return {"mlm": Term(mlm_loss(logits, labels, soft, alpha), self.settings.weight)}
+        return {"mlm": Term(mlm_loss(logits, labels, soft, alpha), 1.0)}
 
     def _predict(
         self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
@@ -350,4 +355,4 @@ class MaskedImageModelling(Objective):
             assert crossed.image is not None
             states = crossed.image
         loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
-        return {"mim": Term(loss, self.settings.weight)}
+        return {"mim": Term(loss, 1.0)}

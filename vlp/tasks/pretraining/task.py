@@ -166,7 +166,7 @@ class Pretraining(PlainTask):
                     anchors.similarity,
                     batch.word_mask,
                     batch.valid,
-                    settings.quantile,
+                    self.model.anchor_options.quantile,
                     settings.quantile_momentum,
                 )
 

@@ -40,7 +40,7 @@ def pretrain(lab: Lab, out: Path, url: str, shards: Sequence[str]) -> Job:
     arguments = [
         *lab.arguments(out.name, f"output={out}", f"data.sources=[{{path: {url}}}]"),
         f"data.cache={{folder: {out.parent / 'cache'}, limit: 100MB}}",
-        "data.outages={seconds: 4, silence: 1, policy: pause}",
+        "data.outages={seconds: 4, policy: pause}",
         "data.workers=1",
         "--resume",
     ]
