@@ -83,22 +83,8 @@ def test_every_pass_and_part_is_measured(config_file):
 
 @pytest.mark.nightly
 def test_prints_a_table_and_figures(config_file, capsys):
-    assert (
-        main(
-            [
-                "overhead",
-                "--config",
-                str(config_file),
-                "--rows",
-                "4",
-                "--steps",
-                "2",
-                "--words",
-                "5",
-            ]
-        )
-        == 0
-    )
+    sizes = ["--rows", "4", "--steps", "2", "--words", "5"]
+    assert main(["overhead", "--config", str(config_file), *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("backward") for line in lines)
     figures = {line["name"]: line for line in map(json.loads, (x for x in lines if x[:1] == "{"))}

@@ -29,30 +29,17 @@ from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 
+
+def logged(step, total, itm, rate, **more):
+    return {"step": step, "loss/total": total, "loss/itm": itm, "learning_rate": rate, **more}
+
+
 LOG = [
-    {
-        "step": 10,
-        "loss/total": 3.0,
-        "loss/itm": 1.0,
-        "learning_rate": 1e-4,
-        "samples_per_second": 50,
-    },
-    {"step": 20, "loss/total": None, "loss/itm": 0.8, "learning_rate": 9e-5},
+    logged(10, 3.0, 1.0, 1e-4, samples_per_second=50),
+    logged(20, None, 0.8, 9e-5),
     {"step": 20, "validation/accuracy": 0.61},
-    {
-        "step": 30,
-        "loss/total": 2.0,
-        "loss/itm": 0.7,
-        "learning_rate": 8e-5,
-        "samples_per_second": 60,
-    },
-    {
-        "step": 40,
-        "loss/total": 1.5,
-        "loss/itm": 0.6,
-        "learning_rate": 7e-5,
-        "samples_per_second": 60,
-    },
+    logged(30, 2.0, 0.7, 8e-5, samples_per_second=60),
+    logged(40, 1.5, 0.6, 7e-5, samples_per_second=60),
 ]
 TRAINING = {
     "ended": "finished", "step": 40, "total_steps": 40, "seconds": 3725.0,
