@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import operator
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from every_tool import run_every_tool, sources
-from made_shards import jpeg, write
 
 from data_tools import verify
 from data_tools.__main__ import main
@@ -120,33 +117,6 @@ def runs(process: str) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_ctrl_c_while_the_pool_starts_is_a_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch, fresh: bool
-) -> None:
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        if type(thread).__name__ == "_ExecutorManagerThread":
-            signal.raise_signal(signal.SIGINT)
-        start(thread)
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(Executor(2, fresh=fresh).map(double, range(10)))
-    assert signal.getsignal(signal.SIGINT) is before
-    assert multiprocessing.active_children() == []
-
-
-def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="--processes is 0"):
-        Executor(0)
-    write(tmp_path / "shards", {"a": jpeg(1)})
-    assert main(["index", str(tmp_path / "shards"), "--executor", "spark"]) == 2
-    assert "--executor spark: local, ray or ray://HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_shards import cut, encoded, jpeg, photo, write, write_tar
-from PIL import Image, ImageFont
+from PIL import Image
 
 from data_tools import peek
 from data_tools.__main__ import main
-from data_tools.peek import WIDTH, Card, draw_sheet, sample_card, wrapped
+from data_tools.peek import WIDTH, sample_card
 from data_tools.shards import ShardReader
 from vlp.data.schema import Annotation, Expression, Question
 from vlp.data.shards.shard_reader import ShardWriter
@@ -122,36 +121,3 @@ def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
     assert list(question.texts) == ["why?"]
     assert list(silent.texts) == ["(no caption)"]
     assert [frame.text for frame in silent.frames] == ["box 0"]
-
-
-def test_long_and_odd_texts(tmp_path: Path) -> None:
-    texts = ["word " * 300, "l" * 500, "", "日本語 ελληνικά 🙂", "$x^2$ {a}"]
-    card = Card("a_very_long_key_" * 9, photo(1), texts)
-    out = draw_sheet([card, Card("k", None, problem="x " * 50)], tmp_path / "new" / "sheet.png")
-    assert columns_of(Image.open(out)) == 2
-
-
-@pytest.mark.parametrize("text", ["one two three four five six", "l" * 80, "a " + "b" * 60 + " c"])
-def test_lines_fit(text: str) -> None:
-    font = ImageFont.load_default(11)
-    assert isinstance(font, ImageFont.FreeTypeFont)
-    lines = wrapped(text, 90, font)
-    assert all(font.getlength(line) <= 90 for line in lines)
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-
-
-def test_wrong_arguments_are_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    refused: Callable[..., int] = lambda *options: main(  # noqa: E731
-        ["peek", *map(str, options), "--out", str(tmp_path / "x.png")]
-    )
-    assert refused(folder, "--count", 0) == 2
-    assert "--count is 0" in capsys.readouterr().err
-    (folder / "index.npz").unlink()
-    assert refused(folder) == 2
-    assert "make one with: python -m data_tools index" in capsys.readouterr().err
-    write_tar(tmp_path / "empty" / "0.tar", [])
-    main(["index", str(tmp_path / "empty")])
-    assert refused(tmp_path / "empty") == 2
-    assert "its shards are empty" in capsys.readouterr().err

@@ -86,13 +86,6 @@ def test_order_and_bytes_are_kept(folder: Path, tmp_path: Path, per_shard: int) 
     assert not (out / "reshard.places").exists()
 
 
-def test_extra_files_come_along(foreign: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert deal(foreign, "--out", out, per_shard=2) == 0
-    assert members(out) == [each for each in members(foreign) if each[0] != "README"]
-    assert sizes(out) == [2, 2, 1]
-
-
 def test_folders_are_merged_in_order(folder: Path, foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert deal(foreign, folder, "--out", out) == 0
@@ -235,32 +228,3 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert there.items() <= expected.items()
     assert main([*command, "--out", str(out), "--processes", "1"]) == 0
     assert files(out) == expected
-
-
-def test_what_cannot_be_done_is_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    out = tmp_path / "out"
-    assert deal(folder, "--out", out) == 0
-
-    def refused(*arguments: object, **options: int) -> str:
-        before = files(out)
-        assert deal(*arguments, **options) == 2
-        assert files(out) == before
-        return capsys.readouterr().err
-
-    assert "was begun with samples_per_shard 4, this command says 5" in refused(
-        folder, "--out", out, per_shard=5
-    )
-    assert "was begun with shuffle None" in refused(folder, "--out", out, "--shuffle", 1)
-    assert "is read from" in refused(folder, "--out", folder)
-    assert "holds shards already" in refused(out, "--out", folder)
-    assert "at least 1" in refused(folder, "--out", out, per_shard=0)
-    (out / "reshard.json").write_text("{")
-    assert "not JSON" in refused(folder, "--out", out)
-    write_tar(tmp_path / "empty" / "0.tar", [])
-    assert "no samples" in refused(tmp_path / "empty", "--out", tmp_path / "new")
-    file = tmp_path / "file"
-    file.write_text("in the way")
-    assert "file: cannot be written (File exists)" in refused(folder, "--out", file)
-    assert len(ShardIndex.open(tmp_path / "out"))

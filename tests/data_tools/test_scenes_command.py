@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,7 +14,7 @@ from vlp.data.schema import captions_of
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.text.word_boxes import named_words
 from vlp.scenes.negatives import sample_swap, swap_kinds
-from vlp.scenes.sample import FULL, Variety, sample_scene
+from vlp.scenes.sample import FULL, sample_scene
 
 
 def _run(out: Path, *options: str) -> int:
@@ -110,15 +109,6 @@ def test_processes_do_not_change_the_bytes(tmp_path) -> None:
     assert _contents(one) == _contents(several)
 
 
-def test_image_size_and_seed_reach_the_images(tmp_path) -> None:
-    _run(tmp_path, "--train", "2", "--val", "0", "--image-size", "96", "--seed", "4")
-    sample = ShardIndex.open(tmp_path / "train").read(0, 1)
-    pixels = np.asarray(Image.open(io.BytesIO(sample.image)))
-    assert pixels.shape == (96, 96, 3)
-    assert tuple(pixels[0, 48]) == sample_scene(4, 1, image_size=96).background
-    assert not (tmp_path / "val").exists()
-
-
 def test_shards_of_others_are_refused_and_stay(tmp_path) -> None:
     other = tmp_path / "train" / "shard-000000.tar"
     other.parent.mkdir()
@@ -126,50 +116,3 @@ def test_shards_of_others_are_refused_and_stay(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"shard-000000.tar: a shard that `scenes` did not write"):
         _run(tmp_path, "--train", "8", "--val", "0")
     assert _contents(tmp_path) == {"train/shard-000000.tar": b"theirs"}
-
-
-def test_a_folder_of_other_settings_is_refused(tmp_path) -> None:
-    _run(tmp_path, "--train", "2", "--val", "0")
-    with pytest.raises(ConfigError, match="another --out"):
-        _run(tmp_path, "--train", "2", "--val", "0", "--seed", "1")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--train", "-1"), ("--image-size", "8"), ("--samples-per-shard", "0"), ("--processes", "0")],
-)
-def test_numbers_out_of_range_are_named(tmp_path, option, value) -> None:
-    with pytest.raises(ConfigError, match=f"{option} is {value}"):
-        _run(tmp_path / "new", option, value)
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown part 'test'"):
-        scenes.make_sample("test", 0, 64, 0)
-
-
-def test_a_small_variety_is_kept(tmp_path) -> None:
-    options = ["--colours", "3", "--shapes", "2", "--objects", "2"]
-    _run(tmp_path, "--train", "16", "--val", "4", "--twins", "16", "--swaps", "8", *options)
-    for part in ("train", "val", "twins", "swaps"):
-        index = ShardIndex.open(tmp_path / part)
-        for number in range(index.shards[0].samples):
-            objects = index.read(0, number).annotation.scene["objects"]
-            assert {obj["colour"] for obj in objects} <= {"red", "orange", "yellow"}
-            assert {obj["shape"] for obj in objects} <= {"circle", "square"}
-            assert len(objects) <= 2
-    with pytest.raises(ConfigError, match="--colours is 1, 2 to 8 are possible"):
-        _run(tmp_path / "new", "--colours", "1")
-    with pytest.raises(ConfigError, match="another --out"):
-        _run(tmp_path, "--train", "16")
-
-
-def test_single_objects_have_swaps_of_place_alone(tmp_path) -> None:
-    _run(tmp_path, "--train", "8", "--val", "4", "--twins", "8", "--swaps", "8", "--objects", "1")
-    for part in ("train", "val", "twins", "swaps"):
-        index = ShardIndex.open(tmp_path / part)
-        for number in range(index.shards[0].samples):
-            assert len(index.read(0, number).annotation.scene["objects"]) == 1
-    made = [scenes.make_sample("swaps", 0, 64, n, Variety(objects=1)) for n in range(6)]
-    assert all(sample.annotation.scene["swap"]["kind"] == "place" for sample in made)

@@ -43,17 +43,6 @@ def test_damaged_and_missing_shards(tmp_path: Path) -> None:
         assert (len(reader), reader.missing) == (0, True)
 
 
-def test_wrong_folders_are_named(tmp_path: Path) -> None:
-    folder = write(tmp_path / "b", {"k": jpeg(0)})
-    for folders, message in (
-        ([tmp_path / "gone"], "no such folder"),
-        ([tmp_path], "holds no shards"),
-        ([folder, tmp_path / "." / "b"], "given twice"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            shards_of(folders)
-
-
 def write_half(path: Path) -> None:
     with atomic_write(path, error=ConfigError) as file:
         file.write(b"half")

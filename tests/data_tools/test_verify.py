@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from broken_shards import change_index, index_columns
 from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_tar
 
-from data_tools import verify
 from data_tools.__main__ import main
 from vlp.data.shards.shard_reader import ShardIndex
 
@@ -55,14 +52,6 @@ def test_a_truncated_shard(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert "index differs: 1, repaired" in capsys.readouterr().out
     assert [kind for kind, _ in report(folder)[1]] == ["corrupt shard"]
     assert len(ShardIndex.open(folder)) < 10
-
-
-def test_a_damaged_header(folder: Path) -> None:
-    path = folder / "shard-000000.tar"
-    flip(path, 120)
-    code, damage = report(folder)
-    assert code == 1
-    assert tuple(kind for kind, _ in damage) == ("corrupt shard", "index differs")
 
 
 def test_flipped_bytes_in_images(tmp_path: Path) -> None:
@@ -180,19 +169,6 @@ def test_wrong_numbers_in_the_index(folder: Path) -> None:
     assert [kind for kind, _ in report(folder)[1]] == ["unusable manifest"]
 
 
-def test_places_are_limited_in_print_alone(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    for path in folder.glob("*.tar"):
-        path.write_bytes(
-            path.read_bytes().replace(b"JFIF", b"....").replace(b"\xff\xd8\xff", b"...")
-        )
-    code, damage = report(folder, "--places", "3")
-    assert code == 1
-    assert len(damage) == 10
-    printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("unreadable image: /") == 3
-    assert "unreadable image: 10" in printed.out
-
-
 def test_processes_find_the_same(folder: Path, tmp_path: Path) -> None:
     path = folder / "shard-000001.tar"
     path.write_bytes(path.read_bytes()[:4000])
@@ -203,26 +179,3 @@ def test_processes_find_the_same(folder: Path, tmp_path: Path) -> None:
         assert main(command) == 1
         lines.append(out.read_text())
     assert lines[0] == lines[1]
-
-
-def test_a_killed_process_is_no_hang(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    parent = os.getpid()
-
-    def die(*_: object) -> None:
-        if os.getpid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(verify, "decode_image", die)
-    assert main(["verify", str(folder), "--processes", "2"]) == 2
-    message = capsys.readouterr().err
-    assert "a process died at" in message
-    assert "shard-00000" in message
-
-
-def test_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("verify", tmp_path / "nowhere") == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert run("verify", tmp_path) == 2
-    assert "holds no shards" in capsys.readouterr().err

@@ -69,15 +69,3 @@ def test_what_fails_does_so_before_the_training(lab: Lab, change: str, said: str
     assert "Traceback" not in output
     assert said in output
     assert not lab.output("refused").exists()
-
-
-@pytest.mark.nightly
-def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
-    (lab.output("used_twice")).mkdir()
-    (lab.output("used_twice") / "precious").write_text("")
-    arguments = lab.arguments("used_twice", *validated(lab))
-    results = ranks.finish(ranks.start([COMMAND, *arguments], 2), timeout=120)
-    assert [code for code, _ in results] == [2, 2]
-    said = "".join(output for _, output in results)
-    assert "continue its run with --resume" in said
-    assert "Traceback" not in said

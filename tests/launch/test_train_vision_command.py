@@ -65,10 +65,6 @@ def test_own_objects_take_the_place_of_scenes():
     assert data.train.images == "others"
 
 
-def test_every_kind_has_a_small_configuration():
-    assert sorted(TINY) == sorted(KINDS)
-
-
 @pytest.mark.commands
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_path):

@@ -78,6 +78,7 @@ def test_the_pages_lines_run(folders, capsys):
     np.testing.assert_allclose(names["cosine"], cosine, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_what_is_compared_is_there():
     """Commands, their options, configurations and names of `vlp` in the table of features."""
     page = COMPARED.read_text(encoding="utf-8")

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 
-from vlp.scenes.graph import SHAPES
-from vlp.scenes.render import cover_box, encode_png, outline, render
+from vlp.scenes.render import cover_box, render
 from vlp.scenes.sample import PALETTE, sample_scene
 
 
@@ -46,29 +42,6 @@ def test_objects_have_the_colour_they_are_called() -> None:
             assert names[np.abs(values - middle).sum(axis=1).argmin()] == obj.colour
 
 
-def test_shapes_cover_different_shares_of_their_box(make_scene) -> None:
-    shares = []
-    for shape in SHAPES:
-        scene = make_scene(f"large red {shape} centre")
-        x, y, width, height = (int(value) for value in scene.objects[0].box)
-        pixels = np.asarray(render(scene)).astype(float)[y : y + height, x : x + width]
-        ground, ink = np.array(scene.background), np.array(scene.tints[0])
-        coverage = (pixels - ground) @ (ink - ground) / ((ink - ground) @ (ink - ground))
-        shares.append(coverage.mean())
-    expected = [np.pi / 4, 1, 0.5, 5 / 9]  # circle, square, triangle, cross
-    assert shares[:4] == pytest.approx(expected, abs=0.03)
-    assert 0.25 < shares[4] < 0.45
-
-
-def test_outlines_touch_all_four_sides() -> None:
-    for shape in SHAPES[1:]:
-        points = np.array(outline(shape, (3, 5, 20, 10)))
-        assert points.min(axis=0) == pytest.approx([3, 5])
-        assert points.max(axis=0) == pytest.approx([23, 15])
-    with pytest.raises(ValueError, match="no polygon"):
-        outline("circle", (0, 0, 1, 1))
-
-
 def test_a_curtain_hides_its_place_only(make_scene) -> None:
     scene = make_scene("small red circle top left")
     bare, covered = (
@@ -80,10 +53,3 @@ def test_a_curtain_hides_its_place_only(make_scene) -> None:
     assert changed[44:, 44:].all()
     assert not changed[:42].any()
     assert not changed[:, :42].any()
-
-
-def test_png_keeps_every_pixel() -> None:
-    image = render(sample_scene(0, 1))
-    assert image.size == (64, 64)
-    again = Image.open(io.BytesIO(encode_png(image)))
-    assert np.array_equal(np.asarray(again), np.asarray(image))

@@ -1,15 +1,31 @@
+"""Scenes: a function of index and seed, told apart, in splits that never meet."""
+
 from __future__ import annotations
 
-from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.scenes.graph import COLOURS, PLACES, SHAPES, SIZES
+from vlp.scenes.captions import captions
+from vlp.scenes.distinct import ambiguous_share, distinct_scenes
+from vlp.scenes.graph import (
+    INVERSE,
+    PLACES,
+    RELATIONS,
+    Obj,
+    Scene,
+    main_relation,
+    offset,
+    relation_holds,
+    relations,
+)
+from vlp.scenes.meaning import holds
+from vlp.scenes.negatives import SWAP_KINDS, swap_pair
 from vlp.scenes.sample import sample_scene
-from vlp.scenes.splits import SPLITS, split_of
+from vlp.scenes.splits import SPLITS, content, held_out_pairs, split_of, swap_family
 
 indices = st.integers(0, 10**9)
 
@@ -56,33 +72,142 @@ def test_the_same_graph_at_every_image_size(index) -> None:
         assert tuple(4 * value for value in one.box) == other.box
 
 
-def test_every_value_occurs_about_as_often_as_meant() -> None:
-    scenes = [sample_scene(0, index) for index in range(1500)]
-    objects = [obj for scene in scenes for obj in scene.objects]
-    counts = Counter(len(scene.objects) for scene in scenes)
-    assert [counts[number] / 1500 for number in (1, 2, 3)] == pytest.approx(
-        [0.08, 0.4, 0.52], abs=0.05
+def _share(scenes) -> float:
+    """Every caption against every other scene."""
+    fits = [
+        any(holds(caption.meaning, other, lenient=True) for other in scenes if other is not scene)
+        for scene in scenes
+        for caption in captions(scene)
+    ]
+    return sum(fits) / len(fits)
+
+
+def test_no_caption_fits_a_second_scene() -> None:
+    scenes = list(distinct_scenes(0, 96))
+    assert _share(scenes) == 0
+    assert ambiguous_share(scenes) == 0
+    assert {split_of(scene) for scene in scenes} == {"val"}
+
+
+def test_redrawing_keeps_the_number_of_objects_and_the_prefix() -> None:
+    scenes = list(distinct_scenes(0, 64))
+    assert scenes[:20] == list(distinct_scenes(0, 20))
+    for index, scene in enumerate(scenes):
+        assert len(scene.objects) == len(sample_scene(0, index, "val").objects)
+
+
+UNSEEN = {
+    ("horizontal", frozenset({"circle", "star"})),
+    ("vertical", frozenset({"square", "triangle"})),
+    ("vertical", frozenset({"cross", "star"})),
+}
+
+
+def _families(scene) -> set:
+    """Direction and shapes of each pair, straight from the boxes."""
+    found = set()
+    for one, other in combinations(scene.objects, 2):
+        right = abs(other.box[0] + other.box[2] / 2 - one.box[0] - one.box[2] / 2)
+        down = abs(other.box[1] + other.box[3] / 2 - one.box[1] - one.box[3] / 2)
+        direction = "horizontal" if right >= down else "vertical"
+        found.add((direction, frozenset({one.shape, other.shape})))
+    return found
+
+
+def test_training_never_shows_the_unseen_relations() -> None:
+    for index in range(400):
+        assert not _families(sample_scene(index % 3, index)) & UNSEEN
+    for index in range(60):
+        assert _families(sample_scene(0, index, "unseen")) & UNSEEN
+
+
+def test_swapping_a_pair_stays_in_its_family() -> None:
+    rng = np.random.default_rng(0)
+    swapped = 0
+    for index in range(200):
+        scene = sample_scene(0, index, "swaps")
+        for pair in held_out_pairs(scene, "swaps"):
+            for kind in SWAP_KINDS[1:]:  # `place` is about one object
+                result = swap_pair(scene, kind, pair, rng)
+                if result is not None:
+                    swapped += 1
+                    assert swap_family(result.twin, *pair) == swap_family(scene, *pair)
+                    # So no twin of a held-out caption was ever trained on.
+                    assert split_of(result.twin) in ("swaps", "unseen")
+    assert swapped > 200
+
+
+def test_contents_of_train_and_val_never_meet_whatever_the_seeds() -> None:
+    train = {content(sample_scene(seed, index)) for seed in (0, 1) for index in range(800)}
+    val = {content(sample_scene(seed, index, "val")) for seed in (0, 7) for index in range(200)}
+    assert not train & val
+
+
+def test_contents_do_not_depend_on_the_order_of_objects() -> None:
+    for index in range(50):
+        scene = sample_scene(0, index)
+        turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])
+        assert content(turned) == content(scene)
+        assert split_of(turned) == split_of(scene)
+
+
+@pytest.mark.parametrize("split", ["swaps", "unseen"])
+def test_held_out_splits_have_their_pairs(split) -> None:
+    for index in range(40):
+        scene = sample_scene(2, index, split)
+        assert len(scene.objects) >= 2
+        assert held_out_pairs(scene, split)
+
+
+positions = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 24))
+
+
+def _scene(first: tuple[int, int, int], second: tuple[int, int, int], scale: float = 1) -> Scene:
+    objects = tuple(
+        Obj(
+            "circle",
+            "red",
+            "small",
+            (round(x * scale, 2), round(y * scale, 2), round(w * scale, 2), round(w * scale, 2)),
+            "top",
+        )
+        for x, y, w in (first, second)
     )
-    for name, values in (("colour", COLOURS), ("shape", SHAPES), ("size", SIZES)):
-        shares = Counter(getattr(obj, name) for obj in objects)
-        assert set(shares) == set(values)
-        for value in values:
-            assert shares[value] / len(objects) == pytest.approx(1 / len(values), rel=0.25)
-    repeated = [len({obj.colour for obj in s.objects}) < len(s.objects) for s in scenes]
-    assert 0.02 < sum(repeated) / len(scenes) < 0.1
-    assert set(PLACES) == {obj.place for obj in objects}
-    area = sum(obj.box[2] * obj.box[3] for obj in objects) / len(objects) / 64**2
-    assert area == pytest.approx(0.108, abs=0.005)
+    return Scene("two", round(64 * scale), objects, (0, 0, 0), ((0, 0, 0),) * 2)
 
 
-def test_attempts_differ_but_keep_the_number_of_objects() -> None:
-    for index in range(20):
-        first, second = (sample_scene(0, index, attempt=attempt) for attempt in (0, 1))
-        assert first.objects != second.objects
-        assert len(first.objects) == len(second.objects)
+@given(positions, positions)
+def test_relations_are_read_off_the_centres(first, second) -> None:
+    scene = _scene(first, second)
+    right = (second[0] + second[2] / 2) - (first[0] + first[2] / 2)
+    down = (second[1] + second[2] / 2) - (first[1] + first[2] / 2)
+    assert relation_holds(scene, 0, "left", 1) == (right >= 8)
+    assert relation_holds(scene, 0, "right", 1) == (right <= -8)
+    assert relation_holds(scene, 0, "above", 1) == (down >= 8)
+    assert relation_holds(scene, 0, "below", 1) == (down <= -8)
+    assert relation_holds(scene, 0, "above", 1, lenient=True) == (down > 0)
 
 
-@pytest.mark.parametrize(("index", "size"), [(-1, 64), (0, 8)])
-def test_bad_numbers_are_refused(index, size) -> None:
-    with pytest.raises(ValueError, match="index >= 0 and image_size >= 16"):
-        sample_scene(0, index, image_size=size)
+@given(positions, positions)
+def test_a_relation_and_its_inverse_mirror_each_other(first, second) -> None:
+    scene = _scene(first, second)
+    for relation in RELATIONS:
+        for lenient in (False, True):
+            there = relation_holds(scene, 0, relation, 1, lenient)
+            assert there == relation_holds(scene, 1, INVERSE[relation], 0, lenient)
+            assert not (there and relation_holds(scene, 0, INVERSE[relation], 1, lenient))
+    listed = relations(scene)
+    assert {(b, INVERSE[r], a) for a, r, b in listed} == set(listed)
+
+
+@given(positions, positions, st.sampled_from([17, 32, 100, 224, 333]))
+def test_offsets_do_not_depend_on_the_image_size(first, second, size) -> None:
+    small, large = _scene(first, second), _scene(first, second, size / 64)
+    assert offset(*small.objects, 64) == offset(*large.objects, large.image_size)
+
+
+def test_main_relation_is_the_longer_axis() -> None:
+    assert main_relation(_scene((0, 0, 10), (30, 20, 10)), 0, 1) == "left"
+    assert main_relation(_scene((0, 0, 10), (20, 30, 10)), 0, 1) == "above"
+    assert main_relation(_scene((20, 30, 10), (0, 0, 10)), 0, 1) == "below"
+    assert main_relation(_scene((30, 20, 10), (0, 0, 10)), 0, 1) == "right"

@@ -58,8 +58,3 @@ def test_label_of(make_scene) -> None:
     assert label_of(ObjectPhrase(colour="red", place="bottom left"), corner) == "contradiction"
     assert not hides_nothing(scene, "top left")
     assert hides_nothing(scene, "bottom right")
-
-
-def test_triples_are_fixed_by_their_arguments() -> None:
-    assert sample_triple(2, 3, "val") == sample_triple(2, 3, "val")
-    assert sample_triple(2, 3) != sample_triple(2, 4)

@@ -5,7 +5,6 @@ import pytest
 from pair_shards import annotated_shards
 from PIL import Image
 
-from vlp.config import ConfigError
 from vlp.data.downstream.dataset import Items
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample
@@ -57,12 +56,3 @@ def test_a_sample_that_cannot_be_read_is_one_bad_item(folders):
     assert len(items) == 6
     with pytest.raises(BadSample, match="bad annotation"):
         items.read(0)
-
-
-def test_nothing_to_read_is_refused(folders, tmp_path):
-    with pytest.raises(ConfigError, match="nothing to read"):
-        Items(folders, lambda annotation: 0)
-    with pytest.raises(ConfigError, match="limit 0"):
-        Items(folders, limit=0)
-    with pytest.raises(ConfigError, match="no such folder"):
-        Items([tmp_path / "nowhere"])

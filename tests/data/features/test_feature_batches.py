@@ -199,11 +199,3 @@ def test_sources_may_be_fewer_and_in_another_order(
     found = features.require(Preprocessing(16), here)
     assert [source.number for source in found] == [1, 0]
     assert [source.number for source in features.require(Preprocessing(16), here[:1])] == [1]
-
-
-def test_features_need_an_index(configuration, tmp_path):
-    with pytest.raises(ConfigError, match="set epoch_samples to null"):
-        data_of(
-            configuration(tmp_path, features="out"),
-            "data.epoch_samples=8",
-        )

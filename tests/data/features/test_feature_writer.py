@@ -15,14 +15,11 @@ import torch
 from test_work_sharding import launch
 
 from data_tools.__main__ import main
-from data_tools.feature_writer import FeatureWriter
-from data_tools.feature_writer import _name as named
 from vlp.data.config import AugmentConfig
 from vlp.data.features.store import BAD, FLIPPED, HEADER_NAME, PLAIN, FeatureHeader
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import DataError
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.rng import make_rng
 
@@ -221,41 +218,3 @@ def test_what_float16_cannot_hold_is_refused(
     assert main(["features", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
     assert "which float16 cannot hold; use --dtype bfloat16" in capsys.readouterr().err
     make_features(config, tmp_path / "wide", "--dtype", "bfloat16")
-
-
-def test_a_precision_without_instructions_is_said(
-    make_shards, configuration, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    options = ["features", "--config", str(configuration(make_shards(count=5)))]
-    for precision, said in (("float32", ""), ("bf16", "--precision: this CPU has no instructions")):
-        out = ["--out", str(tmp_path / precision), "--precision", precision]
-        assert main([*options, *out]) == 0
-        assert capsys.readouterr().err.startswith(said)
-
-
-def test_data_that_is_lost_is_one_line(make_shards, configuration, tmp_path, capsys, monkeypatch):
-    def lost(*arguments):
-        raise DataError("Caught DataError in a worker.\nTraceback ...\nDataError: a shard is gone")
-
-    monkeypatch.setattr(FeatureWriter, "write", lost)
-    options = ["features", "--config", str(configuration(make_shards())), "--out", str(tmp_path)]
-    assert main(options) == 1
-    assert capsys.readouterr().err == "data_tools features: a shard is gone\n"
-
-
-def test_a_header_names_a_store_without_its_secret():
-    assert named("http://user:word@host/a/train?token=secret") == "train"
-    assert named("s3://bucket/train") == named("shards/train") == "train"
-
-
-def test_wrong_options_are_one_line(make_shards, configuration, tmp_path, capsys):
-    options = ["features", "--config", str(configuration(make_shards())), "--out", str(tmp_path)]
-    for change, said in (
-        (["--views", "0"], "--views is 0, at least 1"),
-        (["data.epoch_samples=8"], "must be null"),
-        (["data.sources=[{path: nowhere}]"], "nowhere: there is no such folder of shards"),
-        (["model.image.weights=nowhere"], "nowhere"),
-    ):
-        assert main([*options, *change]) == 2
-        assert said in capsys.readouterr().err

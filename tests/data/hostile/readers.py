@@ -282,7 +282,7 @@ def make_run(folder: Path) -> None:
 
 def read_run(folder: Path, before: Files, target: str) -> None:
     [source] = read_sources([folder])
-    assert isinstance(source.skipped, dict)
+    assert isinstance(source.training, dict)
     read_lines(folder / "rows.jsonl")
 
 

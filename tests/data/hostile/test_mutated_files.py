@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -124,9 +123,3 @@ def test_what_is_not_mutated_is_read(name: str, tmp_path: Path) -> None:
         with guarded(folder) as seen:
             READERS[name].read(folder, files, target)
         assert not seen
-
-
-def test_every_kind_of_reader_gets_its_share() -> None:
-    turns = Counter(_TURNS)
-    assert set(turns) == set(READERS)
-    assert max(turns.values()) <= 6 * min(turns.values())

@@ -137,15 +137,6 @@ def test_uncovered_places_are_mid_grey() -> None:
     assert torch.equal(corner, torch.full((3,), 128.0))
 
 
-@pytest.mark.parametrize("by", [-25.0, -3.5, -0.25, 0.0, 0.25, 2.0, 19.5, 40.0])
-def test_shifts_beyond_the_image(by: float) -> None:
-    from vlp.data.image.transforms import _affine, _shifted
-
-    image = levels(photo(20, 12))
-    assert torch.allclose(_shifted(image, by, 2), _affine(image, (1, 0, by), (0, 1, 0)), atol=1e-3)
-    assert torch.allclose(_shifted(image, by, 1), _affine(image, (1, 0, 0), (0, 1, by)), atol=1e-3)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (3, 2, 5), (3, 7, 1)])
 @pytest.mark.parametrize("level", [0.0, 77.0, 255.0])
@@ -167,18 +158,3 @@ def test_choices_come_from_the_generator_and_the_input_stays() -> None:
     assert torch.equal(given, before)
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     assert len({result.numpy().tobytes() for result in first}) > 20
-
-
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    given = levels(photo(200, 180))
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for number in (1, 4):
-            torch.set_num_threads(number)
-            results.append(
-                [operation(given, 0.7, sign) for operation in OPERATIONS for sign in (1, -1)]
-            )
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for one, other in zip(*results))

@@ -1,3 +1,5 @@
+"""Images prepared for training and evaluation."""
+
 from __future__ import annotations
 
 import json
@@ -14,6 +16,7 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
+from vlp.data.image.ablated_views import viewed
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.transforms import (
@@ -42,11 +45,6 @@ def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
     assert tensor.dtype == torch.float32
     assert tensor.is_contiguous()
     assert torch.allclose(tensor.double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
-def test_images_of_every_mode(mode: str) -> None:
-    assert Preprocessing(8)(photo().convert(mode)).shape == (3, 8, 8)
 
 
 def turned() -> Image.Exif:
@@ -223,9 +221,32 @@ def test_a_crop_keeps_its_resolution(width: int, height: int, side: int, seed: i
             assert (box[3] - box[1]) * rows >= side * height
 
 
-def test_a_image_too_narrow_to_crop_is_taken_whole() -> None:
-    prepare = Preprocessing(8)
-    train = TrainTransform(AugmentConfig(randaugment=False, hflip=False), prepare)
-    strip = photo(400, 4)
-    found = train(strip, np.random.default_rng(0), "x")
-    assert torch.allclose(found, prepare(strip), atol=1.01 * 2 / 255)
+def patches(image, side):
+    """Every patch as a tuple of its values."""
+    cut = image.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
+    return {tuple(patch) for patch in cut.reshape(-1, image.shape[0] * side * side).tolist()}
+
+
+def test_shuffled_images_are_patches_of_the_moved_image():
+    pixels = torch.rand(3, 3, 8, 12)
+    mixed = viewed(pixels, "shuffled", 4, 1)
+    for image, found in zip(pixels, mixed):
+        moves = [torch.roll(image, (y, x), (1, 2)) for y in range(4) for x in range(4)]
+        assert sum(patches(found, 4) == patches(move, 4) for move in moves) == 1
+    assert not torch.equal(mixed, pixels)
+    assert torch.equal(viewed(pixels, "shuffled", 4, 1), mixed)
+    assert torch.equal(viewed(pixels, "image", 4, 1), pixels)
+
+
+def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
+    """A line in one column of an image, found in every column of a patch equally often."""
+    pixels = torch.zeros(400, 1, 8, 8)
+    pixels[..., 5] = 1
+    mixed = viewed(pixels, "shuffled", 4, 0)
+    columns = mixed.sum((0, 1, 2)).unflatten(0, (2, 4)).sum(0)
+    assert columns.sum() == 400 * 8
+    assert ((columns - 800).abs() < 160).all()
+
+
+def test_a_blank_image_says_nothing():
+    assert not viewed(torch.rand(2, 3, 8, 8), "blank", 4, 0).any()

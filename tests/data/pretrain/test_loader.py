@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import DataError, PretrainData
@@ -245,50 +239,6 @@ def test_shards_of_any_number_and_size(
     assert ranks[0][-1][1] == 2 * sum(sizes)
 
 
-TEN_EPOCHS = """
-import os, sys
-from pathlib import Path
-from vlp.data.config import DataConfig
-from vlp.data.stream.batch import Inputs
-from vlp.data.pretrain.loader import PretrainData
-
-def resident():
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        kilobytes = int(fields.get("RssAnon", "0 kB").split()[0])
-        found[int(fields["Pid"])] = int(fields["PPid"]), kilobytes
-    own = [size for pid, (parent, size) in found.items() if os.getpid() in (pid, parent)]
-    return len(own), sum(own)
-
-folder, vocabulary = sys.argv[1:]
-config = DataConfig(sources=[{"path": folder}], vocabulary=vocabulary, canonical_streams=4,
-                    shuffle_window=50, workers=1, captions="all")
-data = PretrainData(config, Inputs(32, (4, 4), 10, 90, word_masking=0.15), 20, 0)
-per_epoch = data.batches_in_epoch(0)
-for number, _ in enumerate(data.batches(stop_after=10 * per_epoch + 8), 1):
-    if number == 2 * per_epoch or number == 10 * per_epoch:
-        print(*resident())
-"""
-
-
-@pytest.mark.nightly
-def test_memory_does_not_grow_with_epochs(make_shards: MakeShards, vocabulary: Path) -> None:
-    folder = make_shards(count=100, per_shard=2, captions=1)
-    command = [sys.executable, "-c", TEN_EPOCHS, str(folder), str(vocabulary)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (count, early), (count_too, late) = (
-        map(int, line.split()) for line in done.stdout.splitlines()
-    )
-    assert count == count_too == 2
-    # A sample of 32 pixels is 3 kB of a batch: 800 of them that stayed would be seen.
-    assert late - early < 2_000, f"kB after 2 epochs {early}, after 10 {late}"
-
-
 def test_each_sample_once_an_epoch_with_fresh_draws(
     make_shards: MakeShards, make_data: MakeData
 ) -> None:
@@ -501,63 +451,10 @@ def test_samples_without_text_are_seen_with_all_captions_too(
     assert [skip.kind for skip in batch.skipped] == ["no text"] * 3
 
 
-def test_what_cannot_start_says_so(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, vocabulary: Path
-) -> None:
-    folder = make_shards()
-    with pytest.raises(ConfigError, match="no such folder"):
-        make_data(folder, tmp_path / "nowhere")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with tarfile.open(empty / "0.tar", "w"):
-        pass
-    index_folder(empty)
-    with pytest.raises(ConfigError, match=r"empty.*hold no samples"):
-        make_data(folder, empty)
-    with pytest.raises(ConfigError, match="batch of 6 is not a multiple"):
-        make_data(folder, batch=6)
-    with pytest.raises(ConfigError, match=r"has \d\d tokens, but model\.text\.vocab_size is 50"):
-        make_data(folder, inputs=INPUTS._replace(vocab_size=50))
-    data = make_data(folder)
-    with pytest.raises(ConfigError, match="3 ranks cannot share"):
-        data.batches(world_size=3)
-    with pytest.raises(ConfigError, match="no batch ends there"):
-        data.batches(samples_consumed=7)
-
-
-def test_an_empty_shard_among_others_is_no_trouble(
-    make_shards: MakeShards, make_data: MakeData
-) -> None:
-    folder = make_shards(count=8)
-    with tarfile.open(folder / "empty.tar", "w"):
-        pass
-    index_folder(folder)
-    [(batch, _)] = make_data(folder).batches(stop_after=1)
-    assert batch.valid.all()
-
-
 def test_left_early_no_worker_stays(make_shards: MakeShards, make_data: MakeData) -> None:
     batches = make_data(make_shards(), workers=2).batches()
     next(batches)
     assert len(multiprocessing.active_children()) == 2
-    batches.close()  # type: ignore[attr-defined]
-    assert multiprocessing.active_children() == []
-
-
-def test_workers_outlive_the_signals_that_end_a_job(
-    make_shards: MakeShards, make_data: MakeData
-) -> None:
-    """A scheduler signals every process; the main one must still get to its checkpoint."""
-    batches = make_data(make_shards(), workers=2).batches()
-    for _ in range(2):  # one from each worker: both are up
-        next(batches)
-    for worker in multiprocessing.active_children():
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
-    time.sleep(0.2)
-    for _ in range(20):
-        next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert multiprocessing.active_children() == []
 

@@ -207,38 +207,6 @@ def test_nothing_but_bad_shards_is_an_error_not_a_hang(
         stream(str(tmp_path), max_skipped_share=1.0, workers=workers)
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("nowhere", "name tars, as in"),
-        ("nowhere.tar", "no such shard"),
-        ("list.txt", "cannot read this list"),
-        ("pipe:cat x.tar", "no such shard"),
-        ("gopher://host/x.tar", "protocol 'gopher' is not known"),
-        ("", "names no shards"),
-    ],
-)
-def test_what_names_no_shards(
-    tmp_path: Path, stream: Callable[..., Stream], path: str, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        stream(path)
-    with pytest.raises(ConfigError, match="names no shards"):
-        stream(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"epoch_samples": 5, "captions": "all"}, "one caption"),
-        ({"epoch_samples": 5, "features": "folder"}, "features are stored by index"),
-    ],
-)
-def test_what_cannot_be_meant(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        DataConfig.model_validate({"sources": [{"path": "a"}], **options})
-
-
 def test_endless_order() -> None:
     sampler = EndlessSampler(25, 10)
     assert sampler.samples_in_epoch(0) == 30

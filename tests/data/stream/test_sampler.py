@@ -1,7 +1,10 @@
+"""The order of an epoch: windows and sliding, over ranks, workers and resumes."""
+
 from __future__ import annotations
 
 from collections import Counter
 from itertools import islice, pairwise
+from math import ceil
 
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
+from vlp.data.stream.loader import BatchRequest, ShardAwareBatchSampler, read_at_once
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Element, Pool, SampleStep, TrainingSampler
+from vlp.data.stream.sampler import Element, Pool, SampleStep, SlidingSampler, TrainingSampler
 
 
 def epoch_of(order: TrainingSampler, epoch: int, size: int) -> list[list[Element | None]]:
@@ -177,12 +181,6 @@ def test_weights() -> None:
     assert [sum(e.source == 4 for e in seen) for seen in epochs] == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
 
 
-def test_epochs_without_samples_are_passed_over() -> None:
-    order = TrainingSampler([Pool([2], 0.25)], streams=1, window=4, seed=0)
-    assert [step.epoch for step in islice(order.steps(0, 1), 3)] == [1, 3, 5]
-    assert order.locate(1) == (3, 0)
-
-
 def test_order_depends_on_seed_and_epoch_and_is_shuffled() -> None:
     shards = [Pool([50] * 20)]
     first = elements(epoch_of(TrainingSampler(shards, 4, 100, 0), 0, 8))
@@ -218,17 +216,205 @@ def test_no_samples_is_an_error_not_a_hang(pools: list[Pool]) -> None:
         TrainingSampler(pools, 2, 4, 0)
 
 
-def test_large_corpora_are_not_laid_out() -> None:
-    order = TrainingSampler([Pool(np.full(5000, 1000))], streams=64, window=4096, seed=0)  # type: ignore[arg-type]
-    slots = order.slots(0, 70_000, 512, rank=3, world_size=8)
-    assert len(set(slots)) == 64
-    assert order.samples_in_epoch(3) == 5_000_000
+def sliding_epoch(order: TrainingSampler, epoch: int, size: int) -> list[list[Element | None]]:
+    batches = []
+    for step in order.steps(order.samples_before(epoch), size):
+        if step.epoch != epoch:
+            return batches
+        batches.append(order.slots(step.epoch, step.start, size))
+    raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("world", "can"), [(3, "2 or 4 can"), (7, "4 or 8 can"), (65, "64 can"), (1000, "64 can")]
-)
-def test_numbers_of_ranks_that_can_share_are_named(world: int, can: str) -> None:
-    order = TrainingSampler([Pool([200])], 64, 10, 0)
-    with pytest.raises(ConfigError, match=rf"canonical_streams 64 evenly; {can}$"):
-        order.slots(0, 0, 64, 0, world)
+def slow_streams(
+    sizes: list[int], streams: int, window: int, seed: int, epoch: int
+) -> list[list[tuple[int, int]]]:
+    """The definition spelled out for one source of weight 1: (shard, position) of each stream."""
+    keys = make_rng(seed, 0, 0, "deal").random(len(sizes))
+    shards = sorted((shard for shard in range(len(sizes)) if sizes[shard]), key=keys.__getitem__)
+    row = [(shard, position) for shard in shards for position in range(sizes[shard])]
+    pieces: list[tuple[int, list[tuple[int, int]]]] = []
+    for stream in range(streams):
+        part = row[stream * len(row) // streams : (stream + 1) * len(row) // streams]
+        for shard in dict.fromkeys(shard for shard, _ in part):
+            pieces.append((stream, [place for place in part if place[0] == shard]))
+    mixed = make_rng(seed, epoch, "epoch", "chunks").random(len(pieces))
+    ordered = [
+        pieces[n] for n in sorted(range(len(pieces)), key=lambda n: (pieces[n][0], mixed[n]))
+    ]
+    return [
+        slow_stream(
+            [piece for owner, piece in ordered if owner == stream], window, seed, epoch, stream
+        )
+        for stream in range(streams)
+    ]
+
+
+def slow_stream(
+    chunks: list[list[tuple[int, int]]], window: int, seed: int, epoch: int, stream: int
+) -> list[tuple[int, int]]:
+    length, block = sum(map(len, chunks)), max(1, window // 8)
+    shifts = make_rng(seed, epoch, stream, "shifts").random(len(chunks))
+    blocks: list[list[tuple[float, int, tuple[int, int]]]] = [
+        [] for _ in range(ceil(length / block))
+    ]
+    first = 0
+    for number, chunk in enumerate(chunks):
+        size = len(chunk)
+        begin, end = max(first + (size - window) / 2, 0), min(first + (size + window) / 2, length)
+        rng = make_rng(seed, epoch, stream, f"chunk {number}")
+        order, within = rng.permutation(size), rng.random(size)
+        before = 0
+        for at in range(int(begin // block), ceil(end / block)):
+            came = ceil(((at + 1) * block - begin) * size / (end - begin) - shifts[number])
+            came = size if (at + 1) * block >= end else min(max(came, 0), size)
+            for place in range(before, came):
+                time = (place - before + within[place]) / (came - before)
+                blocks[at].append((time, -number, chunk[order[place]]))
+            before = came
+        first += size
+    return [place for mixed in blocks for _, _, place in sorted(mixed)]
+
+
+sliding_runs = st.tuples(
+    st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(sum),
+    st.integers(1, 5), st.integers(1, 40), st.integers(0, 5), st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(sliding_runs)
+@settings(max_examples=150, deadline=None)
+def test_the_sliding_order_against_its_definition(
+    run: tuple[list[int], int, int, int, int],
+) -> None:
+    sizes, streams, window, seed, epoch = run
+    order = SlidingSampler([Pool(sizes)], streams, window, seed)
+    found: list[list[tuple[int, int]]] = [[] for _ in range(streams)]
+    for batch in sliding_epoch(order, epoch, streams):
+        for stream, element in enumerate(batch):
+            if element is not None:
+                found[stream].append((element.shard, element.position))
+    assert found == slow_streams(sizes, streams, window, seed, epoch)
+
+
+@given(sliding_runs, st.sampled_from([0.5, 1.0, 1.5, 2.0]))
+@settings(max_examples=100, deadline=None)
+def test_every_element_once_for_any_number_of_ranks(
+    run: tuple[list[int], int, int, int, int], weight: float
+) -> None:
+    sizes, streams, window, seed, epoch = run
+    pools = [Pool(sizes, weight), Pool([3, 1])]
+    order = SlidingSampler(pools, streams, window, seed)
+    batches = sliding_epoch(order, epoch, 2 * streams)
+    found = Counter(slot for batch in batches for slot in batch if slot is not None)
+    assert set(found.values()) == {1}
+    assert found.total() == order.samples_in_epoch(epoch)
+    fresh = SlidingSampler(pools, streams, window, seed)
+    start = len(batches) // 2
+    parts = [fresh.slots(epoch, 2 * start, 2 * streams, rank, streams) for rank in range(streams)]
+    assert [slot for part in parts for slot in part] == (batches[start] if batches else [])
+
+
+def test_shards_are_fetched_before_they_are_read() -> None:
+    order = SlidingSampler([Pool([10, 13, 9, 20, 7] * 5)], 4, 48, 0)
+    for rank in range(2):
+        consumed = 0
+        for step in order.steps(0, 8):
+            if step.epoch == 2:
+                break
+            slots = order.slots(step.epoch, step.start, 8, rank, 2)
+            read = {(slot.source, slot.shard) for slot in slots if slot is not None}
+            assert read <= read_at_once(order, 8, consumed, rank, 2)
+            consumed = step.consumed
+
+
+def test_a_stream_has_the_same_shards_in_every_epoch() -> None:
+    order = SlidingSampler([Pool([100] * 40), Pool([50] * 20, 2.0)], 8, 300, 5)
+    ranks = [
+        [
+            {
+                (slot.source, slot.shard)
+                for start in range(0, order.samples_in_epoch(epoch) // 8, 2)
+                for slot in order.slots(epoch, start, 16, rank, 4)
+                if slot is not None
+            }
+            for epoch in range(3)
+        ]
+        for rank in range(4)
+    ]
+    for epochs in ranks:
+        assert epochs[0] == epochs[1] == epochs[2]
+    firsts = [order.slots(epoch, 0, 16) for epoch in range(3)]
+    assert firsts[0] != firsts[1] != firsts[2]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_it_mixes_as_well_as_a_uniform_shuffle(epoch: int) -> None:
+    """Four million samples in shards of 1,000, batches of 512, at most 64 shards held by a rank."""
+    shards, streams, batch = 4000, 64, 512
+    order = SlidingSampler([Pool(np.full(shards, 1000))], streams, 11_000, 0)  # type: ignore[arg-type]
+    pairs, batches = 0, 60
+    for number in range(batches):
+        found = Counter(
+            slot.shard for slot in order.slots(epoch, number * 1000, batch) if slot is not None
+        )
+        pairs += sum(count * (count - 1) // 2 for count in found.values())
+    uniform = batch * (batch - 1) / 2 / shards
+    assert pairs / batches < 2 * uniform
+    assert max(len(read_at_once(order, batch, n * 512_000, 3, 16)) for n in range(7)) <= 64
+
+
+shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)
+numbers = st.integers(1, 4)
+
+
+def shards_of(asked: BatchRequest) -> set[tuple[int, int]]:
+    slots = (request.element for request in asked.slots)
+    return {(element.source, element.shard) for element in slots if element is not None}
+
+
+@settings(deadline=None, max_examples=40)
+@given(shards, st.sampled_from([0.3, 1.0]), numbers, numbers, st.integers(1, 7), st.integers(0, 5))
+def test_every_shard_is_asked_for_before_it_is_read(
+    sizes: list[int], weight: float, streams: int, each: int, window: int, start: int
+) -> None:
+    """From wherever a run starts, and over the ends of epochs, empty ones too."""
+    sampler = TrainingSampler([Pool(sizes, weight), Pool([3, 1], 0.5)], streams, window, 0)
+    batch = streams * each
+    consumed = [0, *(step.consumed for step in islice(sampler.steps(0, batch), start))][-1]
+    for rank in range(streams):
+        asked: set[tuple[int, int]] = set()
+        at_once = read_at_once(sampler, batch, consumed, rank, streams)
+        stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
+        for number, found in enumerate(stream):
+            asked.update(found.ahead)
+            assert shards_of(found) <= asked
+            if number == 0:
+                assert asked == at_once
+
+
+@settings(deadline=None, max_examples=30)
+@given(shards, numbers, st.integers(1, 7), st.integers(2, 5))
+def test_workers_share_what_is_to_be_fetched(
+    sizes: list[int], streams: int, window: int, workers: int
+) -> None:
+    sampler = TrainingSampler([Pool(sizes)], streams, window, 0)
+    alone = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=1))
+    shared = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=workers))
+    assert [found.slots for found in shared] == [found.slots for found in alone]
+    for number in range(40 - workers):
+        asked = [one for found in alone[: number + 1] for one in found.ahead]
+        dealt = [one for found in shared[: number + workers] for one in found.ahead]
+        assert dealt[: len(asked)] == asked
+    assert len(shared[0].ahead) == -(-len(alone[0].ahead) // workers)
+    assert all(
+        not found.ahead
+        for found in ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 9, fetchers=0)
+    )
+
+
+def test_a_rank_asks_for_what_it_reads_alone() -> None:
+    """Two windows of each of its streams, however many shards there are."""
+    sampler = TrainingSampler([Pool([100] * 1000)], streams=16, window=250, seed=1)
+    for rank in range(4):
+        # A window of 250 lies in at most 4 shards of 100, the next one shares one with it.
+        assert len(read_at_once(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, _utils
 
-from vlp import lock
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.lock import FolderLock
@@ -55,22 +54,6 @@ def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(active_children()) == 1
     batches.close()
     assert active_children() == []
-
-
-@pytest.mark.nightly
-def test_a_lock_does_not_outlive_the_process_that_took_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 2.0)
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "started\n"
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    FolderLock(tmp_path).release()
 
 
 @pytest.mark.nightly

@@ -52,20 +52,6 @@ def test_special_tokens_written_in_a_caption_are_no_words(text: TextProcessor) -
     assert words[:6] == [False, True, False, True, False, False]
 
 
-def test_unknown_letters_are_words(text: TextProcessor) -> None:
-    tokens = text(["犬 dog"])
-    assert tokens.text_ids[0, 1] == text.unk_id
-    assert tokens.word_mask[0, :3].tolist() == [False, True, True]
-
-
-def test_one_caption_gives_the_same_as_many(text: TextProcessor) -> None:
-    many = text(CAPTIONS)
-    for row, caption in enumerate(CAPTIONS):
-        for one, all_rows in zip(text([caption]), many):
-            assert torch.equal(one[0], all_rows[row])
-    assert text([]).text_ids.shape == (0, 10)
-
-
 def test_trained_vocabulary(text: TextProcessor) -> None:
     vocabulary = train_wordpiece(CAPTIONS, 90).get_vocab()
     assert [vocabulary[name] for name in SPECIALS] == [0, 1, 2, 3, 4]
@@ -85,13 +71,6 @@ def test_training_is_the_same_in_every_process() -> None:
     command = [sys.executable, "-c", code, json.dumps(CAPTIONS)]
     fresh = subprocess.run(command, capture_output=True, check=True)
     assert json.loads(fresh.stdout) == train_wordpiece(CAPTIONS, 90).get_vocab()
-
-
-def test_a_size_that_cannot_hold_the_letters() -> None:
-    with pytest.raises(ConfigError, match="too small"):
-        train_wordpiece(CAPTIONS, 20)
-    with pytest.raises(ConfigError, match="no captions"):
-        train_wordpiece([], 100)
 
 
 def test_saved_and_loaded(text: TextProcessor, tmp_path: Path) -> None:
@@ -203,16 +182,6 @@ def test_words_of_weights_are_held_against_the_vocabulary(
     other = TextProcessor(train_wordpiece(["quite other words"] * 9, 40), 8)
     with pytest.raises(ConfigError, match=f"set data.vocabulary={tmp_path}"):
         other.require_words_of(str(tmp_path))
-
-
-def test_nothing_usable_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor vocab\.txt"):
-        TextProcessor.load(tmp_path, 8)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        TextProcessor.load(tmp_path, 8)
-    with pytest.raises(ConfigError, match=r"shards/typo.*neither a folder"):
-        TextProcessor.load("shards/typo", 8)
 
 
 def test_a_vocabulary_without_the_special_tokens(tmp_path: Path) -> None:

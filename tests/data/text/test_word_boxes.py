@@ -1,12 +1,18 @@
+"""Words and the patches of their boxes."""
+
 from __future__ import annotations
 
-from vlp.data.schema import Annotation, captions_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.data.schema import Annotation
 from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer
 from vlp.data.text.word_boxes import (
     OTHER,
     OWN,
     named_patches,
     named_words,
+    patches_in_box,
     word_positions,
     word_text,
 )
@@ -23,13 +29,6 @@ def test_pieces_of_a_word_stand_together():
     assert found == ["a", "red", "circle", ",", "a", "square", "[UNK]"]
     assert [list(places) for places in positions][1] == [2, 3]
     assert positions[-1].stop == len(pieces) - 1
-
-
-def test_other_data_names_nothing():
-    assert named_words(Annotation(caption="a dog")) == []
-    assert not named_patches(
-        Annotation(caption="a dog"), 0, ["[CLS]", "a"], 4, (2, 2), (8, 8)
-    ).any()
 
 
 def test_named_patches_are_the_boxes_of_the_named_objects():
@@ -70,9 +69,21 @@ def test_a_word_of_several_boxes_names_what_lies_in_any():
     assert shown.tolist()[1:3] == [[OWN, OWN, OTHER, OTHER], [OTHER, OTHER, OWN, OWN]]
 
 
-def test_captions_of_words_are_numbered_without_blank_ones():
-    word = {"index": 0, "word": "red", "kind": "colour", "box": [0, 0, 1, 1]}
-    words = [word | {"caption": number} for number in range(4)]
-    annotation = Annotation.model_validate({"captions": [" ", "red", "red dog"], "words": words})
-    assert [named.caption for named in named_words(annotation)] == [0, 1]
-    assert captions_of(annotation) == ["red", "red dog"]
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(4, 40), st.integers(4, 40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_patches_equal_a_loop_over_centres(rows, columns, width, height, data):
+    x, y = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    w, h = data.draw(st.integers(1, width - x)), data.draw(st.integers(1, height - y))
+    expected = []
+    for row in range(rows):
+        for column in range(columns):
+            # Compared as whole numbers: centre (2 row + 1) height / (2 rows).
+            down, across = (2 * row + 1) * height, (2 * column + 1) * width
+            inside_down = 2 * rows * y <= down < 2 * rows * (y + h)
+            expected.append(inside_down and 2 * columns * x <= across < 2 * columns * (x + w))
+    inside = patches_in_box((x, y, w, h), (rows, columns), (width, height))
+    assert inside.shape == (rows * columns,)
+    if any(expected):
+        assert inside.tolist() == expected
+    else:
+        assert inside.sum() == 1

@@ -1,12 +1,18 @@
+"""Builds of shards: whole, resumed, taken down, grown, and killed."""
+
 from __future__ import annotations
 
 import hashlib
 import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,6 +22,7 @@ from typing import Any
 import pytest
 from raw_images import files_of, raw_image
 
+from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
 from data_tools.builder.build import (
     BuildOptions,
@@ -25,10 +32,10 @@ from data_tools.builder.build import (
     print_manifest,
 )
 from data_tools.builder.plan import Journal
-from data_tools.builder.samples import Line, TakeDown, write_list
 from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
+from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
 
 FOUR = BuildOptions(samples_per_shard=4, processes=1)
@@ -239,16 +246,6 @@ def test_take_down_changes_only_the_shards_that_held_a_sample(
     assert files_of(out) == files_of(tmp_path / "all")
 
 
-def test_a_written_list_names_its_keys_whatever_they_are(tmp_path: Path) -> None:
-    said = tmp_path / "take_down.txt"
-    keys = ["#beach", "a#b", "plain"]
-    assert write_list(said, "a heading", (Line(tmp_path, key, "looks alike") for key in keys)) == 3
-    assert TakeDown.read(said).lines == {*keys}
-    lines = "\ufeffk005 # why\nk006\t# why\nk007 #why\n#\n# of all\n"
-    said.write_text(lines, encoding="utf-8")
-    assert TakeDown.read(said).lines == {"k005", "k006", "k007"}
-
-
 def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: Path) -> None:
     said = tmp_path / "take_down.txt"
     said.write_text("k000\nk001\nk002\nk004\n")
@@ -294,27 +291,6 @@ def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path:
         assert files_of(out) == whole
 
 
-def test_what_arrives_later_before_what_is_there(places: Path, tmp_path: Path) -> None:
-    """In the last piece too many are there now, and the list has become longer."""
-    for number in range(20):
-        (places / f"{number}.jpg").unlink(missing_ok=True)
-    out, retry = tmp_path / "out", replace(FOUR, retry=True)
-    for number in (9, 10):
-        (places / f"{number}.jpg").write_bytes(raw_image(number))
-    build(places, out, samples=map(wanted, range(15)))
-    for number in range(6):
-        (places / f"{number}.jpg").write_bytes(raw_image(number))
-    build(places, out, retry, map(wanted, range(20)))
-    assert keys_of(out) == [[f"k{number:03d}" for number in (*range(6), 9, 10)]]
-    whole = files_of(out)
-    build(places, out, retry, map(wanted, range(20)))
-    assert files_of(out) == whole
-    for number in range(20):
-        (places / f"{number}.jpg").write_bytes(raw_image(number))
-    build(places, out, retry, map(wanted, range(20)))
-    assert [len(keys) for keys in keys_of(out)] == [11, 4, 4, 1]
-
-
 def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build(places, out)
@@ -326,33 +302,6 @@ def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) ->
     assert [name for name in sorted(before) if before[name] != after[name]] == ["shard-000002.tar"]
     build(places, tmp_path / "whole", samples=samples)
     assert files_of(out) == files_of(tmp_path / "whole")
-
-
-def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    build(places, out, samples=[wanted(0), wanted(1)])
-    before = files_of(out)
-
-    def corrected(length: int) -> list[SampleSpec]:
-        return [wanted(0, caption="said at length " * length), wanted(1)]
-
-    manifest = build(places, out, samples=corrected(40))
-    assert len(files_of(out)["shard-000000.tar"]) == len(before["shard-000000.tar"])
-    assert keys_of(out) == [["k000", "k001"]]
-    # A run that ends between the shard and its index leaves none that is too old.
-
-    def ends(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("data_tools.builder.build.make_manifest", ends)
-        with pytest.raises(KeyboardInterrupt):
-            build(places, out, samples=corrected(80))
-    assert not (out / "index.npz").exists()
-    assert build(places, out, samples=corrected(80)) != manifest
-    assert keys_of(out) == [["k000", "k001"]]
 
 
 @pytest.mark.parametrize("length", [18, 14, 5, 1, 0])
@@ -494,23 +443,6 @@ def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path:
     assert files_of(out) == whole
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("no JSON", "line 2 is not of a build"),
-        ("[]", "line 2 is not of a build"),
-        ('{"number":"a"}', "line 2 is not of a build"),
-    ],
-)
-def test_a_damaged_journal(places: Path, tmp_path: Path, line: str, message: str) -> None:
-    build(places, tmp_path)
-    path = tmp_path / "build.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
-    with pytest.raises(ConfigError, match=message):
-        build(places, tmp_path)
-
-
 def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build(places, out)
@@ -601,3 +533,69 @@ def test_images_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> No
     build(tmp_path, tmp_path / "out", replace(FOUR, max_side=50), [boxed])
     sample = ShardIndex.open(tmp_path / "out").read(0, 0)
     assert sample.annotation.boxes == [[5, 2.5, 25, 12.5]]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """A command that takes a second: a few photos, reduced again and again."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    images = []
+    photos = [raw_image(number, (480, 360)) for number in range(3)]
+    for number in range(80):
+        if number % 17 != 5:
+            target = folder / f"{number % 3}-{number}.jpg"
+            target.write_bytes(photos[number % 3])
+        sentence = {"raw": f"image {number}"}
+        name = f"{number % 3}-{number}.jpg"
+        images.append({"filename": name, "split": "train", "sentences": [sentence]})
+    annotations = tmp_path / "toy.json"
+    annotations.write_text(json.dumps({"dataset": "toy", "images": images}))
+    places = ["--annotations", str(annotations), "--images", str(folder)]
+    return ["flickr8k", *places, "--samples-per-shard", "8", "--max-side", "100"]
+
+
+def children_of(process: int) -> list[int]:
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_killed_again_and_again(command: list[str], tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    assert main([*command, "--processes", "1", "--out", str(whole)]) == 0
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    full = [sys.executable, "-m", "data_tools", *command, "--processes", "2", "--out", str(out)]
+    chance = random.Random(0)
+    finished: list[int] = []
+    for _ in range(3):
+        running = subprocess.Popen(full, env=environment, stderr=subprocess.DEVNULL)
+        wait_for = time.monotonic() + 60
+        while not list(out.glob("train/*.tmp")) and time.monotonic() < wait_for:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.15))
+        workers = children_of(running.pid)
+        running.send_signal(signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+        for path in out.glob("train/*.tar"):
+            assert contents(path).problem is None
+            assert path.read_bytes() == (whole / "train" / path.name).read_bytes()
+        assert not (out / "train" / "manifest.json").exists()
+        while any(map(is_running, workers)) and time.monotonic() < wait_for:
+            time.sleep(0.01)
+        assert not any(map(is_running, workers))
+        finished.append(len(list(out.glob("train/*.tar"))))
+    assert finished == sorted(finished)
+    assert main([*command, "--processes", "2", "--out", str(out)]) == 0
+    assert files_of(out) == files_of(whole)

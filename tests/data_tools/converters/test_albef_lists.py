@@ -163,30 +163,6 @@ def test_captions_of_both_layouts(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_questions_of_visual_genome_and_of_test_lists(tmp_path: Path) -> None:
-    genome = "visual-genome/image/3.jpg"
-    rows: list[dict[str, Any]] = [
-        {"image": genome, "question": "Who?", "answer": "A Man.", "dataset": "vg"},
-        {"image": "a/b.jpg", "question": "What?", "question_id": 5, "dataset": "vqa"},
-        {"image": "a/b.jpg", "question": "What?", "question_id": 5, "dataset": "vqa"},
-        {"image": genome, "question": "Why?", "answer": "fun", "question_id": 5, "dataset": "vg"},
-        {"image": genome, "question": "", "question_id": 6},
-    ]
-    path = json_of(tmp_path / "vqa.json", rows)
-    assert converted(tmp_path, "vqa", path, {genome, "a/b.jpg"}) == 0
-    first, second = map(said_of, samples_of(tmp_path / "out").values())
-    assert (first["source"], first["image_id"]) == ("visual_genome", "3")
-    assert first["questions"] == [
-        {"id": "vqa-0", "question": "Who?", "answers": [{"answer": "a man", "count": 10}]},
-        {"id": "vg-5", "question": "Why?", "answers": [{"answer": "fun", "count": 10}]},
-    ]
-    assert second["questions"] == [{"id": "5", "question": "What?", "answers": []}]
-    assert failures_of(tmp_path / "out") == {
-        "question id given twice": ["5"],
-        "empty question": ["6"],
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
@@ -205,11 +181,3 @@ def test_lists_of_another_kind(
     error = capsys.readouterr().err
     assert "list.json, row 1" in error
     assert "is it the right file?" in error
-
-
-def test_unknown_labels(tmp_path: Path) -> None:
-    names = ["a/1-0-img0.png", "a/1-0-img1.png"]
-    rows = [{"sentence": "x", "label": label, "images": names} for label in ("True", "Yes")]
-    path = json_of(tmp_path / "nlvr.json", rows)
-    assert converted(tmp_path, "nlvr", path, set(names)) == 0
-    assert failures_of(tmp_path / "out") == {"unknown label": [f"{path}, row 1 (Yes)"]}

@@ -147,14 +147,6 @@ def test_a_pickle_runs_nothing(raw: Raw, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_do_not_fit(raw: Raw, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    command = raw.command(tmp_path / "out")
-    assert main([*command, "--expressions", "x"]) == 2
-    assert "give either --refs (with --instances) or --expressions" in capsys.readouterr().err
-    assert main([*command[:5], *command[7:]]) == 2
-    assert "--refs needs --instances" in capsys.readouterr().err
-
-
 def test_real_expressions_with_proposals(shared: Path, tmp_path: Path) -> None:
     path = shared / "data_tasks" / "refcoco" / "refcoco_testA_expressions_gt_dets.json"
     rows = json.loads(path.read_text())

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from benchmark_files import failures_of, samples_of, tar_of
-from raw_images import files_of, raw_image
+from raw_images import raw_image
 
 from data_tools.__main__ import main
 from data_tools.converters.web import image_id_of
-from data_tools.originals import Originals
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_reader import ShardIndex, index_folder
 
 URL = "http://x.org/{}.jpg"
 
@@ -91,14 +89,6 @@ def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
     }
 
 
-def test_downloads_are_shards_as_they_are(tmp_path: Path) -> None:
-    folder = downloaded(tmp_path / "got", [[4, 0], [1]])
-    assert index_folder(folder) == []
-    sample = ShardIndex.open(folder).read(0, 1)
-    assert (sample.key, sample.image) == ("000001", raw_image(0))
-    assert captions_of(sample.annotation) == ["image &amp; 0"]
-
-
 def test_downloads_that_are_damaged_or_name_no_url(
     tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -165,11 +155,6 @@ def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "urls.tsv: 8 URLs" in printed
     assert "taken down: 2" in printed
     assert "img2dataset --url_list" in printed
-
-
-def test_urls_that_cannot_be_written(tsv: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["cc3m", "--annotations", str(tsv), "--urls-only", "--out", str(tsv)]) == 2
-    assert f"{tsv / 'urls.tsv'}: cannot be written" in capsys.readouterr().err
 
 
 def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
@@ -244,15 +229,3 @@ def test_lists_that_cannot_be_used(
         assert message in error
         assert "list.tsv" in error
         assert not (tmp_path / "out").exists()
-
-
-def test_the_same_bytes_from_downloads_and_from_named_images(tsv: Path, tmp_path: Path) -> None:
-    folder = downloaded(tmp_path / "got", [[0, 1, 2]])
-    images = tar_of(tmp_path / "p.tar", {f"{n}.jpg": raw_image(n) for n in range(3)})
-    arguments = ["cc3m", "--annotations", str(tsv), "--out"]
-    assert main([*arguments, str(tmp_path / "a"), "--img2dataset", str(folder)]) == 0
-    named = ["--images", str(images), "--names", "{row}"]
-    assert main([*arguments, str(tmp_path / "b"), *named]) == 0
-    tar = "shard-000000.tar"
-    assert files_of(tmp_path / "a")[tar] == files_of(tmp_path / "b")[tar]
-    assert Originals([images]).read("2.jpg") == raw_image(2)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -115,17 +114,6 @@ def test_what_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert "2 samples have two images" in printed
 
 
-def test_the_same_key_in_two_folders_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    write(tmp_path / "a", {"x": jpeg(1), "y": jpeg(2)})
-    write(tmp_path / "b", {"y": jpeg(1)})
-    out = tmp_path / "list.txt"
-    assert run("dedup", tmp_path / "a", tmp_path / "b", "--out", out) == 0
-    assert listed(out) == ["y"]
-    assert "careful: 1 samples that are kept have the same key" in capsys.readouterr().out
-
-
 def test_hashes_are_kept_and_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -166,21 +154,6 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_wrong_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = write(tmp_path / "shards", {"a": jpeg(1)})
-    dedup = partial(run, "dedup", folder, "--out", tmp_path / "list.txt")
-    assert dedup("--distance", 20) == 2
-    assert "--distance is 20, 0 to 16" in capsys.readouterr().err
-    assert main(["dedup", str(folder), "--out", str(tmp_path / "l"), "--processes", "0"]) == 2
-    assert "--processes is 0" in capsys.readouterr().err
-    (tmp_path / "file").write_text("in the way")
-    for option in ("--out", "--hashes", "--sheet"):
-        given = ["--out", tmp_path / "list.txt", option, tmp_path / "file" / "x"]
-        twins = write(tmp_path / option, {"a": jpeg(1), "b": jpeg(1)})
-        assert run("dedup", twins, *given) == 2
-        assert "file/x" in capsys.readouterr().err
-
-
 def by_hand(images: np.ndarray, distance: int) -> set[int]:
     """One by one: dropped if it is near an earlier one that is kept."""
     kept: list[int] = []
@@ -216,19 +189,3 @@ def test_the_earlier_one_is_kept(seed: int) -> None:
     assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
-
-
-def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
-    rng = np.random.default_rng(0)
-    images = np.zeros(20_000, RECORD)
-    images["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
-    images["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
-    assert len(duplicate_images(images, 6).dropped) == 19_999
-
-
-def test_no_images_and_no_duplicates() -> None:
-    images = np.zeros(3, RECORD)
-    images["bytes"] = 1, 2, 3
-    images["state"] = image_hash.UNREADABLE
-    for some in (images[:0], images):
-        assert [len(each) for each in duplicate_images(some, 6)] == [0, 0]

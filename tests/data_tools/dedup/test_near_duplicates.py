@@ -9,9 +9,8 @@ from made_shards import encoded, jpeg, photo
 from PIL import Image
 
 from data_tools.dedup import near
-from data_tools.dedup.hashes import differing_bits, fine_distance, hash_image
+from data_tools.dedup.hashes import fine_distance, hash_image
 from data_tools.dedup.near import band_masks, best_k, near_pairs
-from data_tools.shards import number_of, numbers_of, repeated
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -52,14 +51,6 @@ def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, mos
             assert len(found) == len(expected)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_any_number_of_bands_finds_the_same(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = hashes(k, 300)
-    monkeypatch.setattr(near, "best_k", lambda distance, count: k)
-    found = [pair for pairs in near_pairs(made, 6) for pair in zip(*pairs)]
-    assert sorted(found) == sorted(p for p in near_by_hand(made, made, 6) if p[0] < p[1])
-
-
 @pytest.mark.parametrize("count", [10, 10**5, 10**9])
 @pytest.mark.parametrize("distance", [0, 3, 6, 16])
 def test_near_hashes_always_agree_in_some_bands(count: int, distance: int) -> None:
@@ -69,28 +60,6 @@ def test_near_hashes_always_agree_in_some_bands(count: int, distance: int) -> No
         bits = rng.choice(64, distance, replace=False)
         different = sum(1 << int(bit) for bit in bits)
         assert any(different & int(mask) == 0 for mask in masks)
-
-
-def test_pairs_grow_slower_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = 0
-
-    def counted(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        nonlocal compared
-        compared += len(first)
-        return differing_bits(first, second)
-
-    monkeypatch.setattr(near, "differing_bits", counted)
-    rng = np.random.default_rng(0)
-    list(near_pairs(rng.integers(0, 2**64, 30_000, dtype=np.uint64), 6))
-    assert compared < 30_000**2 / 2 / 50
-
-
-def test_bits_are_counted() -> None:
-    rng = np.random.default_rng(1)
-    first, second = rng.integers(0, 2**64, (2, 50), dtype=np.uint64)
-    by_hand = [(int(a) ^ int(b)).bit_count() for a, b in zip(first, second)]
-    assert differing_bits(first, second).tolist() == by_hand
-    assert differing_bits(np.uint64([2**64 - 1]), np.uint64([0])).tolist() == [64]
 
 
 def test_the_hash_is_the_sign_of_the_lowest_cosines() -> None:
@@ -133,11 +102,3 @@ def test_images_without_a_hash() -> None:
     for bad in (b"", b"no image", jpeg(0)[:-100]):
         with pytest.raises(BadSample, match="here"):
             hash_image(bad, "here")
-
-
-def test_repeats_are_counted() -> None:
-    names = ["a", "b", "a", "c", "b", "a"]
-    found = repeated([numbers_of(names[:2]), numbers_of(names[2:])])
-    assert found.distinct == 3
-    assert sorted(found.values.tolist()) == sorted([number_of("a"), number_of("b")])
-    assert repeated([]).distinct == 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_shards import encoded, images_of, jpeg, listed, photo, run, write
+from made_shards import encoded, jpeg, listed, photo, run, write
 from PIL import Image
 
 from data_tools.dedup import hashes as image_hash
@@ -91,20 +91,6 @@ def test_evaluation_sets_are_counted_apart(
     assert listed(tmp_path / "list.txt").count("all") == 1
 
 
-def test_the_same_key_in_two_folders_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    first = write(tmp_path / "first", {"x": jpeg(1), "y": jpeg(2)})
-    second = write(tmp_path / "second", {"x": jpeg(3), "z": jpeg(4)})
-    searched = write(tmp_path / "searched", {"e": jpeg(1)})
-    command = ("overlap", "--evaluation", searched, "--out", tmp_path / "list.txt")
-    assert run(*command, "--pretraining", first, second) == 0
-    assert listed(tmp_path / "list.txt") == ["x"]
-    assert "careful: 1 samples that are kept have the same key" in capsys.readouterr().out
-    assert run(*command, "--pretraining", first) == 0
-    assert "careful" not in capsys.readouterr().out
-
-
 def test_nothing_shared(tmp_path: Path, evaluation: Path, capsys: pytest.CaptureFixture) -> None:
     clean = write(tmp_path / "clean", {f"k{n}": jpeg(200 + n) for n in range(5)})
     out, sheet = tmp_path / "list.txt", tmp_path / "sheet.png"
@@ -113,20 +99,6 @@ def test_nothing_shared(tmp_path: Path, evaluation: Path, capsys: pytest.Capture
     assert listed(out) == []
     assert not sheet.exists()
     assert "0 of 5 pretraining samples" in capsys.readouterr().out
-
-
-def test_real_images(shared: Path, tmp_path: Path) -> None:
-    """COCO at 256 px against the same at full size, and Flickr8k against neither."""
-    data = shared / "data"
-    coco = images_of(data / "coco_mini" / "val2017_short256.tar", 79)
-    full = images_of(data / "coco_mini" / "val2017_original_16.tar", 16)
-    assert set(full) < set(coco)
-    flickr = images_of(data / "flickr8k" / "images_sq160" / "shard-001.tar", 80)
-    first = write(tmp_path / "first", coco | flickr, 40)
-    out = tmp_path / "list.txt"
-    second = write(tmp_path / "full", full)
-    assert run("overlap", "--pretraining", first, "--evaluation", second, "--out", out) == 0
-    assert sorted(listed(out)) == sorted(full)
 
 
 def test_an_interrupted_run_goes_on(
@@ -150,11 +122,3 @@ def test_an_interrupted_run_goes_on(
     assert run(*command, "--out", out) == 0
     assert len(listed(out)) == 5
     assert calls == 11 + 14 - 9  # of three shards, nine images, the hashes were there
-
-
-def test_what_is_missing_is_named(
-    tmp_path: Path, evaluation: Path, capsys: pytest.CaptureFixture
-) -> None:
-    command = ("overlap", "--pretraining", tmp_path / "gone", "--evaluation", evaluation)
-    assert run(*command, "--out", tmp_path / "list.txt") == 2
-    assert "gone: there is no such folder" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -60,21 +59,6 @@ def test_missing_captions_are_left_out_where_allowed(
     assert manifest["failures"]["no text"]["ids"] == ["photo 01.jpg", "photo 02.jpg"]
 
 
-def test_images_without_any_caption(tmp_path: Path, refused: Callable[..., str]) -> None:
-    place = write(tmp_path / "cats", images())
-    assert "16 images and not one caption; put a NAME.txt beside each" in refused(place)
-    place = write(tmp_path / "dogs", {**images(), **{f"{n[:-4]}.txt": b"" for n in images()}})
-    assert "have no caption" in refused(place, "--allow-missing-captions")
-
-
-def test_images_that_a_folders_table_leaves_out(
-    tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    table = as_csv([row for row in rows() if row["number"] > 4])
-    place = write(tmp_path / "mine", {**images(), "table.csv": table})
-    assert "16 images, and 5 of them have no caption (first: photo 00.jpg)" in refused(place)
-
-
 def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "there is no such file or folder" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -83,24 +67,6 @@ def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> N
     assert "holds 2 .mp4, 1 .pdf; it should be" in refused(place)
     place = write(tmp_path / "sheets", {"a.xlsx": b"x"})
     assert "save a spreadsheet as CSV" in refused(place)
-
-
-def test_files_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    others = ("a.mp4", "deep/B.MP4", "readme", "c.svg", "d.mov", ".hidden", "one.csv.gz")
-    place = write(tmp_path / "mine", {**pairs(), **dict.fromkeys(others, b"x")})
-    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
-    said = "5 files of other kinds are left out: 2 .mp4, 1 .svg, 1 .mov, 1 without an extension"
-    assert f"  {said}\n" in capsys.readouterr().out
-    place = write(tmp_path / "pure", pairs())
-    assert main(["import", str(place), "--out", str(tmp_path / "out-pure")]) == 0
-    assert "of other kinds" not in capsys.readouterr().out
-
-
-def test_wrong_shares(tmp_path: Path, refused: Callable[..., str]) -> None:
-    place = write(tmp_path / "mine", pairs())
-    for shares in (("0.9", "0.2", "0.1"), ("0", "0.5", "0.5"), ("nan", "0.5", "0.5")):
-        said = refused(place, "--split", *shares)
-        assert f"--split {' '.join(shares)}: shares of train, val and test that add up to 1" in said
 
 
 def test_out_is_the_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -152,21 +118,6 @@ def test_images_that_are_elsewhere(tmp_path: Path, refused: Callable[..., str]) 
     assert sum(manifest["samples"] for manifest in counted) == 6
 
 
-def test_a_table_may_speak_of_some_images(tmp_path: Path) -> None:
-    table = as_csv([row for row in rows() if row["number"] < 4])
-    write(tmp_path / "photos", images())
-    path = write(tmp_path, {"table.csv": table}) / "table.csv"
-    command = ["import", str(path), "--images", str(tmp_path / "photos")]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
-
-
-def test_split_column_of_something_else(tmp_path: Path, refused: Callable[..., str]) -> None:
-    table = as_csv([{**row, "part": "one"} for row in rows()])
-    place = write(tmp_path / "mine", {**images(), "table.csv": table})
-    said = refused(place, "--split-column", "part")
-    assert "--split-column: 'one' is no split; it should hold train, val or test" in said
-
-
 @pytest.mark.parametrize("name", ["table.tsv", "table.token"])
 def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(
     tmp_path: Path, name: str
@@ -195,50 +146,6 @@ def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
     assert captions[0].startswith('it says "')
 
 
-def test_other_quotes_of_tables_are_read_as_they_were(tmp_path: Path) -> None:
-    """Quotes inside quoted cells, as R escapes them, and text behind a closed one."""
-    write(tmp_path / "photos", images())
-    one, two, *_ = sorted(images())
-    tables = {
-        "r.tsv": f'"image"\t"caption"\n"{one}"\t"a \\"stop\\" sign"\n"{two}"\t"a dog"\n',
-        "mixed.tsv": f'image\tcaption\n{one}\t"Big" dog\n{two}\t"a ""dog"""\n',
-        "plain.csv": f'image,caption\n{one},"Big" dog\n{two},"a ""dog"""',
-    }
-    found = {}
-    for name, content in tables.items():
-        path = write(tmp_path, {name: content.encode()}) / name
-        out = tmp_path / name.replace(".", "_")
-        options = ["--images", str(tmp_path / "photos"), "--out", str(out)]
-        assert main(["import", str(path), *options, "--split", "1", "0", "0"]) == 0
-        stored = ShardIndex.open(out / "train")
-        texts = [stored.read(0, n).annotation.captions for n in range(stored.shards.total)]
-        found[name] = [text for captions in texts for text in captions]
-    assert found["r.tsv"][1] == "a dog"
-    assert found["mixed.tsv"] == ['"Big" dog', 'a "dog"']
-    assert found["plain.csv"] == ["Big dog", 'a "dog"']
-
-
-def test_a_quote_that_is_left_open_in_a_csv_is_refused(
-    tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    write(tmp_path, {"table.csv": b'image,caption\na.jpg,"open\nb.jpg,shut\n'})
-    assert "is a quote left open" in refused(tmp_path / "table.csv")
-
-
-def test_captions_beside_a_cameras_images(tmp_path: Path) -> None:
-    files = {}
-    for number in range(4):
-        files[f"IMG_{number}.JPG"] = encoded(photo(number))
-        files[f"IMG_{number}.TXT"] = f"picture {number}".encode()
-    place = write(tmp_path / "mine", files)
-    assert (
-        main(["import", str(place), "--out", str(tmp_path / "out"), "--split", "1", "0", "0"]) == 0
-    )
-    stored = ShardIndex.open(tmp_path / "out" / "train")
-    assert stored.shards.total == 4
-    assert stored.read(0, 0).annotation.captions == ["picture 0"]
-
-
 def test_numbers_of_keys_leave_other_keys_alone(tmp_path: Path) -> None:
     files: Files = {}
     for number, name in enumerate(("x.jpg", "x.png", "x-1.jpg")):
@@ -265,18 +172,6 @@ def test_images_that_come_later_stay_on_their_side(tmp_path: Path) -> None:
         assert main([*command, "--retry"]) == 0
     found = [ShardIndex.open(tmp_path / "out" / split) for split in ("train", "val", "test")]
     assert sum(index.shards.total for index in found) == 40
-
-
-def test_faults_without_a_train_split_are_counted(tmp_path: Path) -> None:
-    write(tmp_path / "photos", images())
-    lines = [f"{name},a caption,{'val' if n % 2 else 'test'}" for n, name in enumerate(images())]
-    table = "\n".join(["image,caption,split", *lines, "short"])
-    path = write(tmp_path, {"table.csv": table.encode()}) / "table.csv"
-    options = ["--images", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]
-    assert main(["import", str(path), *options]) == 0
-    parts = [tmp_path / "out" / split / "manifest.json" for split in ("val", "test")]
-    failures = [json.loads(part.read_text())["failures"] for part in parts]
-    assert sorted(kind for found in failures for kind in found) == ["row of another layout"]
 
 
 def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -333,23 +228,6 @@ def test_broken_images_are_counted_and_named(tmp_path: Path, capsys: pytest.Capt
         "image too large": {"wide"},
     }
     assert "unreadable image: 3 (first: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", ["pyarrow", "datasets"])
-def test_without_an_extra(
-    module: str, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    if module == "datasets":
-        said = refused("hub:owner/name")
-        assert "needs the package datasets: pip install 'vlp[data]'" in said
-    else:
-        write(tmp_path, {"a.parquet": b"PAR1"})
-        assert "Parquet needs pyarrow: pip install 'vlp[data]'" in refused(tmp_path / "a.parquet")
-
-
-def test_a_data_set_that_is_not_on_the_hub(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "`datasets` cannot open it (" in refused(f"hub:{tmp_path}/nowhere")
 
 
 def test_rows_of_a_table_that_lead_out_of_its_folder_are_counted_and_not_read(

@@ -1,22 +1,40 @@
-"""Every form that own data comes in, to shards, through the data set of pretraining."""
+"""Every form that own data comes in, and where its images, captions and splits lie."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import own_forms
 import pytest
-from own_forms import COUNT, FORMS, TEN, captions_of, images
+from made_shards import encoded, photo
+from own_forms import (
+    COUNT,
+    FORMS,
+    TEN,
+    Files,
+    as_csv,
+    as_tar,
+    captions_of,
+    images,
+    pairs,
+    rows,
+    structs,
+    write,
+)
+from raw_images import files_of
 
 from data_tools.__main__ import main
+from data_tools.own import forms
 from data_tools.own.content import SPLITS
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardIndex
+from vlp.data.shards.tar import readable
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
@@ -105,3 +123,267 @@ def test_300_images_of_a_form_are_split_and_none_is_lost(
     assert sum(counts) == 300
     assert counts[0] > 240
     assert min(counts[1:]) > 5
+
+
+def imported(place: Path, *options: str) -> list[list[str]]:
+    """The captions of each image, all of them in train."""
+    out = place.parent / "out"
+    command = ["import", str(place), "--out", str(out), "--processes", "1"]
+    assert main([*command, "--split", "1", "0", "0", *options]) == 0
+    index = ShardIndex.open(out / "train")
+    return [index.read(0, number).annotation.captions or [] for number in range(index.shards.total)]
+
+
+def test_captions_of_the_json_come_before_those_of_the_text(tmp_path: Path) -> None:
+    """Training on the same files reads the text only where the JSON has no caption."""
+    about = [
+        {"caption": "of the JSON"},
+        {"caption": "one", "captions": ["several", "of the JSON"]},
+        {"title": "IMG_2", "caption": ""},
+        {"title": "of nothing else"},
+    ]
+    files = {}
+    for number, content in enumerate(about):
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.json"] = json.dumps(content).encode()
+        files[f"{number}.txt"] = b"of the text" if number < 3 else b""
+    assert imported(write(tmp_path / "mine", files)) == [
+        ["of the JSON"],
+        ["several", "of the JSON"],
+        ["of the text"],
+        ["of nothing else"],
+    ]
+
+
+def test_a_caption_ends_where_its_line_does(tmp_path: Path) -> None:
+    """Not at other characters that Unicode calls the end of a line."""
+    texts = ["a dog\u2028on grass\r\ntwo dogs\r\n", "one\x85caption\x0bmore"]
+    files = {}
+    for number, text in enumerate(texts):
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.txt"] = text.encode()
+    assert imported(write(tmp_path / "mine", files)) == [
+        ["a dog on grass", "two dogs"],
+        ["one caption more"],
+    ]
+
+
+def _both() -> Files:
+    """Eight images with a JSON and a text beside each."""
+    files = {}
+    for number in range(8):
+        about = {"alt": f"alt {number}", "long": [f"long {number}"], "caption": "not this"}
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.json"] = json.dumps(about | {"fold": "train" if number else "x"}).encode()
+        files[f"{number}.txt"] = b"nor this"
+    return files
+
+
+def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
+    tmp_path: Path,
+) -> None:
+    table = as_csv([{"image": f"{number}.jpg", "alt": f"table {number}"} for number in range(8)])
+    place = write(tmp_path / "mine", {**_both(), "table.csv": table})
+    assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
+
+
+@pytest.mark.parametrize("columns", [("image", "caption"), ("bild", "satz")])
+def test_a_table_that_is_named_itself_comes_before_files_beside_the_images(
+    tmp_path: Path, columns: tuple[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    rows = [dict(zip(columns, (f"{number}.jpg", f"table {number}"))) for number in range(4)]
+    place = write(tmp_path / "mine", {"own.csv": as_csv(rows)}) / "own.csv"
+    images = str(write(tmp_path / "mine" / "photos", {**_both(), "other.csv": b"image,caption\n"}))
+    if columns == ("image", "caption"):
+        assert imported(place, "--images", images) == [[f"table {number}"] for number in range(4)]
+    else:
+        options = ["--images", images, "--out", str(tmp_path / "out")]
+        assert main(["import", str(place), *options]) == 2
+        assert "bild, satz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("0.json", b'{"caption": "cut off', "Unterminated string"),
+        ("0.json", b'{"caption": "\xe9"}', "not UTF-8"),
+        ("0.txt", b"caf\xe9", "not UTF-8"),
+    ],
+)
+def test_annotations_that_cannot_be_read_are_no_missing_captions(
+    name: str, data: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    files = {f"{number}.jpg": encoded(photo(number)) for number in range(3)}
+    files |= {f"{number}.txt": b"a dog" for number in (1, 2)} | {name: data}
+    place = write(tmp_path / "mine", files)
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "1 of them have no caption (first: 0.jpg)" in said
+    assert f"; 1 annotations cannot be read (first: {name}: {reason}" in said
+
+
+def imported_images_inside(out: Path, place: Path, *more: object) -> int:
+    options = ["--out", str(out), "--name", "mine", "--processes", "1"]
+    return main(["import", str(place), *options, *map(str, more)])
+
+
+@pytest.mark.parametrize("named", ["photo", "photos/photo"])
+@pytest.mark.parametrize("where", ["inside", "around", "archive", "twice"])
+def test_images_of_a_table(
+    where: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = [{**row, "image": row["image"].replace("photo", named)} for row in rows()]
+    files = {"table.csv": as_csv(table)}
+    place = tmp_path / "set"
+    photos = {f"photos/{name}": data for name, data in images().items()}
+    if where == "archive":
+        write(place, files)
+        inside = as_tar(place / "set.tar", photos)
+    else:
+        write(place, files | photos)
+        inside = {"inside": place / "photos", "around": tmp_path, "twice": place}[where]
+    assert imported_images_inside(tmp_path / "plain" / ".shards", place) == 0
+    assert imported_images_inside(tmp_path / "out" / ".shards", place, "--images", inside) == 0
+    assert capsys.readouterr().out.count("  16 images, 22 captions") == 2
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
+
+
+def test_captions_beside_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    place = write(tmp_path / "set", {f"photos/{name}": data for name, data in pairs().items()})
+    assert imported_images_inside(tmp_path / "out", place, "--images", place / "photos") == 0
+    said = capsys.readouterr().out
+    assert "  16 images, 22 captions" in said
+    assert "have the bytes of another one" not in said
+
+
+def test_a_name_that_two_folders_have_is_of_the_named_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    others = {f"b/{name}": data for name, data in images().items()}
+    files = {f"a/{name}": data for name, data in images().items()} | others
+    place = write(tmp_path / "set", {**files, "table.csv": as_csv(rows())})
+    more = ("--images", place / "a", "--allow-missing-captions")
+    assert imported_images_inside(tmp_path / "out", place, *more) == 0
+    said = "32 images, and 16 of them have no caption (first: b/photo 00.jpg): left out"
+    assert said in capsys.readouterr().out
+
+
+ALL_TRAIN = ["--split", "1", "0", "0"]
+
+
+def imported_own_names(place: Path) -> dict[str, Annotation]:
+    """The annotation of each key, all of them in train."""
+    out = place.parent / "out"
+    assert main(["import", str(place), "--out", str(out), "--processes", "1", *ALL_TRAIN]) == 0
+    index = ShardIndex.open(out / "train")
+    samples = [index.read(0, number) for number in range(index.shards.total)]
+    return {sample.key: sample.annotation for sample in samples}
+
+
+def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path: Path) -> None:
+    """Joiners of emoji and of scripts, and a control character; equal keys get a number."""
+    names = ["a\u200db", "a\u200cb", "c\x07d", "\U0001f469\u200d\U0001f373"]
+    files: Files = {}
+    for number, name in enumerate(names):
+        files[f"{name}.jpg"] = encoded(photo(number))
+        files[f"{name}.txt"] = f"picture {number}".encode()
+    found = imported_own_names(write(tmp_path / "mine", files))
+    assert {key: annotation.captions for key, annotation in found.items()} == {
+        "a_b-2": ["picture 0"],
+        "a_b-1": ["picture 1"],
+        "c_d": ["picture 2"],
+        "\U0001f469_\U0001f373": ["picture 3"],
+    }
+
+
+def _with_names_that_are_no_text(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(2):
+        name = os.fsencode(folder / f"caf{number}") + b"\xe9"
+        try:
+            Path(os.fsdecode(name + b".jpg")).write_bytes(encoded(photo(number)))
+        except OSError:
+            pytest.skip("this file system takes names in UTF-8 only")
+        Path(os.fsdecode(name + b".txt")).write_text(f"picture {number}")
+    return folder
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = imported_own_names(_with_names_that_are_no_text(tmp_path / "mine"))
+    assert {key: annotation.captions for key, annotation in found.items()} == {
+        "caf0_": ["picture 0"],
+        "caf1_": ["picture 1"],
+    }
+    stored = {(annotation.model_extra or {})["file"] for annotation in found.values()}
+    assert stored == {readable(f"caf{number}\udce9.jpg") for number in range(2)}
+    capsys.readouterr().out.encode("utf-8", "strict")
+
+
+PARTS = {"train": slice(0, 8), "test": slice(8, 12), "extra": slice(12, 16)}
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """The import of a data set with a split of another name beside train and test."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    files = [{"split": name, "path": f"{name}.parquet"} for name in PARTS]
+    about = json.dumps([{"config_name": "default", "data_files": files}])
+    (folder / "README.md").write_text(f"---\nconfigs: {about}\n---\n")
+    for name, part in PARTS.items():
+        parquet.write_table(pa.Table.from_pylist(structs()[part]), folder / f"{name}.parquet")
+    return ["import", f"hub:{folder}", "--out", str(tmp_path / "out"), "--processes", "1"]
+
+
+def test_a_split_that_is_none_is_refused_before_it_is_streamed(
+    command: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def streamed(*arguments: object) -> Iterator[None]:
+        raise AssertionError
+
+    monkeypatch.setattr(forms, "value_image", streamed)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "'extra' is no split, but stands beside train and test; choose others with" in said
+
+
+def test_splits_are_chosen(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*command, "--splits", "test", "train"]) == 0
+    assert "split as the data has it: train 8, test 4" in capsys.readouterr().out
+    assert sorted(path.parent.name for path in tmp_path.glob("out/*/index.npz")) == [
+        "test",
+        "train",
+    ]
+
+
+def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = structs()[:8]
+    private = tmp_path / "private" / "me.jpg"
+    private.parent.mkdir()
+    private.write_bytes(rows[0]["image"]["bytes"])
+    for row, path in zip(rows, (f"{private}", f"file://{private}", "http://127.0.0.1:9/me.jpg")):
+        row["image"] = {"bytes": None, "path": path}
+    (tmp_path / "set").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "set" / "train.parquet")
+    out = tmp_path / "out"
+    command = ["import", f"hub:{tmp_path / 'set'}", "--out", str(out), "--processes", "1"]
+    assert main([*command, "--split", "1", "0", "0"]) == 0
+    manifest = json.loads((out / "train" / "manifest.json").read_text())
+    assert manifest["samples"] == 5
+    assert manifest["failures"]["image outside the data set"]["count"] == 3
+    assert forms._is_own("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
+    for path in (
+        "file:///etc/x::hf://datasets/me/set@abc/a.zip",
+        "hf://datasets/me/setting@abc/a.jpg",
+        "https://example.org/a.jpg",
+        "/etc/a.jpg",
+    ):
+        assert not forms._is_own(path, "me/set")

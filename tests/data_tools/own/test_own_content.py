@@ -1,4 +1,4 @@
-"""Splits by content, captions joined, stamps, and what a second run does."""
+"""Own data: splits by content, growth, stamps, and what a second run does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from raw_images import files_of
 from test_import_forms import stored
 
 from data_tools.__main__ import main
-from data_tools.own.content import SPLITS, given_or_dealt, given_splits
-from vlp.config import ConfigError
+from data_tools.own.content import SPLITS, given_or_dealt
+from data_tools.own.import_data import NAME
+from vlp.data.shards.sample_files import contents
+from vlp.data.shards.shard_reader import ShardIndex
 
 HALVES = ["--split", "0.4", "0.3", "0.3"]
 
@@ -145,12 +147,6 @@ def test_an_unsplit_image_stays_with_those_that_look_like_it() -> None:
     ]
 
 
-def test_folders_that_one_split_is_among_by_chance(tmp_path: Path) -> None:
-    place = write(tmp_path / "mine", _in_parts(["train", "bus", "boat"]))
-    assert main(["import", str(place), "--out", str(tmp_path / "out"), *HALVES]) == 0
-    assert {split for split, _ in stored(tmp_path / "out").values()} == set(SPLITS)
-
-
 @given(
     groups=st.lists(st.integers(0, 30), min_size=1, max_size=60),
     shares=st.sampled_from([(0.9, 0.05, 0.05), (0.5, 0.25, 0.25), (0.8, 0.2, 0.0), (1.0, 0, 0)]),
@@ -183,14 +179,6 @@ def test_shares_are_met_and_images_stay_when_others_come() -> None:
     assert abs(counts["test"] / 20_000 - 0.05) < 0.005
     fewer = given_or_dealt(groups[:5000], digests[:5000], [None] * 5000, (0.9, 0.05, 0.05))
     assert fewer == splits[:5000]
-
-
-def test_names_that_divide_nothing_are_no_splits() -> None:
-    assert given_splits(["train", "train", None], False) == [None] * 3
-    assert given_splits(["en", "de", "train"], False) == [None] * 3
-    assert given_splits(["train", "Validation", None], False) == ["train", "val", None]
-    with pytest.raises(ConfigError, match=r"'extra' \(2 images\) is no split"):
-        given_splits(["train", "extra", "Validation", None, "extra"], False)
 
 
 def test_a_second_run_goes_on_and_refuses_other_data(
@@ -272,3 +260,89 @@ def test_equal_names_in_several_folders(tmp_path: Path) -> None:
     assert {data: annotation.captions for data, (_, annotation) in found.items()} == {
         data: [f"{name} is here"] for name, data in files.items()
     }
+
+
+SPLITS = ("train", "val", "test")
+
+
+def pictures(numbers: range, folder: str = "") -> Files:
+    files: Files = {}
+    for number in numbers:
+        files[f"{folder}{number:03d}.jpg"] = encoded(photo(number))
+        files[f"{folder}{number:03d}.txt"] = f"picture {number}".encode()
+    return files
+
+
+def imported(place: Path, *options: str) -> int:
+    shares = ("--split", "0.5", "0.3", "0.2", "--samples-per-shard", "8")
+    return main(["import", str(place), "--out", str(place.parent / "out"), *shares, *options])
+
+
+def shards(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.tar")}
+
+
+def sides(out: Path) -> dict[str, str]:
+    """The split of each key."""
+    return {
+        sample.key: split
+        for split in SPLITS
+        for tar in sorted((out / split).glob("*.tar"))
+        for sample in contents(tar).samples
+    }
+
+
+def test_images_sorted_before_and_between_follow_those_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place, out = write(tmp_path / "mine", pictures(range(10, 60, 2), "b/")), tmp_path / "out"
+    assert imported(place) == 0
+    before, where = shards(out), sides(out)
+    assert set(where) == {f"{number:03d}" for number in range(10, 60, 2)}
+    # Sorted in between, and in a folder that shares no part of the path.
+    write(place, pictures(range(11, 40, 2), "b/") | pictures(range(70, 90), "a/"))
+    assert imported(place) == 0
+    assert "35 images are new" in capsys.readouterr().out
+    after = sides(out)
+    assert len(after) == 60
+    assert before.items() <= shards(out).items()
+    assert where.items() <= after.items()
+    assert {"b_011", "a_070"} <= set(after)
+    for split in SPLITS:
+        assert ShardIndex.open(out / split).shards.total == list(after.values()).count(split)
+    grown = shards(out)
+    assert imported(place) == 0  # once more: nothing is new
+    assert "images are new" not in capsys.readouterr().out
+    assert shards(out) == grown
+
+
+def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path: Path) -> None:
+    place, out = write(tmp_path / "mine", pictures(range(40))), tmp_path / "out"
+    assert imported(place) == 0
+    where = sides(out)
+    files: Files = {}
+    for number in range(40):  # the same pictures in another quality
+        files[f"0{number:03d}.jpg"] = encoded(photo(number), quality=60)
+        files[f"0{number:03d}.txt"] = b"again"
+    write(place, files)
+    assert imported(place) == 0
+    after = sides(out)
+    assert len(after) == 80
+    assert all(after[f"0{key}"] == split for key, split in where.items())
+
+
+def test_a_growth_that_is_refused_is_not_remembered(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place, out = write(tmp_path / "mine", pictures(range(20))), tmp_path / "out"
+    assert imported(place) == 0
+    before = (out / NAME).read_bytes()
+    for path in place.glob("003.*"):
+        path.unlink()
+    write(place, pictures(range(100, 110)))
+    assert imported(place) == 2
+    assert "holds 003, one of 1 samples" in capsys.readouterr().err
+    assert (out / NAME).read_bytes() == before
+    assert imported(place, "--replace") == 0
+    assert len(sides(out)) == 29
+    assert len((out / NAME).read_text().splitlines()) == 29

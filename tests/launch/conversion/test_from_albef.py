@@ -70,17 +70,6 @@ def test_fine_tuning_starts_from_the_folder_without_further_settings(command, fi
     assert parts.model.config.image.statistics == (MEAN, STD)
 
 
-def test_size_and_overrides_reach_the_model(command, files, capsys):
-    folder, _ = files
-    more = ("--image-size", "24", "cross.options.anchor.mode=bias", "token_projection=true")
-    assert command.main(arguments(folder, *more)) == 0
-    assert "; 1 resized; " in capsys.readouterr().out
-    config = vlp.load(folder / "model").model.config
-    assert (config.image.image_size, config.cross.anchor_options.mode) == (24, "bias")
-    assert config.token_projection
-    assert config.cross.layout == "albef"
-
-
 def test_wrong_input_is_explained(command, files, capsys):
     folder, _ = files
 

@@ -1,0 +1,221 @@
+"""Annotations of samples: what is read, and what is broken, absurd or of other tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vlp.data.limits import MAX_ANNOTATION_BYTES
+from vlp.data.schema import MAX_CAPTION, Annotation, captions_of
+from vlp.data.shards.sample_files import (
+    BadSample,
+    SampleFiles,
+    parse_annotation,
+)
+from vlp.data.shards.tar import Member
+
+
+def test_img2dataset_json_is_read_and_its_own_keys_stay() -> None:
+    text = (
+        b'{"caption": "a dog", "url": "http://x", "key": "000000001", "width": 320, "sha256": ""}'
+    )
+    annotation = Annotation.model_validate_json(text)
+    assert captions_of(annotation) == ["a dog"]
+    again = Annotation.model_validate_json(annotation.to_json())
+    assert again == annotation
+    assert again.model_extra == {"url": "http://x", "key": "000000001", "width": 320, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, []),
+        ({"caption": "one"}, ["one"]),
+        ({"captions": ["a", "b"], "caption": "c"}, ["a", "b"]),
+        ({"captions": [], "caption": "c"}, ["c"]),
+        ({"captions": ["  ", " x "]}, ["x"]),
+        ({"caption": " \n"}, []),
+    ],
+)
+def test_captions_of(fields: dict, expected: list[str]) -> None:
+    assert captions_of(Annotation(**fields)) == expected
+
+
+def test_numbers_as_identifiers_and_every_kind_of_label() -> None:
+    assert Annotation(image_id=7).image_id == "7"  # type: ignore[arg-type]
+    assert Annotation.model_validate_json(b'{"label": true}').label is True
+    assert Annotation.model_validate_json(b'{"label": "neutral"}').label == "neutral"
+    for number in (0, 1, 2):
+        annotation = Annotation.model_validate_json(b'{"label": %d}' % number)
+        assert annotation.label == Annotation(label=number).label == str(number)  # type: ignore[arg-type]
+        assert Annotation.model_validate_json(annotation.to_json()) == annotation
+    for truth in (False, True):
+        assert Annotation.model_validate_json(Annotation(label=truth).to_json()).label is truth
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"boxes": [[1, 2, 3]]}',
+        b'{"captions": "not a list"}',
+        b'{"version": 99}',
+        b'{"questions": [{"question": "no id"}]}',
+    ],
+)
+def test_what_does_not_fit_is_refused(text: bytes) -> None:
+    with pytest.raises(ValidationError):
+        Annotation.model_validate_json(text)
+
+
+def test_equal_annotations_give_equal_bytes_without_unset_fields() -> None:
+    annotation = Annotation(captions=["à la carte"], image_id="1")
+    assert annotation.to_json() == Annotation(image_id="1", captions=["à la carte"]).to_json()
+    assert annotation.to_json() == '{"version":1,"captions":["à la carte"],"image_id":"1"}'.encode()
+
+
+def reader(files: dict[str, bytes]) -> tuple[SampleFiles, Callable[[Member], bytes]]:
+    members = {name: Member(name, 0, len(content)) for name, content in files.items()}
+    return SampleFiles("k", members), lambda member: files[member.name]
+
+
+def read(**files: bytes) -> Annotation:
+    return parse_annotation(*reader(files), "0.tar, k")
+
+
+def reason(**files: bytes) -> str:
+    with pytest.raises(BadSample) as bad:
+        read(**files)
+    assert bad.value.kind == "bad annotation"
+    return bad.value.where
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"{'caption': 'a'}",
+        b'{"caption": "a"',
+        b'{"caption": "a"} more',
+        b'{"caption": "\xff"}',
+        b'{"caption": "\\ud800"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"version": 1e999}',
+        b'{"version": ' + b"9" * 5000 + b"}",
+        b'{"version": 2}',
+        b'{"x": ' + b"9" * 5000 + b"}",
+        bytes(300),
+        b"\x1f\x8b\x08" + bytes(30),
+        '{"caption": "a"}'.encode("utf-16"),
+    ],
+)
+def test_what_is_no_json_of_a_sample(content: bytes) -> None:
+    assert reason(json=content).startswith("0.tar, k.json: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("caption", {"text": "a"}, "caption"),
+        ("caption", ["a"], "caption"),
+        ("caption", True, "caption"),
+        ("captions", "a", "captions"),
+        ("captions", ["a", None], "captions.1"),
+        ("captions", {"0": "a"}, "captions"),
+        ("boxes", [[1, 2, 3]], "boxes.0"),
+        ("boxes", [[1, 2, 3, 4, 5]], "boxes.0"),
+        ("boxes", [[1, 2, 3, float("nan")]], "boxes.0.3"),
+        ("boxes", [[float("inf"), 2, 3, 4]], "boxes.0.0"),
+        ("boxes", [[0, 0, 1, 1], [1, 2, -3, 4]], "boxes.1"),
+        ("boxes", [[1, 2, 3, "wide"]], "boxes.0.3"),
+        ("boxes", [1, 2, 3, 4], "boxes.0"),
+        ("proposals", [[1, 2, 3, -1e-9]], "proposals.0"),
+        ("expressions", [{"id": "1", "text": "a", "box": [0, 0, -1, 1]}], "expressions.0.box"),
+        ("expressions", [{"id": "1", "text": "a"}], "expressions.0.box"),
+        ("questions", [{"question": "a"}], "questions.0.id"),
+        ("scene", "kitchen", "scene"),
+        ("words", [{"caption": 0}], "words.0.index"),
+    ],
+)
+def test_fields_that_mean_something_else_are_named(field: str, value: Any, place: str) -> None:
+    assert reason(json=json.dumps({field: value}).encode()).startswith(f"0.tar, k.json: {place}")
+
+
+def test_what_other_tools_write_is_kept(tmp_path: object) -> None:
+    content = {
+        "caption": 12,
+        "url": "u",
+        "exif": {"a": [1, {"b": None}]},
+        "width": float("nan"),
+        "model_config": 1,
+        "__class__": 2,
+        "to_json": "x",
+        "copy": 3,
+    }
+    annotation = read(json=json.dumps(content).encode())
+    assert captions_of(annotation) == ["12"]
+    assert annotation.model_extra is not None
+    assert annotation.model_extra["exif"] == {"a": [1, {"b": None}]}
+    assert read(json=annotation.to_json()).model_extra is not None
+    assert captions_of(read(json=b'{"caption": "first", "caption": "second"}')) == ["second"]
+
+
+def test_text_beside_json() -> None:
+    assert captions_of(read(txt="größer".encode())) == ["größer"]
+    assert captions_of(read(txt=b"\xef\xbb\xbfa dog\r\n")) == ["a dog"]
+    assert captions_of(read(json=b'\xef\xbb\xbf{"caption": "a dog"}')) == ["a dog"]
+    assert captions_of(read(json=b"{}", txt=b"a dog")) == ["a dog"]
+    assert captions_of(read(json=b'{"captions": ["", " "]}', txt=b"a dog")) == ["a dog"]
+    assert captions_of(read(json=b'{"caption": "a cat"}', txt=b"\xff")) == ["a cat"]
+    assert captions_of(read(txt=b"")) == []
+    assert captions_of(read(txt=b"\0 \0")) == ["\0 \0"]
+    assert "not UTF-8" in reason(txt="größer".encode("latin-1"))
+    assert reason(json=b"{", txt=b"a dog")
+
+
+def test_files_of_megabytes_are_not_parsed() -> None:
+    large = b'{"caption": "' + b"a" * MAX_ANNOTATION_BYTES + b'"}'
+    assert f"{len(large)} bytes" in reason(json=large)
+    assert "bytes" in reason(txt=large)
+    assert captions_of(read(txt=large[:MAX_ANNOTATION_BYTES]))
+
+
+def test_of_an_endless_caption_the_start_is_read() -> None:
+    long = "a red dog " * 300_000
+    [text] = captions_of(read(txt=long.encode()))
+    assert text == long[:MAX_CAPTION]
+
+
+WORD = {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": [0, 0, 5, 5]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"caption": -1},
+        {"caption": "0"},
+        {"index": None},
+        {"index": -1},
+        {"index": 1.5},
+        {"word": 5},
+        {"kind": ["colour"]},
+        {"box": [0, 0, 5]},
+        {"box": ["0", 0, 5, 5]},
+        {"box": [0, 0, 5, -5]},
+        {"box": [0, 0, None, 5]},
+        {"box": "0055"},
+    ],
+    ids=str,
+)
+def test_words_that_cannot_be_placed_are_refused(change: dict[str, Any]) -> None:
+    for words in ([WORD | change], [WORD, WORD | change], WORD | change):
+        with pytest.raises(ValidationError, match="words"):
+            Annotation(words=words)

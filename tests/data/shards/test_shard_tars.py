@@ -1,0 +1,431 @@
+"""Tars with every trick of the format: what they hold plainly is read, the rest is counted."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import sys
+import tarfile
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broken_shards import (
+    END,
+    FINE,
+    GOOD,
+    JSON,
+    PNG,
+    change_index,
+    checked,
+    found,
+    header,
+    index_columns,
+    member,
+    pax,
+    tar,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.config import ConfigError
+from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
+from vlp.data.shards.remote import OutageConfig
+from vlp.data.shards.sample_files import BadSample, DataError
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
+from vlp.data.shards.tar import (
+    Member,
+    append_member,
+    members_in,
+    plain_members,
+    read_members,
+    stored_files,
+)
+
+
+def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
+    path.write_bytes(content)
+    members, problem = read_members(path)
+    return [one.name for one in members], problem
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        member("a.png", b"", b"2", b"/etc/passwd"),
+        member("a.png", b"", b"1", b"good.png"),
+        member("a.png", b"", b"1", b"../../outside.png"),
+        member("a.png", b"", b"3"),
+        member("a.png", b"", b"4"),
+        member("a.png", b"", b"5"),
+        member("a.png", b"", b"6"),
+        member("a.tar", tar(GOOD)),
+        member("a.png", PNG, b"S"),
+        pax({"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9999"})
+        + member("a.png", b"1\n0\n512\n".ljust(512, b"\0") + bytes(512)),
+        pax({"GNU.sparse.map": "0,512", "GNU.sparse.size": "4096"}) + member("a.png", bytes(512)),
+        member("a.png/", b""),
+        member("a.gif", PNG),
+        b"",
+    ],
+    ids=[
+        "symlink",
+        "hardlink",
+        "outside",
+        "device",
+        "block",
+        "folder",
+        "pipe",
+        "tar",
+        "sparse",
+        "pax-sparse",
+        "old-pax-sparse",
+        "slash",
+        "gif",
+        "nothing",
+    ],
+)
+def test_what_is_no_plain_image_is_a_missing_one(tmp_path: Path, trick: bytes) -> None:
+    content = tar(GOOD, trick, member("a.json", JSON), member("b.png", PNG))
+    assert found(tmp_path, content) == ["good", "missing image", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (b"../../outside.png", "../../outside"),
+        (b"/etc/passwd.png", "/etc/passwd"),
+        (b"./a.png", "./a"),
+        (b"folder.with.dots/a.png", "folder.with.dots/a"),
+        (b"A.PNG", "A"),
+        (b"caf\xe9.png", r"caf\xe9"),
+        ("größe 寸法.png".encode(), "größe 寸法"),
+        (b"two\nlines\x1b[31m.png", r"two\x0alines\x1b[31m"),
+        (b"%s{}.png", "%s{}"),
+    ],
+)
+def test_names_are_labels_and_never_paths(tmp_path: Path, name: bytes, key: str) -> None:
+    assert found(tmp_path, tar(member(name, PNG), GOOD)) == [key, "good"]
+    key.encode()
+
+
+def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(PNG)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert found(folder, tar(GOOD)) == ["good"]  # what Python imports at first use is there
+    opened: list[str] = []
+    watching = True
+
+    def watch(event: str, arguments: tuple) -> None:
+        if watching and event == "open":
+            opened.append(os.path.abspath(os.fsdecode(arguments[0])))
+
+    sys.addaudithook(watch)
+    content = tar(
+        member("../outside.png", b"", b"1", b"../outside.png"),
+        member("a.png", b"", b"2", str(outside).encode()),
+        member("a.json", JSON),
+        member("../outside.json", JSON),
+        member(str(outside), PNG),
+    )
+    assert found(folder, content) == ["missing image", "missing image", str(outside)[:-4]]
+    watching = False
+    assert opened
+    assert all(path.startswith(str(folder)) for path in opened), opened
+
+
+@pytest.mark.parametrize("name", ["../outside.tar", "/etc/passwd", "a/0.tar", "", "\0.tar"])
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert found(folder, tar(GOOD)) == ["good"]
+    (tmp_path / "outside.tar").write_bytes(tar(GOOD))
+    assert index_columns(folder)["name"].tolist() == [b"0.tar"]
+    change_index(folder, name=np.array([name.encode()]))
+    with pytest.raises(ConfigError, match=r"index\.npz"):
+        ShardIndex.open(folder)
+
+
+def test_samples_of_one_key(tmp_path: Path) -> None:
+    again = member("a.png", PNG) + member("a.json", JSON)
+    assert found(tmp_path, tar(again, again)) == ["a", "duplicate key"]
+    assert found(tmp_path, tar(again, GOOD, again)) == ["a", "good", "duplicate key"]
+    assert found(tmp_path, tar(again, member("a.PNG", PNG))) == ["a", "duplicate key"]
+    # All images first: no reader of WebDataset finds the samples together.
+    names = [member(f"{key}.png", PNG) for key in "abc"] + [member("b.json", JSON)]
+    assert found(tmp_path, tar(*names)) == ["a", "b", "c", "duplicate key"]
+    with pytest.raises(BadSample, match=r"0\.tar, b \(came before; .*must follow each other"):
+        ShardIndex.open(tmp_path).read(0, 3)
+
+
+def test_samples_without_their_other_half(tmp_path: Path) -> None:
+    content = tar(
+        member("a.json", JSON),
+        member("b.txt", b"text"),
+        member("c.png", PNG),
+        member("README", b""),
+    )
+    assert found(tmp_path, content) == ["missing image", "missing image", "c"]
+    index = ShardIndex.open(tmp_path)
+    assert index.read(0, 2).annotation.caption is None
+
+
+def test_long_names_of_both_kinds(tmp_path: Path) -> None:
+    long = "folder/" * 30 + "a" * 200
+    gnu = member("././@LongLink", f"{long}.png\0".encode(), b"L") + member("cut.png", PNG)
+    assert found(tmp_path, tar(gnu, GOOD)) == [long, "good"]
+    named = pax({"path": f"{long}.png", "comment": "x" * 5000}) + member("cut.png", PNG)
+    assert found(tmp_path, tar(named, GOOD)) == [long, "good"]
+    everywhere = pax({"comment": "all"}, b"g")
+    assert found(tmp_path, tar(everywhere, GOOD)) == ["good"]
+
+
+def test_content_behind_the_end_is_not_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    one, two = tar(GOOD) + bytes(8192), tar(FINE)
+    names, problem = problem_of(path, one + two)
+    assert names == ["good.png", "good.json"]
+    assert problem == f"more content behind its end at byte {len(GOOD)}"
+    assert problem_of(path, one) == (names, None)
+    # A hole of a crash: blocks of zeros where a header should be.
+    _, problem = problem_of(path, GOOD + bytes(4096) + two)
+    assert problem == f"more content behind its end at byte {len(GOOD)}"
+
+
+def test_a_compressed_tar_or_none_at_all(tmp_path: Path) -> None:
+    for content in (gzip.compress(tar(GOOD)), b"<html>404</html>" * 99, b"x", bytes(511), PNG):
+        names, problem = problem_of(tmp_path / "0.tar", content)
+        assert names == []
+        assert problem
+    assert found(tmp_path, b"<html>") == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere", "loop"])
+def test_what_is_called_a_shard_but_is_no_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "0.tar"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / ("gone" if kind == "nowhere" else "0.tar"))
+    with pytest.raises(ConfigError, match=r"0\.tar: cannot read this shard"):
+        index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere"])
+def test_a_shard_that_becomes_no_file(tmp_path: Path, kind: str) -> None:
+    assert found(tmp_path, tar(GOOD)) == ["good"]
+    path = tmp_path / "0.tar"
+    index = ShardIndex.open(tmp_path)
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(DataError, match="missing shard"):
+        index.read(0, 0)
+    if kind != "nowhere":
+        with pytest.raises(BadSample, match="missing shard"):
+            ShardIndex.open(tmp_path, outages=OutageConfig(policy="skip")).read(0, 0)
+
+
+SIZES = {
+    "beyond the end": header("b.png", 10**9),
+    "beyond any file": header("b.png", 2**60),
+    "beyond any number of the machine": header("b.png", 2**80),
+    "negative": header("b.png", -1),
+    "back to the first header": header("b.png", -len(GOOD + FINE) - 512),
+    "back to an earlier header": header("b.png", -len(FINE) - 512),
+    "back to its own header": header("b.png", -512),
+    "no number": header("b.png", 0, size_field=b"12x45678901\0"),
+    "pax, no number": pax({"size": "all"}) + header("b.png", 2**33),
+    "pax, negative": pax({"size": "-5000"}) + member("b.png", PNG),
+    "pax, beyond": pax({"size": "9" * 30}) + member("b.png", PNG),
+    "pax header of a terabyte": header("b", 2**40, b"x"),
+    "pax header of less than nothing": header("b", -512, b"x"),
+    "pax header without an end": header("b", 600, b"x") + b"9" * 1024,
+    "pax header of digits": member("b", b"9" * 8000, b"x"),
+    "pax records longer than they are": member("b", b"999 path=b.png\n", b"x") + member("b", PNG),
+    "long name of a terabyte": header("b", 2**40, b"L"),
+    "long name of less than nothing": header("b", -4096, b"L"),
+    "long names one behind another": member("b", b"b.png\0", b"L") * 3000,
+    "extended headers one behind another": pax({"comment": "b"}) * 3000,
+    "sparse with a map of many blocks": checked(header("b.png", 512, b"S")[:482] + b"\1" * 30)
+    + b"\1" * 512 * 200,
+    "sparse map of many": pax({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
+    + member("b.png", b"999999999999\n" + b"1\n" * 40000),
+    "unknown kind beyond the end": header("b.png", 10**9, b"~"),
+    "multi-volume": header("b.png", 10**9, b"M"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "0.tar"
+    path.write_bytes(GOOD + FINE + SIZES[name] + END)
+    tracemalloc.start()
+    started = time.process_time()
+    members, _ = read_members(path)
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [one.name for one in members[:4]] == ["good.png", "good.json", "fine.png", "fine.json"]
+    assert len(members) < 10
+    assert all(one.offset + one.size <= path.stat().st_size for one in members)
+    assert peak < 2_000_000
+    assert seconds < 2
+    index_folder(tmp_path)
+    index = ShardIndex.open(tmp_path)
+    assert [index.read(0, number).key for number in range(2)] == ["good", "fine"]
+
+
+def test_headers_that_lie_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    for name in ("beyond the end", "back to its own header", "pax header of a terabyte"):
+        path.write_bytes(GOOD + SIZES[name] + END)
+        members, problem = read_members(path)
+        assert [one.name for one in members] == ["good.png", "good.json"]
+        assert problem, name
+    [line] = index_folder(tmp_path)
+    assert line.startswith("0.tar: not a readable tar from here on (")
+    assert "1 samples before it" in line
+
+
+def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
+    """Headers, each with so many bytes behind it that take no room on the disk."""
+    with open(path, "wb") as file:
+        for content, gap in parts:
+            file.write(content)
+            file.seek(gap + -gap % 512, os.SEEK_CUR)
+        file.write(END)
+
+
+@pytest.mark.parametrize(
+    ("parts", "result"),
+    [
+        (
+            [(header("a.png", 3 * 2**30), 3 * 2**30), (member("a.json", JSON), 0)],
+            "image too large",
+        ),
+        (
+            [
+                (member("a.png", PNG), 0),
+                (header("a.1.png", MAX_IMAGE_BYTES + 1), MAX_IMAGE_BYTES + 1),
+            ],
+            "image too large",
+        ),
+        ([(member("a.png", PNG), 0), (header("a.json", 2**31), 2**31)], "bad annotation"),
+        (
+            [
+                (member("a.png", PNG), 0),
+                (header("a.txt", MAX_ANNOTATION_BYTES + 1), MAX_ANNOTATION_BYTES + 1),
+            ],
+            "bad annotation",
+        ),
+        (
+            [
+                (member("a.png", PNG), 0),
+                (header("a.mp4", 5 * 2**30), 5 * 2**30),
+                (member("a.json", JSON), 0),
+            ],
+            "a",
+        ),
+        (
+            [
+                (member("a.png", PNG), 0),
+                (header("README", 5 * 2**30), 5 * 2**30),
+                (member("a.json", JSON), 0),
+            ],
+            "a",
+        ),
+    ],
+    ids=["image", "second", "json", "txt", "film", "between"],
+)
+def test_files_of_gigabytes_are_not_read(
+    tmp_path: Path, parts: list[tuple[bytes, int]], result: str
+) -> None:
+    sparse_file(tmp_path / "0.tar", *parts)
+    tracemalloc.start()
+    assert found(tmp_path, None) == [result]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16_000_000
+
+
+def test_small_tars_hold_plain_files_and_no_floods(tmp_path: Path) -> None:
+    path = tmp_path / "small.tar"
+    link = member("a.png", b"", b"2", b"/etc/passwd")
+    path.write_bytes(gzip.compress(tar(GOOD, link)))
+    assert [name.name for name, _ in stored_files(path, lambda name: True)] == [
+        "good.png",
+        "good.json",
+    ]
+    flood = io.BytesIO()
+    with gzip.GzipFile(fileobj=flood, mode="wb", compresslevel=1) as file:
+        file.write(header("a.png", 2**30))
+        file.write(bytes(2**20))
+    path.write_bytes(flood.getvalue())
+    with pytest.raises(ConfigError, match=r"a\.png is said to hold 1073741824 bytes"):
+        list(stored_files(path, lambda name: True))
+
+
+contents = st.lists(st.binary(max_size=1500), min_size=1, max_size=3)
+
+
+def part(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    for name, content in files.items():
+        append_member(stream, name, content)
+    return stream.getvalue()
+
+
+def slow(data: bytes) -> list[Member] | None:
+    members, problem = members_in(io.BytesIO(data + bytes(512)), len(data) + 512)
+    return None if problem else members
+
+
+@settings(deadline=None)
+@given(contents)
+def test_plain_parts_are_read(files: list[bytes]) -> None:
+    data = part({f"key_{n}.json": content for n, content in enumerate(files)})
+    members = plain_members(data)
+    assert members is not None
+    assert members == slow(data)
+    assert [data[m.offset : m.offset + m.size] for m in members] == files
+
+
+@settings(deadline=None, max_examples=300)
+@given(contents, st.integers(0, 511), st.integers(0, 255), st.booleans(), st.booleans())
+def test_of_anything_else_tarfile_is_asked(
+    files: list[bytes], place: int, byte: int, mend: bool, cut: bool
+) -> None:
+    """A byte of the first header changed, its checksum mended or not: no other answer."""
+    data = bytearray(part({f"key_{n}.json": content for n, content in enumerate(files)}))
+    data[place] = byte
+    if mend:
+        data[148:156] = b" " * 8
+        data[148:156] = b"%06o\0 " % sum(data[:512])
+    if cut:
+        del data[-300:]
+    found = plain_members(bytes(data))
+    assert found is None or found == slow(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["long", "umlaut", "folder", "link", "deep"])
+def test_unusual_files_are_left_to_tarfile(kind: str) -> None:
+    info = tarfile.TarInfo({"long": "k" * 150, "umlaut": "ü"}.get(kind, "k") + ".json")
+    if kind == "deep":
+        info.name = f"{'f' * 90}/{'k' * 90}.json"
+    if kind in ("folder", "link"):
+        info.type = {"folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE}[kind]
+        info.linkname = "elsewhere"
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT):
+        if kind == "long" and form == tarfile.USTAR_FORMAT:
+            continue  # which cannot hold it
+        assert plain_members(info.tobuf(form, "utf-8")) is None

@@ -1,0 +1,187 @@
+"""Images with classes from folders, tar files and shards; augmentation and batches of them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.labelled_images import open_labelled
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import ShardWriter
+from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
+
+CLASSES = ("blue", "red")
+COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
+
+
+def png(colour, side=8):
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, colour in COLOURS.items():
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(8):
+            (tmp_path / "images" / name / f"{number}.png").write_bytes(png(colour))
+    return tmp_path / "images"
+
+
+def as_tar(folder, file, mode):
+    with tarfile.open(file, mode) as archive:
+        archive.add(folder, "train")
+    return file
+
+
+def as_shards(folder, out):
+    with ShardWriter(out, samples_per_shard=5) as writer:
+        for file in sorted(folder.glob("*/*.png")):
+            label = Annotation(label=file.parent.name)
+            writer.write(f"{file.parent.name}{file.stem}", file.read_bytes(), "png", label)
+    return out
+
+
+def config(train, **options):
+    plain = {"train": str(train), "test": str(train), "image_size": 8, "canonical_streams": 2}
+    return LabelledDataConfig.model_validate(plain | options)
+
+
+def test_folders_tars_and_shards_hold_the_same(folder, tmp_path):
+    opened = [
+        open_labelled(str(folder)),
+        open_labelled(str(as_tar(folder, tmp_path / "a.tar", "w"))),
+        open_labelled(str(as_tar(folder, tmp_path / "a.tar.xz", "w:xz"))),
+        open_labelled(str(as_shards(folder, tmp_path / "shards")), CLASSES),
+    ]
+    for images in opened:
+        assert images.classes == CLASSES
+        assert len(images) == 16
+        for number in (0, 7, 8, 15):
+            read = images.read(number)
+            assert read.image.getpixel((0, 0)) == COLOURS[CLASSES[read.label]]
+        labels = [images.read(number).label for number in range(16)]
+        assert labels == [0] * 8 + [1] * 8
+
+
+def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
+    with tarfile.open(tmp_path / "both.tar", "w") as archive:
+        for part in ("train", "test"):
+            archive.add(folder, part)
+    with pytest.raises(ConfigError, match=r"both\.tar: its class folders lie in test, train"):
+        open_labelled(str(tmp_path / "both.tar"))
+
+
+def test_classes_of_shards_may_be_numbers(tmp_path):
+    with ShardWriter(tmp_path) as writer:
+        for number in range(3):
+            label = Annotation.model_validate_json(b'{"label": %d}' % number)
+            writer.write(f"k{number}", png((number, 0, 0)), "png", label)
+    images = open_labelled(str(tmp_path), ("0", "1", "2"))
+    assert [images.read(number).label for number in range(3)] == [0, 1, 2]
+
+
+def test_real_cifar_is_read(shared):
+    images = open_labelled(str(shared / "data_tasks" / "cifar10" / "test.tar.xz"))
+    assert len(images) == 10_000
+    assert len(images.classes) == 10
+    assert images.read(0).image.size == (32, 32)
+    assert [images.read(n).label for n in (0, 999, 1000, 9999)] == [0, 0, 1, 9]
+
+
+def test_what_is_not_usable_is_named(folder, tmp_path):
+    with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
+        open_labelled(str(tmp_path / "nowhere"))
+    (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 100)
+    with pytest.raises(ConfigError, match=r"bad\.tar: not a tar file"):
+        open_labelled(str(tmp_path / "bad.tar"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no images in class folders"):
+        open_labelled(str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="unknown classes red"):
+        open_labelled(str(folder), ["blue", "green"])
+    shards = as_shards(folder, tmp_path / "shards")
+    with pytest.raises(ConfigError, match="shards need `classes`"):
+        open_labelled(str(shards))
+    with pytest.raises(BadSample, match="label 'red'"):
+        open_labelled(str(shards), ["blue"]).read(15)
+    with pytest.raises(ConfigError, match=r"limit 17 is more than the 16 images"):
+        labelled_data(open_labelled(str(folder)), config(folder, limit=17), 4, 0)
+    with pytest.raises(ConfigError, match="batch 3 is not a multiple of canonical_streams 2"):
+        labelled_data(open_labelled(str(folder)), config(folder), 3, 0)
+    with pytest.raises(ConfigError, match="policy 'nonsense'"):
+        LabelledSamples(open_labelled(str(folder)), config(folder, augment={"policy": "nonsense"}))
+
+
+def test_an_epoch_has_every_image_once_on_any_number_of_ranks(folder):
+    data = labelled_data(open_labelled(str(folder)), config(folder), 4, 7)
+    assert data.samples_in_epoch(0) == 16
+
+    def epoch(ranks):
+        streams = [data.batches(0, rank, ranks, stop_after=4) for rank in range(ranks)]
+        return [
+            torch.cat([batch.pixels.sum((1, 2, 3)) for batch, _ in step]) for step in zip(*streams)
+        ]
+
+    one, two = epoch(1), epoch(2)
+    assert all(torch.equal(a.sort().values, b.sort().values) for a, b in zip(one, two))
+    assert len(torch.cat(one)) == 16
+    assert int((torch.cat(one) > torch.cat(one).mean()).sum()) == 8
+
+
+def test_bad_images_are_counted_and_left_out(folder):
+    (folder / "red" / "3.png").write_bytes(b"broken")
+    data = labelled_data(open_labelled(str(folder)), config(folder), 4, 0)
+    batches = [batch for batch, _ in data.batches(stop_after=4)]
+    assert sum(len(batch.labels) for batch in batches) == 15
+    (skip,) = [skip for batch in batches for skip in batch.skipped]
+    assert skip.kind == "unreadable image"
+    assert skip.where.startswith(str(folder / "red" / "3.png"))
+    for batch in batches:
+        assert len(batch.pixels) == len(batch.labels) == int(batch.valid.sum())
+
+
+def rng_for(seed):
+    return lambda purpose: np.random.default_rng([seed, len(purpose)])
+
+
+def test_a_shift_moves_the_image_over_black(folder):
+    plain = config(folder, mean=[0, 0, 0], std=[1, 1, 1], augment={"shift": 2, "hflip": False})
+    samples = LabelledSamples(open_labelled(str(folder)), plain)
+    image = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
+    whole = np.asarray(image, dtype=np.float32) / 255
+    padded = np.pad(whole, ((2, 2), (2, 2), (0, 0)))
+    windows = [padded[a : a + 8, b : b + 8] for a in range(5) for b in range(5)]
+    seen = set()
+    for seed in range(60):
+        pixels = samples.pixels(image, rng_for(seed)).permute(1, 2, 0).numpy()
+        hits = [n for n, window in enumerate(windows) if np.allclose(window, pixels, atol=1e-6)]
+        assert len(hits) == 1
+        seen.update(hits)
+    assert len(seen) > 15
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [{"policy": "rand-m9-mstd0.5-inc1"}, {"erasing": 1.0}, {"crop_scale": [0.3, 1.0]}],
+)
+def test_augmentation_is_a_function_of_its_draws(folder, augment):
+    samples = LabelledSamples(open_labelled(str(folder)), config(folder, augment=augment))
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    one = samples.pixels(image, rng_for(1))
+    np.random.seed(5)
+    state = np.random.get_state()[1].copy()
+    assert torch.equal(samples.pixels(image, rng_for(1)), one)
+    assert np.array_equal(np.random.get_state()[1], state)  # the global generators are as before
+    others = [samples.pixels(image, rng_for(seed)) for seed in range(2, 8)]
+    assert any(not torch.equal(one, other) for other in others)
+    assert torch.isfinite(torch.stack(others)).all()

@@ -1,0 +1,282 @@
+"""Flickr8k, Flickr30k, COCO and Visual Genome: real files, and options of one format."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_files import failures_of, json_of, samples_of, tar_of
+from PIL import Image
+from raw_images import raw_image
+
+from data_tools.__main__ import main
+from vlp.data.image.decode import decode_image
+from vlp.data.schema import captions_of
+from vlp.data.shards.shard_reader import ShardIndex
+
+
+@pytest.mark.nightly
+def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data" / "flickr8k"
+    arguments = ["flickr8k", "--annotations", str(data / "dataset_flickr8k.json")]
+    arguments += ["--images", str(data / "images_sq160"), "--out", str(tmp_path)]
+    assert main([*arguments, "--splits", "train", "val"]) == 0
+    for split, count in (("train", 6000), ("val", 1000)):
+        manifest = json.loads((tmp_path / split / "manifest.json").read_text())
+        assert (manifest["samples"], manifest["captions"]) == (count, 5 * count)
+        assert manifest["failures"] == {}
+    index = ShardIndex.open(tmp_path / "train")
+    assert len(index.shards) == 6
+    raw = index.read(5, 999)
+    assert decode_image(raw.image, raw.key).size == (160, 160)
+    assert raw.annotation.source == "flickr8k"
+
+
+NUMBERS = (1000092795, 10002456, 1000268201, 1000344755)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    files = {f"flickr30k-images/{number}.jpg": raw_image(number) for number in NUMBERS}
+    return tar_of(tmp_path / "flickr30k-images.tar", files)
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    lines = [
+        f"{number}.jpg#{place}\tcaption {place} of {number} ."
+        for number in NUMBERS
+        for place in range(5)
+    ]
+    path = tmp_path / "results_20130124.token"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_official_captions_with_lists(photos: Path, token: Path, tmp_path: Path) -> None:
+    for name, numbers in (("train", NUMBERS[:2]), ("val", NUMBERS[2:3])):
+        end = ".jpg" if name == "val" else ""
+        (tmp_path / f"{name}.txt").write_text("".join(f"{number}{end}\n" for number in numbers))
+    out = tmp_path / "out"
+    arguments = ["flickr30k", "--annotations", str(token), "--images", str(photos)]
+    lists = ["--lists", str(tmp_path / "train.txt"), str(tmp_path / "val.txt")]
+    assert main([*arguments, *lists, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+    train = samples_of(out / "train")
+    assert list(train) == [str(number) for number in NUMBERS[:2]]
+    about = train["10002456"].annotation
+    assert (about.source, about.image_id) == ("flickr30k", "10002456")
+    assert captions_of(about) == [f"caption {place} of 10002456 ." for place in range(5)]
+    assert main([*arguments, "--out", str(tmp_path / "all")]) == 0
+    assert len(samples_of(tmp_path / "all" / "all")) == 4
+
+
+def test_what_cannot_be_used(
+    photos: Path, token: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["flickr30k", "--images", str(photos), "--out", str(tmp_path / "out")]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("10002456\n")
+    lists = ["--lists", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    assert main([*arguments, "--annotations", str(token), *lists]) == 2
+    assert "b.txt: 10002456 is in a too" in capsys.readouterr().err
+    path = json_of(tmp_path / "dataset.json", {"dataset": "flickr30k", "images": []})
+    assert main([*arguments, "--annotations", str(path), *lists]) == 2
+    assert "the JSON has its own splits" in capsys.readouterr().err
+    token.write_text(token.read_text() + "no tab here\n")
+    assert main([*arguments, "--annotations", str(token)]) == 2
+    assert "results_20130124.token, line 21: this should be" in capsys.readouterr().err
+    assert main([*arguments, "--annotations", str(tmp_path / "none.token")]) == 2
+    assert "none.token: cannot be read" in capsys.readouterr().err
+
+
+def test_real_coco_from_official_files(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data" / "coco_mini"
+    files = [str(data / "annotations" / f"captions_{split}2017.json") for split in ("train", "val")]
+    places = [str(path) for path in data.glob("*_short256.tar")]
+    arguments = ["coco", "--annotations", *files, "--images", *places, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    for split, count, file in (("train2017", 80, files[0]), ("val2017", 79, files[1])):
+        samples = samples_of(tmp_path / split)
+        assert len(samples) == count
+        content = json.loads(Path(file).read_text())
+        assert list(samples) == [image["file_name"][:-4] for image in content["images"]]
+        for image in content["images"]:
+            about = samples[image["file_name"][:-4]].annotation
+            assert (about.source, about.image_id) == ("coco", str(image["id"]))
+            assert (about.model_extra or {})["url"] == image["coco_url"]
+            assert captions_of(about) == [
+                " ".join(row["caption"].split())
+                for row in content["annotations"]
+                if row["image_id"] == image["id"]
+            ]
+
+
+def test_words_of_real_captions_have_the_boxes_that_they_name(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data" / "coco_mini"
+    files = {
+        kind: data / "annotations" / f"{kind}_val2017.json" for kind in ("captions", "instances")
+    }
+    arguments = ["coco", "--annotations", str(files["captions"]), "--out", str(tmp_path)]
+    arguments += ["--instances", str(files["instances"])]
+    assert main([*arguments, "--images", str(data / "val2017_short256.tar")]) == 0
+    content = json.loads(files["instances"].read_text())
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    sizes = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    asked = {"object": 0, "objects": 0}
+    for sample in samples_of(tmp_path / "val2017").values():
+        about, size = sample.annotation, Image.open(io.BytesIO(sample.image)).size
+        number = int(about.image_id or 0)
+        objects = [one for one in content["annotations"] if one["image_id"] == number]
+        assert len(about.boxes or ()) == sum(not one["iscrowd"] for one in objects)
+        for word in about.words or ():
+            caption = captions_of(about)[word.caption].lower()
+            assert re.findall(r"\w+|[^\w\s]", caption)[word.index] == word.word
+            boxes = [[p / sizes[number][a % 2] for a, p in enumerate(o["bbox"])] for o in objects]
+            meant = []
+            for own in (word.box, *(word.others or ())):
+                shares = [place / size[axis % 2] for axis, place in enumerate(own)]
+                meant += [o for o, b in zip(objects, boxes) if b == pytest.approx(shares, abs=1e-3)]
+            (category,) = {one["category_id"] for one in meant}
+            assert len(meant) == [o["category_id"] for o in objects].count(category)
+            assert word.kind == "objects" or len(meant) == 1
+            asked[word.kind] += word.word in names[category]
+    assert asked["object"] > 150
+    assert asked["objects"] > 50
+
+
+def test_instances_go_with_official_captions(
+    karpathy: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
+    content: dict[str, list[object]] = {"images": [], "annotations": [], "categories": []}
+    file = json_of(tmp_path / "instances.json", content)
+    assert main([*arguments, "--instances", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "goes with official captions" in capsys.readouterr().err
+
+
+def test_real_originals_are_reduced(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data" / "coco_mini"
+    arguments = ["coco", "--annotations", str(data / "annotations" / "captions_val2017.json")]
+    arguments += ["--images", str(data / "val2017_original_16.tar"), "--max-side", "256"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    samples = samples_of(tmp_path / "val2017")
+    assert len(samples) == 16
+    for sample in samples.values():
+        assert max(Image.open(io.BytesIO(sample.image)).size) == 256
+    assert len(failures_of(tmp_path / "val2017")["missing image"]) == 63
+
+
+@pytest.fixture
+def karpathy(tmp_path: Path) -> Path:
+    """COCO in Karpathy's layout, its images in a zip of the official layout."""
+    images = [
+        {"filename": f"COCO_{folder}_{number:012d}.jpg", "filepath": folder, "split": split,
+         "cocoid": number, "sentences": [{"raw": f"image {number}"}]}
+        for number, folder, split in [
+            (9, "train2014", "train"), (42, "val2014", "restval"),
+            (73, "val2014", "val"), (74, "val2014", "test"),
+        ]
+    ]  # fmt: skip
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for image in images:
+            number = image["cocoid"]
+            archive.writestr(f"{image['filepath']}/{image['filename']}", raw_image(number))
+    return json_of(tmp_path / "dataset_coco.json", {"dataset": "coco", "images": images})
+
+
+def test_karpathys_splits(karpathy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["test", "train", "val"]
+    train = samples_of(out / "train")
+    assert list(train) == ["COCO_train2014_000000000009", "COCO_val2014_000000000042"]
+    about = train["COCO_val2014_000000000042"]
+    assert about.image == raw_image(42)
+    assert (about.annotation.source, about.annotation.image_id) == ("coco", "42")
+    assert list(samples_of(out / "test")) == ["COCO_val2014_000000000074"]
+
+
+def test_what_cannot_be_asked_for(
+    karpathy: Path, tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = shared / "data" / "coco_mini" / "annotations"
+    official = folder / "captions_val2017.json"
+    places = ["--images", str(tmp_path), "--out", str(tmp_path / "out")]
+    both = ["coco", "--annotations", str(karpathy), str(official), *places]
+    assert main(both) == 2
+    assert "not both at once" in capsys.readouterr().err
+    for file, known in ((karpathy, "test, train, val"), (official, "val2017")):
+        assert main(["coco", "--annotations", str(file), *places, "--splits", "dev"]) == 2
+        assert f"there is no 'dev', only {known}" in capsys.readouterr().err
+    wrong = folder / "instances_val2017.json"
+    assert main(["coco", "--annotations", str(wrong), *places]) == 2
+    assert "is it the right file?" in capsys.readouterr().err
+
+
+def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
+    x, y, width, height = box
+    return {
+        "region_id": number, "image_id": 1, "phrase": phrase,
+        "x": x, "y": y, "width": width, "height": height,
+    }  # fmt: skip
+
+
+def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
+    path = shared / "data" / "web_formats" / "visual_genome_region_descriptions_schema.json"
+    (tmp_path / "VG_100K").mkdir()
+    (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_image(1, (800, 600)))
+    arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path / "VG_100K")]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    [(key, sample)] = samples_of(tmp_path / "out").items()
+    about = sample.annotation
+    assert (key, about.source, about.image_id) == ("vg-1", "visual_genome", "1")
+    assert captions_of(about) == ["the clock is green in colour", "shade is along the street"]
+    assert [(one.id, one.text, one.box) for one in about.expressions or []] == [
+        ("1382", "the clock is green in colour", [421, 57, 82, 139]),
+        ("1383", "shade is along the street", [194, 372, 182, 228]),
+    ]
+    # This one does stick out, of the real image of 800 x 600 too.
+    cut = {"box cut at the edge of its image (kept)": ["vg-1/expression 1383"]}
+    assert failures_of(tmp_path / "out") == cut
+
+
+def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
+    regions = [
+        {"id": number, "regions": [region(10 * number, "a dog", 20, 10, 100, 40)]}
+        for number in (1, 2, 3)
+    ]
+    data = [
+        {"image_id": 1, "width": 200, "height": 100, "coco_id": 139, "flickr_id": 5, "url": "u1"},
+        {"image_id": 2, "width": 200, "height": 100, "coco_id": None, "flickr_id": None},
+    ]
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.jpg").write_bytes(raw_image(number, (100, 50)))
+    arguments = ["visual_genome", "--images", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--regions", str(json_of(tmp_path / "regions.json", regions))]
+    assert main([*arguments, "--image-data", str(json_of(tmp_path / "data.json", data))]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert {
+        key: (sample.annotation.source, sample.annotation.image_id)
+        for key, sample in samples.items()
+    } == {
+        "vg-1": ("coco", "139"),
+        "vg-2": ("visual_genome", "2"),
+        "vg-3": ("visual_genome", "3"),
+    }
+    # The images are smaller than those the boxes were drawn on: their sizes are in image_data.
+    boxes = [
+        expression.box
+        for sample in samples.values()
+        for expression in sample.annotation.expressions or []
+    ]
+    assert boxes == [[10, 5, 50, 20], [10, 5, 50, 20], [20, 10, 80, 40]]
+    assert failures_of(tmp_path / "out") == {
+        "box cut at the edge of its image (kept)": ["vg-3/expression 30"]
+    }

@@ -1,0 +1,198 @@
+"""Questions of VQA v2, Visual Genome and easy-VQA: real files, and files that do not fit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
+
+from data_tools.__main__ import main
+
+HEADER = {"data_subtype": "val2014"}
+
+
+def asked(number: int, image: int, question: str = "what?") -> dict[str, Any]:
+    return {"question_id": number, "image_id": image, "question": question}
+
+
+def answered(number: int, image: int, *answers: str) -> dict[str, Any]:
+    return {
+        "question_id": number,
+        "image_id": image,
+        "answers": [{"answer": text, "answer_confidence": "yes"} for text in answers],
+        "question_type": "what",
+        "answer_type": "other",
+    }
+
+
+def coco_name(image: int, subset: str = "val2014") -> str:
+    return f"COCO_{subset}_{image:012d}.jpg"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    files = {coco_name(image): photo() for image in (1, 2)}
+    return tar_of(tmp_path / "images.tar", files | {"7.jpg": photo(), "8.jpg": photo()})
+
+
+def test_real_official_files(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "vqa_v2" / "sample"
+    arguments = ["vqa", "--questions", str(data / "official_header_questions_3.json")]
+    arguments += ["--annotations", str(data / "official_header_annotations_3.json")]
+    arguments += ["--images", str(data / "coco_images_3.tar"), "--processes", "1"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    [(key, sample)] = samples_of(tmp_path).items()
+    said = said_of(sample)
+    assert (key, said["source"], said["image_id"]) == (
+        "COCO_train2014_000000458752",
+        "coco",
+        "458752",
+    )
+    questions = json.loads((data / "official_header_questions_3.json").read_text())["questions"]
+    rows = json.loads((data / "official_header_annotations_3.json").read_text())["annotations"]
+    for question, row, found in zip(questions, rows, said["questions"], strict=True):
+        assert found["id"] == str(question["question_id"])
+        assert found["question"] == question["question"]
+        counts = Counter(answer["answer"] for answer in row["answers"])
+        assert found["answers"] == [
+            {"answer": text, "count": count} for text, count in counts.items()
+        ]
+    assert failures_of(tmp_path) == {}
+
+
+def test_real_files_without_a_header(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = shared / "data_tasks" / "vqa_v2" / "sample"
+    packed = tmp_path / "questions.json.gz"
+    packed.write_bytes(gzip.compress((data / "questions_300.json").read_bytes()))
+    rows = json.loads((data / "annotations_300.json").read_text())["annotations"]
+    images = sorted({row["image_id"] for row in rows})
+    files = {coco_name(image, "train2014"): photo() for image in images[1:]}
+    arguments = ["vqa", "--questions", str(packed)]
+    arguments += ["--annotations", str(data / "annotations_300.json"), "--processes", "1"]
+    arguments += ["--images", str(tar_of(tmp_path / "p.tar", files)), "--out", str(tmp_path / "o")]
+    assert main(arguments) == 2
+    assert "no data_subtype in a header; say --subset train2014" in capsys.readouterr().err
+    assert main([*arguments, "--subset", "train2014"]) == 0
+    found = {
+        question["id"]: (
+            {one["answer"]: one["count"] for one in question["answers"]},
+            question["question_type"],
+            question["answer_type"],
+        )
+        for sample in samples_of(tmp_path / "o").values()
+        for question in said_of(sample)["questions"]
+    }
+    lost = [str(row["question_id"]) for row in rows if row["image_id"] == images[0]]
+    assert found == {
+        str(row["question_id"]): (
+            Counter(answer["answer"] for answer in row["answers"]),
+            row["question_type"],
+            row["answer_type"],
+        )
+        for row in rows
+        if row["image_id"] != images[0]
+    }
+    assert failures_of(tmp_path / "o") == {
+        "missing image": [coco_name(images[0], "train2014").removesuffix(".jpg")],
+        "question of a missing image": lost,
+    }
+    arguments += ["--image-name", "{subset}-{number}.jpg", "--subset", "x"]
+    assert main(arguments) == 2
+    assert "{subset} and {image_id} can stand in it" in capsys.readouterr().err
+
+
+def test_questions_without_annotations(images: Path, tmp_path: Path) -> None:
+    questions = {**HEADER, "questions": [asked(1, 1), asked(2, 2), asked(3, 1, "who?")]}
+    path = json_of(tmp_path / "q.json", questions)
+    arguments = ["vqa", "--questions", str(path), "--images", str(images), "--processes", "1"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    samples = samples_of(tmp_path / "out").values()
+    assert [
+        [(question.id, question.answers) for question in sample.annotation.questions or []]
+        for sample in samples
+    ] == [[("1", []), ("3", [])], [("2", [])]]
+    assert failures_of(tmp_path / "out") == {}
+
+
+def test_files_that_do_not_fit_together(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [asked(1, 1)]})
+    annotations = json_of(tmp_path / "a.json", {"annotations": [answered(77, 1, "x")]})
+    arguments = ["vqa", "--questions", str(questions), "--annotations", str(annotations)]
+    arguments += ["--images", str(images), "--processes", "1"]
+    assert main([*arguments, "--out", str(tmp_path / "none")]) == 2
+    assert "are both of the same split?" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_visual_genome_beside_vqa(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def genome(identifier: int, image: int, question: str, answer: str) -> dict[str, Any]:
+        return {"qa_id": identifier, "image_id": image, "question": question, "answer": answer}
+
+    questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [asked(1, 1)]})
+    rows = [
+        {
+            "id": 7,
+            "qas": [genome(1, 7, "What color is the clock?", "Green."), genome(2, 7, "?", ".")],
+        },
+        {"id": 8, "qas": [genome(1, 8, "Again?", "Yes."), genome(3, 8, "Who?", "A U.S. dog. ")]},
+    ]
+    data = [{"image_id": 7, "coco_id": None}, {"image_id": 8, "coco_id": 2}]
+    arguments = ["vqa", "--questions", str(questions), "--images", str(images)]
+    arguments += ["--visual-genome", str(json_of(tmp_path / "qa.json", rows)), "--processes", "1"]
+    arguments += ["--image-data", str(json_of(tmp_path / "image_data.json", data))]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert {
+        key: (sample.annotation.source, sample.annotation.image_id)
+        for key, sample in samples.items()
+    } == {
+        "COCO_val2014_000000000001": ("coco", "1"),
+        "vg-7": ("visual_genome", "7"),
+        "vg-8": ("coco", "2"),
+    }
+    assert said_of(samples["vg-7"])["questions"] == [
+        {
+            "id": "vg-1",
+            "question": "What color is the clock?",
+            "answers": [{"answer": "green", "count": 10}],
+        }
+    ]
+    assert said_of(samples["vg-8"])["questions"][0]["answers"][0]["answer"] == "a u.s. dog"
+    assert failures_of(tmp_path / "out") == {
+        "question id given twice": ["Visual Genome 1"],
+        "question without answers": ["Visual Genome 2"],
+    }
+    assert main(["vqa", "--images", str(images), "--out", str(tmp_path / "no")]) == 2
+    assert "give --questions or --visual-genome" in capsys.readouterr().err
+
+
+def test_real_test_set(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "easy_vqa"
+    arguments = ["easy_vqa", "--questions", str(data / "test_questions.json"), "--processes", "1"]
+    arguments += ["--answers", str(data / "answers.txt"), "--split", "test"]
+    arguments += ["--images", str(data / "test_images.tar.xz"), "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    samples = samples_of(tmp_path)
+    assert len(samples) == 1000
+    rows = json.loads((data / "test_questions.json").read_text())
+    found = {
+        int(question["id"]): [question["question"], question["answers"], said["image_id"]]
+        for said in map(said_of, samples.values())
+        for question in said["questions"]
+    }
+    assert found == {
+        number: [question, [{"answer": answer, "count": 10}], f"test-{image}"]
+        for number, (question, answer, image) in enumerate(rows)
+    }
+    assert failures_of(tmp_path) == {}

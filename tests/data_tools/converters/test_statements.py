@@ -1,0 +1,207 @@
+"""Statements about images (NLVR, NLVR2, SNLI-VE): real files, and options of one format."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmark_files import failures_of, lines_of, photo, said_of, samples_of, tar_of
+from PIL import Image
+
+from data_tools.__main__ import main
+from data_tools.converters.statements import is_held_out
+from vlp.data.shards.tar import stored_files
+
+
+def test_real_pairs(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "nlvr2"
+    arguments = ["nlvr2", "--annotations", str(data / "with_images.json"), "--processes", "1"]
+    arguments += ["--images", str(data / "images_384.tar"), "--extension", "jpg"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    images = {str(name): content for name, content in stored_files(data / "images_384.tar", bool)}
+    rows = [json.loads(line) for line in (data / "with_images.json").read_text().splitlines()]
+    samples = list(samples_of(tmp_path).values())
+    assert len(samples) == len(rows) == 16
+    for row, sample in zip(rows, samples):
+        pair = row["identifier"].rpartition("-")[0]
+        assert sample.key == row["identifier"]
+        assert sample.image == images[f"{pair}-img0.jpg"]
+        assert sample.second_image == images[f"{pair}-img1.jpg"]
+        assert said_of(sample) == {
+            "version": 1,
+            "source": "nlvr2",
+            "image_id": pair,
+            "statement": row["sentence"],
+            "label": row["label"] == "True",
+            "identifier": row["identifier"],
+            "left_url": row["left_url"],
+            "right_url": row["right_url"],
+        }
+
+
+def pixels(data: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.array(image)
+
+
+def example(identifier: str, **changes: Any) -> dict[str, Any]:
+    return {"identifier": identifier, "sentence": "a yellow box", "label": "true"} | changes
+
+
+def boxes_image(values: tuple[int, int, int]) -> bytes:
+    """Boxes of three shades, with the alpha channel that the published images have."""
+    array = np.full((100, 400, 4), 255, np.uint8)
+    for number, value in enumerate(values):
+        array[:, 150 * number : 150 * number + 100, :3] = value
+    stream = io.BytesIO()
+    Image.fromarray(array, "RGBA").save(stream, "png")
+    return stream.getvalue()
+
+
+def test_real_examples_in_all_permutations(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "nlvr_v1"
+    rows = [json.loads(line) for line in (data / "dev.jsonl").read_text().splitlines()[:20]]
+    annotations = lines_of(tmp_path / "dev.json", rows)
+    arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "dev"]
+    arguments += ["--images", str(data / "dev_images.tar.xz"), "--permutations", "6"]
+    assert main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert len(samples) == 120
+    assert failures_of(tmp_path / "out") == {}
+    assert not list((tmp_path / "out").glob(".unpacked-*"))
+    files = stored_files(data / "dev_images.tar.xz", lambda name: True)
+    stored = {name.stem: content for name, content in files}
+    orders = list(itertools.permutations(range(3)))
+    for row in rows:
+        original = pixels(stored[f"dev-{row['identifier']}-0"])[..., :3]
+        for number, order in enumerate(orders):
+            sample = samples[f"dev-{row['identifier']}-{number}"]
+            found = pixels(sample.image)
+            assert found.shape == (100, 400, 3)
+            expected = original.copy()
+            for place, box in enumerate(order):
+                columns = slice(150 * place, 150 * place + 100)
+                expected[:, columns] = original[:, 150 * box : 150 * box + 100]
+            np.testing.assert_array_equal(found, expected)
+            assert said_of(sample) == {
+                "version": 1,
+                "source": "nlvr",
+                "image_id": f"dev-{row['identifier']}",
+                "statement": row["sentence"],
+                "label": row["label"] == "true",
+                "identifier": row["identifier"],
+                "permutation": number,
+            }
+
+
+def test_a_published_permutation_is_taken_as_it_is(tmp_path: Path) -> None:
+    files = {
+        "images/dev/3/dev-1-0-0.png": boxes_image((10, 20, 30)),
+        "images/dev/3/dev-1-0-3.png": boxes_image((1, 2, 3)),
+    }
+    tar = tar_of(tmp_path / "images.tar", files)
+    annotations = lines_of(tmp_path / "dev.json", [example("1-0", directory="3")])
+    arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "dev", "--permutations"]
+    arguments += ["6", "--images", str(tar), "--out", str(tmp_path / "out"), "--processes", "1"]
+    assert main(arguments) == 0
+    middles = [
+        tuple(int(pixels(sample.image)[50, column, 0]) for column in (50, 200, 350))
+        for sample in samples_of(tmp_path / "out").values()
+    ]
+    assert middles == [
+        (10, 20, 30), (10, 30, 20), (20, 10, 30), (1, 2, 3), (30, 10, 20), (30, 20, 10),
+    ]  # fmt: skip
+
+
+def test_whole_presentations_are_held_out(tmp_path: Path) -> None:
+    rows = [example(f"{number}-{image}") for number in range(60) for image in range(4)]
+    files = {f"train-{row['identifier']}-0.png": boxes_image((1, 2, 3)) for row in rows}
+    annotations = lines_of(tmp_path / "train.json", rows)
+    arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "train", "--images"]
+    arguments += [str(tar_of(tmp_path / "images.tar", files)), "--processes", "1"]
+    assert main([*arguments, "--hold-out", "0.25", "--out", str(tmp_path / "out")]) == 0
+    folders = defaultdict(set)
+    for folder in ("kept", "held_out"):
+        for sample in samples_of(tmp_path / "out" / folder).values():
+            folders[said_of(sample)["identifier"].partition("-")[0]].add(folder)
+    assert len(folders) == 60
+    assert all(len(found) == 1 for found in folders.values())
+    held = sum(found == {"held_out"} for found in folders.values())
+    assert held == sum(is_held_out(str(number), 0.25) for number in range(60))
+    assert 5 < held < 25
+    share = sum(is_held_out(str(number), 0.25) for number in range(4000)) / 4000
+    assert abs(share - 0.25) < 0.03
+
+
+def pair(identifier: str, **changes: Any) -> dict[str, Any]:
+    row = {"Flickr30K_ID": "7", "pairID": identifier, "sentence1": "p", "sentence2": "h"}
+    return row | {"gold_label": "neutral", "captionID": "7.jpg#0"} | changes
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "flickr30k-images"
+    folder.mkdir()
+    (folder / "7.jpg").write_bytes(photo())
+    return folder
+
+
+def test_real_rows_in_the_original_schema(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "snli_ve"
+    annotations = data / "original_schema_pairs.jsonl"
+    arguments = ["snli_ve", "--annotations", str(annotations), "--processes", "1"]
+    arguments += ["--images", str(data / "images_original_schema_pairs.tar")]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in annotations.read_text().splitlines()]
+    samples = samples_of(tmp_path)
+    assert [said_of(sample) for sample in samples.values()] == [
+        {
+            "version": 1,
+            "source": "flickr30k",
+            "image_id": row["Flickr30K_ID"],
+            "premise": row["sentence1"],
+            "hypothesis": row["sentence2"],
+            "label": row["gold_label"],
+            "pairID": row["pairID"],
+            "captionID": row["captionID"],
+        }
+        for row in rows
+    ]
+    assert next(iter(samples)) == "2248275918_jpg_2r1c"
+    assert len({sample.image for sample in samples.values()}) == 2
+    assert failures_of(tmp_path) == {}
+
+
+def test_real_rows_of_e_snli_ve(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data_tasks" / "snli_ve"
+    packed = tmp_path / "dev.jsonl.gz"
+    packed.write_bytes(gzip.compress((data / "dev_with_small_images.jsonl").read_bytes()))
+    arguments = ["snli_ve", "--annotations", str(packed), "--processes", "1"]
+    arguments += ["--images", str(data / "images_small.tar")]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    samples = samples_of(tmp_path / "out").values()
+    assert len(samples) == 612
+    assert len({sample.annotation.image_id for sample in samples}) == 32
+    labels = Counter(sample.annotation.label for sample in samples)
+    assert set(labels) == {"entailment", "neutral", "contradiction"}
+    assert sum(sample.annotation.premise is None for sample in samples) > 0
+
+
+def test_nothing_to_convert(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    annotations = lines_of(tmp_path / "dev.jsonl", [pair("b", gold_label="-")])
+    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(images)]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert "no row can be used; the first is of kind 'no gold label': b" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    lines_of(annotations, [pair("b", Flickr30K_ID="8")])
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert "missing image: 1 (first: b)" in printed
+    assert "no sample was written; are --images the images of this" in printed

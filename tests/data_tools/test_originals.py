@@ -1,0 +1,164 @@
+"""Images in folders, tars, zips and compressed archives."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from benchmark_files import tar_of
+
+from data_tools.originals import Originals, unpacked
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import BadSample
+
+
+def test_folders_two_levels_deep(tmp_path: Path) -> None:
+    for name in ("a.jpg", "ab/b.jpg", "ab/cd/c.jpg", "ab/cd/ef/deep.jpg", ".hidden.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "a.txt").write_text("a caption beside the image")
+    originals = Originals([tmp_path])
+    assert originals.read("a.jpg") == b"a.jpg"
+    assert originals.read("b.jpg") == b"ab/b.jpg"
+    assert originals.read("c.jpg") == originals.read("cd/c.jpg") == b"ab/cd/c.jpg"
+    assert originals.read("deep.jpg") is None
+    assert len(originals) == 3
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_zips(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "train2017.zip"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("train2017/", b"")
+        archive.writestr("train2017/1.jpg", b"one" * 99)
+        archive.writestr("train2017/2.jpg", b"two")
+    for places in ([path], [tmp_path]):
+        originals = Originals(places)
+        assert originals.read("1.jpg") == b"one" * 99
+        assert originals.read("train2017/2.jpg") == b"two"
+        assert originals.read("3.jpg") is None
+
+
+def test_the_first_place_wins_and_folders_tell_equal_names_apart(tmp_path: Path) -> None:
+    first = tar_of(tmp_path / "1.tar", {"./train/a.jpg": b"train", "val/a.jpg": b"val"})
+    second = tar_of(tmp_path / "2.tar", {"train/a.jpg": b"later", "b.jpg": b"b"})
+    originals = Originals([first, second])
+    assert originals.read("a.jpg") == b"train"
+    assert originals.read("val/a.jpg") == b"val"
+    assert originals.read("data/val/a.jpg") == b"val"
+    assert originals.read("train/a.jpg") == b"train"
+    assert originals.read("elsewhere/b.jpg") == b"b"
+    assert Originals([second, first]).read("train/a.jpg") == b"later"
+
+
+def test_what_is_damaged_or_gone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder, tar or zip"):
+        Originals([tmp_path / "nowhere"])
+    (tmp_path / "a.tar").write_bytes(b"no tar at all" * 100)
+    with pytest.raises(ConfigError, match="neither a tar nor a zip"):
+        Originals([tmp_path / "a.tar"])
+    path = tar_of(tmp_path / "b.tar", {"1.jpg": b"1" * 900, "2.jpg": b"2" * 900})
+    path.write_bytes(path.read_bytes()[:2000])
+    originals = Originals([path])
+    assert originals.read("1.jpg") == b"1" * 900
+    assert originals.read("2.jpg") is None
+    assert len(originals.problems) == 1
+    path.write_bytes(path.read_bytes()[:1000])  # cut while the build runs
+    with pytest.raises(BadSample, match=r"unreadable image: .*b.tar: cut off at byte 512"):
+        originals.read("1.jpg")
+
+
+def test_a_damaged_member_of_a_zip(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("1.jpg", b"first image")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"first")] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadSample, match="Bad CRC-32"):
+        Originals([path]).read("1.jpg")
+
+
+def test_links_in_tars_are_not_followed(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("1.jpg")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(info)
+    assert Originals([tmp_path / "a.tar"]).read("1.jpg") is None
+
+
+FILES = {"a/one.jpg": b"1" * 700, "two.jpg": b"2", "../three.jpg": b"3" * 512}
+
+
+@pytest.mark.parametrize("kind", ["xz", "gz", "bz2"])
+def test_compressed_tars_become_places(tmp_path: Path, kind: str) -> None:
+    # Told by its bytes, not by its name.
+    archive = tar_of(tmp_path / "images.bin", FILES, f"w:{kind}")
+    room = tmp_path / "deep" / "room"
+    with unpacked([archive], room) as places:
+        found = Originals(places)
+        assert {name: found.read(name) for name in FILES} == FILES
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "images.bin"]
+    assert not room.exists()
+
+
+def test_other_places_stay_and_folders_bring_their_archives(tmp_path: Path) -> None:
+    plain = tar_of(tmp_path / "plain.tar", {"p.jpg": b"p"})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "loose.jpg").write_bytes(b"loose")
+    tar_of(folder / "x.tar.xz", {"x.jpg": b"x"}, "w:xz")
+    tar_of(folder / "y.tgz", {"y.jpg": b"y"}, "w:gz")
+    with unpacked([plain, folder, tmp_path / "nowhere"], tmp_path / "room") as places:
+        assert places[:2] == [plain, folder]
+        assert places[-1] == tmp_path / "nowhere"
+        found = Originals(places[:-1])
+        names = ("p.jpg", "loose.jpg", "x.jpg", "y.jpg")
+        assert [found.read(name) for name in names] == [b"p", b"loose", b"x", b"y"]
+
+
+def test_two_archives_of_one_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        tar_of(tmp_path / name / "images.tar.gz", {f"{name}.jpg": name.encode()}, "w:gz")
+    archives = [tmp_path / name / "images.tar.gz" for name in ("a", "b")]
+    with unpacked(archives, tmp_path / "room") as places:
+        found = Originals(places)
+        assert (found.read("a.jpg"), found.read("b.jpg")) == (b"a", b"b")
+
+
+def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
+    leftover = tmp_path / ".unpacked-abc"
+    leftover.mkdir()
+    (leftover / "half.tar").write_bytes(b"half")
+    (tmp_path / "shard-000000.tar").write_bytes(b"")
+    with unpacked([], tmp_path) as places:
+        assert places == []
+        assert not leftover.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-000000.tar"]
+
+
+@pytest.mark.parametrize("kind", ["xz", "gz", "bz2"])
+@pytest.mark.parametrize("harm", ["cut", "changed"])
+def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
+    archive = tar_of(tmp_path / f"images.tar.{kind}", FILES, f"w:{kind}")
+    data = bytearray(archive.read_bytes())
+    if harm == "cut":
+        del data[-20:]
+    else:
+        data[len(data) // 2] ^= 0xFF
+    archive.write_bytes(data)
+    with (
+        pytest.raises(ConfigError, match=rf"images\.tar\.{kind}: .*(damaged|cannot be unpacked)"),
+        unpacked([archive], tmp_path / "room"),
+    ):
+        raise AssertionError("a damaged archive was taken for a whole one")
+    assert not (tmp_path / "room").exists()
+
+
+def test_the_plain_tar_is_the_compressed_one(tmp_path: Path) -> None:
+    archive = tar_of(tmp_path / "images.tar.xz", FILES, "w:xz")
+    with unpacked([archive], tmp_path / "room") as [plain], tarfile.open(plain, "r:") as opened:
+        assert opened.getnames() == list(FILES)

@@ -1,0 +1,131 @@
+"""Rows of JSON, JSON lines and streams of JSON."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from benchmark_files import lines_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_tools import rows as source_rows
+from data_tools.rows import (
+    Faults,
+    Row,
+    json_lines,
+    line_count,
+    parsed,
+    read_json,
+    streamed_list,
+)
+from vlp.config import ConfigError
+
+
+class Point(Row):
+    x: int
+    name: str = ""
+
+
+def test_lines_gzipped_or_not(tmp_path: Path) -> None:
+    # A line separator of Unicode inside a text ends no line of the file.
+    rows = [{"x": 1}, {"x": 2, "name": "a\u2028b"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.write_text(text, encoding="utf-8")
+    packed.write_bytes(gzip.compress(text.encode()))
+    faults: Faults = []
+    for path in (plain, packed):
+        found = list(json_lines(path, faults))
+        assert found == [(f"{path}, line 1", rows[0]), (f"{path}, line 3", rows[1])]
+    assert line_count([plain, packed]) == 8
+    assert faults == []
+
+
+def test_rows_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    path = lines_of(tmp_path / "rows", [{"x": 1}, {"y": 1}, {"x": "a"}, [3], {"x": 4, "name": 5}])
+    path.write_text(path.read_text() + "{broken\n" + '{"x": 6}\n')
+    faults: Faults = []
+    points = list(parsed(json_lines(path, faults), Point, faults))
+    assert [(point.x, point.name) for point in points] == [(1, ""), (4, "5"), (6, "")]
+    assert [fault.kind for fault in faults] == [
+        *["row of another layout"] * 3,
+        "line that is not JSON",
+    ]
+    assert f"{path}, line 2: x: Field required" in faults[0].id
+    assert f"{path}, line 3: x: Input should be a valid integer" in faults[1].id
+    assert faults[3].id == f"{path}, line 6"
+
+
+def test_a_file_of_another_layout_is_an_error(tmp_path: Path) -> None:
+    path = lines_of(tmp_path / "rows", [{"y": 1}, {"x": 1}])
+    with pytest.raises(ConfigError, match=r"rows, line 1: x: Field required; is it the right file"):
+        list(parsed(json_lines(path, []), Point, []))
+    path.write_text('[{"x": 1},\n{"x": 2}]')
+    with pytest.raises(ConfigError, match="line 1: no JSON object on a line of its own"):
+        list(json_lines(path, []))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b"{", "not a JSON file"),
+        (b'{"x": 1}\n{"x": 2}', "one object a line"),
+        (b'"\xff"', "not UTF-8"),
+        (gzip.compress(b"[1, 2, 3]" * 50, mtime=0)[:-12], "a damaged gzip file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as problem:
+        read_json(path)
+    assert str(path) in str(problem.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(content=st.lists(JSON), characters=st.integers(1, 40), indent=st.sampled_from([None, 1]))
+def test_the_same_as_json_whatever_is_read_at_once(
+    tmp_path_factory: pytest.TempPathFactory, content: list, characters: int, indent: int | None
+) -> None:
+    path = tmp_path_factory.mktemp("json") / "list.json"
+    path.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_rows, "CHARACTERS", characters)
+        rows = list(streamed_list(path))
+    assert [row for _, row in rows] == content
+    assert [where for where, _ in rows] == [f"{path}, row {n + 1}" for n in range(len(content))]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "should be a list"),
+        (b"{}", "should be a list"),
+        (b"[1, 2", "cut off behind row 1"),
+        (b"[1, 2, ", "cut off behind row 2"),
+        (b'[{"a": 1}, {"a" 2}]', "damaged or cut off behind row 1"),
+        (b'["\xff"]', "not UTF-8"),
+        (b"[" * 100_000, "damaged or cut off behind row 0"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        list(streamed_list(path))
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(streamed_list(tmp_path / "no.json"))

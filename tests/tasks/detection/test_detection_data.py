@@ -1,0 +1,360 @@
+"""Images with boxes: COCO's files, generated scenes, sizes, crops, mirrors and batches."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import BadSample
+from vlp.tasks.detection.data import (
+    CocoImages,
+    CocoSource,
+    DetectionDataConfig,
+    DetectionSamples,
+    ObjectImage,
+    SceneImages,
+    SceneSource,
+    detection_data,
+    fit_size,
+)
+
+
+def config(source, **options):
+    plain = {"sizes": [64], "canonical_streams": 2}
+    both = {"train": source.model_dump(), "test": source.model_dump()}
+    return DetectionDataConfig.model_validate(both | plain | options)
+
+
+def corners(boxes):
+    return np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], -1)
+
+
+@pytest.fixture(params=["train", "val"])
+def real(request, shared):
+    folder = shared / "data" / "coco_mini"
+    return CocoSource(
+        format="coco",
+        annotations=str(folder / "annotations" / f"instances_{request.param}2017.json"),
+        images=str(folder / f"{request.param}2017_short256.tar"),
+    )
+
+
+def test_every_real_image_is_read(real):
+    images = CocoImages(real)
+    assert len(images) in (79, 80)
+    assert len(images.classes) == 80
+    assert images.classes[:2] == ("person", "bicycle")
+    raw = json.loads(Path(real.annotations).read_text())
+    names = {one["id"]: one["name"] for one in raw["categories"]}
+    ids = sorted(image["id"] for image in raw["images"])
+    total = 0
+    for number, image_id in enumerate(ids):
+        read = images.read(number)
+        own = [one for one in raw["annotations"] if one["image_id"] == image_id]
+        assert [images.classes[label] for label in read.labels] == [
+            names[one["category_id"]] for one in own
+        ]
+        sides = read.boxes[:, 2:] - read.boxes[:, :2]
+        boxes = np.array([one["bbox"] for one in own]).reshape(-1, 4)
+        assert np.allclose(np.concatenate([read.boxes[:, :2], sides], -1), boxes, atol=1.0)
+        assert read.crowds.tolist() == [bool(one["iscrowd"]) for one in own]
+        assert min(read.image.size) == 256
+        total += len(own)
+    assert total == len(raw["annotations"])
+
+
+def test_real_images_make_batches(real):
+    plain = config(real, sizes=[64, 96], longest=160, multiple=16,
+        crop=0.5,
+    )  # fmt: skip
+    data = detection_data(CocoImages(real), plain, 100, 4, 0)
+    shapes = set()
+    for batch, _ in data.batches(stop_after=6):
+        assert int(batch.valid.sum()) == len(batch.pixels) == len(batch.labels) == 4
+        assert not batch.skipped
+        for pixels, boxes, labels in zip(*batch[:3]):
+            assert pixels.shape[1] % 16 == pixels.shape[2] % 16 == 0
+            assert max(pixels.shape) <= 160
+            assert len(boxes) == len(labels)
+            assert np.all(np.abs(corners(boxes.numpy()) - 0.5) < 0.5 + 1e-6)
+            shapes.add(pixels.shape)
+    assert len(shapes) > 4
+
+
+# Bad files, each from a good one
+
+
+GOOD = {
+    "images": [{"id": 7, "file_name": "a.png", "width": 40, "height": 20},
+               {"id": 3, "file_name": "b.png", "width": 20, "height": 40}],
+    "annotations": [
+        {"id": 1, "image_id": 7, "category_id": 9, "bbox": [30.0, 5.0, 10.5, 10], "iscrowd": 0},
+        {"id": 2, "image_id": 7, "category_id": 4, "bbox": [0, 0, 8, 4], "iscrowd": 1, "area": 9},
+    ],
+    "categories": [{"id": 9, "name": "cat"}, {"id": 4, "name": "dog"}],
+}  # fmt: skip
+
+
+def write(folder, content, **sizes):
+    (folder / "images").mkdir(parents=True)
+    for name, size in {"a.png": (40, 20), "b.png": (10, 20), **sizes}.items():
+        Image.new("RGB", size).save(folder / "images" / name)
+    (folder / "instances.json").write_text(json.dumps(content))
+    return CocoSource(
+        format="coco",
+        annotations=str(folder / "instances.json"),
+        images=str(folder / "images"),
+    )
+
+
+def test_a_small_file_is_read_as_it_says(tmp_path):
+    source = write(tmp_path, GOOD)
+    with tarfile.open(tmp_path / "images.tar", "w") as archive:
+        archive.add(tmp_path / "images", "train2017")
+    as_tar = source.model_copy(update={"images": str(tmp_path / "images.tar")})
+    for one in (source, as_tar):
+        images = pickle.loads(pickle.dumps(CocoImages(one)))  # workers get copies
+        assert images.classes == ("dog", "cat")
+        first, second = images.read(0), images.read(1)
+        assert first.boxes.shape == (0, 4)
+        assert (first.width, first.image.width) == (20, 10)  # stored smaller than annotated
+        assert second.labels.tolist() == [1, 0]
+        assert second.boxes.tolist() == [[30, 5, 40, 15], [0, 0, 8, 4]]  # half a pixel is cut
+        assert second.areas.tolist() == [105, 9]
+        assert second.crowds.tolist() == [False, True]
+    assert CocoImages(source, ["cat", "fox", "dog"]).read(1).labels.tolist() == [0, 2]
+
+
+def changed(part, number, **values):
+    content = copy.deepcopy(GOOD)
+    content[part][number].update(values)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed("annotations", 1, image_id=8),
+         "1 annotations are of an image that the file lacks: annotation 2 of image 8"),
+        (changed("annotations", 0, category_id=5), "annotation 1 of category 5"),
+        (changed("annotations", 0, bbox=[1, 2, 3]), r"annotation 1 has the box \[1, 2, 3\]"),
+        (changed("annotations", 0, bbox=[1, 2, 3, float("nan")]), "annotation 1 has the box"),
+        (changed("images", 1, id=7), "images with the same id: 7"),
+        (changed("categories", 1, id=9), "categories with the same id: 9"),
+        (changed("categories", 1, name=GOOD["categories"][0]["name"]), "with the same name: "),
+        (changed("images", 0, width=0), "image 7 has 0 x 20 px"),
+        ({**GOOD, "images": [{"id": 1}]}, r"images\[0\] lacks file_name, width, height"),
+        ({**GOOD, "images": []}, "no images, or no categories"),
+        ({key: GOOD[key] for key in ("images", "categories")}, "no list 'annotations'"),
+        ([1], "no list 'images'"),
+    ],
+)  # fmt: skip
+def test_files_that_contradict_themselves_are_refused(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message):
+        CocoImages(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("box", "kind", "values"),
+    [
+        ([30, 5, 20, 10], "box outside the image", "annotation 1 [30, 5, 20, 10]"),
+        ([-4, 5, 10, 10], "box outside the image", "annotation 1 [-4, 5, 10, 10]"),
+        ([50, 5, 10, 10], "box outside the image", "image of 40 x 20 px"),
+        ([5, 5, 0, 10], "box without area", "annotation 1 [5, 5, 0, 10]"),
+        ([5, 5, 10, -3], "box without area", "annotation 1 [5, 5, 10, -3]"),
+    ],
+)
+def test_images_with_bad_boxes_are_left_out_by_name(tmp_path, box, kind, values):
+    source = write(tmp_path, changed("annotations", 0, bbox=box))
+    images = CocoImages(source)
+    with pytest.raises(BadSample) as bad:
+        images.read(1)
+    assert bad.value.kind == kind
+    assert values in bad.value.where
+    assert "image 7 (a.png)" in bad.value.where
+
+    plain = config(source)
+    ((batch, _),) = list(detection_data(images, plain, 100, 2, 0).batches(stop_after=1))
+    assert len(batch.pixels) == int(batch.valid.sum()) == 1
+    assert [skip.kind for skip in batch.skipped] == [kind]
+
+
+def test_images_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path):
+    images = CocoImages(write(tmp_path, GOOD, **{"a.png": (20, 40)}))
+    with pytest.raises(BadSample, match=r"image of another shape: .*20 x 40 px, annotated 40 x 20"):
+        images.read(1)
+    (tmp_path / "images" / "b.png").write_bytes(b"broken")
+    with pytest.raises(BadSample, match="unreadable image"):
+        images.read(0)
+    (tmp_path / "images" / "b.png").unlink()
+    with pytest.raises(BadSample, match=r"missing image: .*b\.png"):
+        images.read(0)
+
+
+def test_a_batch_may_be_empty(tmp_path):
+    source = write(tmp_path, GOOD)
+    for name in ("a.png", "b.png"):
+        (tmp_path / "images" / name).unlink()
+    plain = config(source, max_skipped_share=1.0)
+    ((batch, _),) = list(detection_data(CocoImages(source), plain, 9, 2, 0).batches(stop_after=1))
+    assert batch.pixels == batch.boxes == ()
+    assert len(batch.skipped) == 2
+    assert batch.to("meta").valid.device.type == "meta"
+
+
+SCENES = {"format": "scenes", "count": 12}
+PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1], "hflip": False}
+GREY, RED = (90, 90, 90), (250, 0, 0)
+
+
+def data_config(**options):
+    plain = {"train": SCENES, "test": SCENES, "sizes": [64], "canonical_streams": 2}
+    return DetectionDataConfig.model_validate(plain | options)
+
+
+def rng_for(seed):
+    return lambda purpose: np.random.default_rng([seed, *purpose.encode()])
+
+
+class OneObject:
+    """A grey image with one red box, and a crowd in the corner."""
+
+    classes = ("red",)
+
+    def __init__(self, size=(60, 40), box=(10, 8, 30, 28), stored=1):
+        self.size, self.box, self.stored = size, box, stored
+
+    def __len__(self):
+        return 1
+
+    def read(self, number):
+        image = Image.new("RGB", self.size, GREY)
+        left, top, right, bottom = self.box
+        image.paste(RED, (left, top, right, bottom))
+        boxes = np.array([self.box, (0, 0, 5, 5)], dtype=float) * self.stored
+        wide, high = (side * self.stored for side in self.size)
+        return ObjectImage(
+            image, wide, high, boxes, np.array([0, 0]), np.array([400.0, 25.0]),
+            np.array([False, True]), "one",
+        )  # fmt: skip
+
+
+def red_box(pixels):
+    """Where the red is, by pixels: left, top, right, bottom as shares."""
+    red = (pixels[0] - pixels[1] > 0.3).nonzero()
+    (top, left), (bottom, right) = red.min(0).values.tolist(), (red.max(0).values + 1).tolist()
+    rows, columns = pixels.shape[1:]
+    return torch.tensor([left / columns, top / rows, right / columns, bottom / rows])
+
+
+def corners_of(boxes):
+    return torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], -1)
+
+
+def test_too_many_objects_are_left_out_by_name():
+    samples = DetectionSamples(SceneImages(SceneSource(**SCENES), 64), data_config(), most=1)
+    crowded = next(n for n in range(12) if len(samples.images.read(n).labels) > 1)
+    with pytest.raises(BadSample, match=r"more objects than queries: train-0-\d+: [23], not 1"):
+        samples(crowded, rng_for(0))
+
+
+# Scenes
+
+
+def test_scenes_have_their_boxes_at_every_size():
+    small, large = (SceneImages(SceneSource(**SCENES), side) for side in (64, 160))
+    for number in range(12):
+        one, other = small.read(number), large.read(number)
+        assert other.image.size == (160, 160)
+        assert np.allclose(one.boxes / 64, other.boxes / 160)
+        assert one.labels.tolist() == other.labels.tolist()
+        assert np.allclose(one.areas, (one.boxes[:, 2:] - one.boxes[:, :2]).prod(-1))
+        # Inside a box there is another colour than around all of them.
+        pixels = np.asarray(other.image, dtype=int)
+        background = pixels[0, 0]
+        left, top, right, bottom = np.rint(other.boxes[0]).astype(int)
+        assert np.abs(pixels[top:bottom, left:right] - background).max() > 30
+    with pytest.raises(ConfigError, match="16 px a side at least, not 8"):
+        SceneImages(SceneSource(**SCENES), 8)
+
+
+# Preparation
+
+
+@pytest.mark.parametrize("hflip", [False, True])
+@pytest.mark.parametrize("crop", [0.0, 1.0])
+@pytest.mark.parametrize("stored", [1, 3])
+def test_boxes_stay_on_their_objects(hflip, crop, stored):
+    plain = data_config(sizes=[160, 240], multiple=8, **PLAIN | {"hflip": hflip, "crop": crop})
+    samples = DetectionSamples(OneObject(stored=stored), plain, 100)
+    seen = []
+    for seed in range(12):
+        pixels, boxes, labels = samples(0, rng_for(seed))
+        assert labels.tolist() == [0]  # the crowd is no target
+        assert torch.allclose(corners_of(boxes)[0], red_box(pixels), atol=0.03)
+        seen.append(boxes)
+    seen = torch.cat(seen)
+    assert len(seen.unique(dim=0)) == (1 if not (hflip or crop) else 2 if not crop else 12)
+
+
+def test_an_object_outside_of_the_crop_is_none():
+    plain = data_config(**PLAIN | {"crop": 1.0, "crop_sides": [0.3, 0.3]})
+    samples = DetectionSamples(OneObject(), plain, 100)
+    counts = set()
+    for seed in range(40):
+        pixels, boxes, labels = samples(0, rng_for(seed))
+        counts.add(len(labels))
+        assert len(boxes) == len(labels) == int(((pixels[0] - pixels[1]) > 0.3).any())
+    assert counts == {0, 1}
+
+
+@given(
+    st.integers(1, 2000), st.integers(1, 2000), st.integers(32, 800), st.integers(800, 1400),
+    st.sampled_from([1, 8, 32]),
+)  # fmt: skip
+def test_sizes_are_multiples_and_keep_the_shape(width, height, shortest, longest, multiple):
+    wide, high = fit_size(width, height, shortest, longest, multiple)
+    assert wide % multiple == high % multiple == 0
+    assert multiple <= wide <= longest
+    assert multiple <= high <= longest
+    assert min(wide, high) <= shortest + multiple / 2
+    scale = min(shortest / min(width, height), longest / max(width, height))
+    for found, side in ((wide, width), (high, height)):
+        assert abs(found - max(scale * side, multiple)) <= multiple
+
+
+def test_detr_sizes():
+    assert fit_size(640, 480, 800, 1333, 1) == (1067, 800)
+    assert fit_size(640, 240, 800, 1333, 1) == (1333, 500)
+    assert fit_size(480, 640, 800, 1333, 32) == (800, 1056)
+    assert DetectionDataConfig(train=SCENES, test=SCENES).sizes == (
+        480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800,
+    )  # fmt: skip
+
+
+def test_batches_are_the_same_on_any_number_of_ranks():
+    plain = data_config(sizes=[64, 96], crop=0.5)
+    data = detection_data(SceneImages(SceneSource(**SCENES), 96), plain, 10, 4, 3)
+
+    def epoch(ranks):
+        streams = [data.batches(0, rank, ranks, stop_after=3) for rank in range(ranks)]
+        steps = [[batch for batch, _ in step] for step in zip(*streams)]
+        return [
+            sorted(float(p.double().sum() + b.double().sum()) for b_ in step
+                   for p, b in zip(b_.pixels, b_.boxes))
+            for step in steps
+        ]  # fmt: skip
+
+    assert epoch(1) == epoch(2)
+    assert sum(map(len, epoch(1))) == 12

@@ -1,0 +1,175 @@
+"""Files and folders: replaced whole, and texts without secrets."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vlp.io
+from vlp.config import Config, ConfigError, load_config, save_config
+from vlp.io import atomic_folder, redacted, restore_folder
+
+WRITER = """
+import json, sys
+from pathlib import Path
+from vlp.io import atomic_folder, restore_folder
+place, number = Path(sys.argv[1]), 0
+restore_folder(place)
+while True:
+    number += 1
+    with atomic_folder(place) as partial:
+        partial.mkdir()
+        for name in ("a", "b"):
+            (partial / name).write_text(json.dumps([number] * 1000))
+"""
+
+
+def read(place: Path, seconds: float) -> set[int]:
+    """Read a folder again and again; returns the numbers of those that were there, each whole."""
+    seen, end = set(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        for name in ("a", "b"):
+            content = json.loads((place / name).read_text())
+            if content != 0:
+                assert len(content) == 1000
+                assert len(set(content)) == 1
+                seen.add(content[0])
+    return seen
+
+
+def write(place: Path, number: int) -> None:
+    with atomic_folder(place) as partial:
+        partial.mkdir()
+        (partial / "a").write_text(str(number))
+
+
+@pytest.mark.nightly
+def test_a_reader_finds_a_whole_folder_while_it_is_written_and_its_writer_killed(tmp_path):
+    place, rng, seen = tmp_path / "model", random.Random(1), set[int]()
+    write(place, 0)
+    (place / "b").write_text("0")
+    for _ in range(8):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(place)])
+        try:
+            seen |= read(place, seconds=rng.uniform(0.3, 0.8))
+        finally:
+            writer.kill()
+            writer.wait()
+        assert {path.name for path in place.iterdir()} == {"a", "b"}
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_the_former_folder_goes(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(vlp.io, "_exchanged", lambda new, place: False)
+    for number in range(3):
+        write(tmp_path / "model", number)
+        assert (tmp_path / "model" / "a").read_text() == str(number)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):
+    place = tmp_path / "model"
+    write(place, 1)
+    monkeypatch.setattr(vlp.io, "_exchanged", lambda new, place: False)
+    monkeypatch.setattr(Path, "rename", renamed_once(Path.rename))
+    with pytest.raises(KeyboardInterrupt):
+        write(place, 2)
+    monkeypatch.undo()
+    assert not place.exists()
+    restore_folder(place)
+    assert (place / "a").read_text() == "1"
+
+
+def renamed_once(rename):
+    """`Path.rename` that is interrupted at its second call."""
+    calls = []
+
+    def interrupted(self, to):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    return interrupted
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("https://user:secret@host/a?token=secret&x=1", "https://***@host/a?***"),
+        ("https://secret@host", "https://***@host"),
+        ("s3://user:sec@ret@bucket/a", "s3://***@bucket/a"),
+        ("https:/user:secret@host/a", "https:/***@host/a"),  # a Path of it
+        ("1https://u:secret@h", "1https://***@h"),
+        ("see=https://h/{0..3}.tar?sig=sec/ret%3D: cannot", "see=https://h/{0..3}.tar?*** cannot"),
+        ("403, url='https://h/x?token=secret' (b)", "403, url='https://h/x?*** (b)"),
+        (
+            '{"path": "https://h/x#access_token=secret", "b": 1}',
+            '{"path": "https://h/x#***", "b": 1}',
+        ),
+        ("https://${U}:${P}@h/x?token=${T}&k=${K}", "https://${U}:${P}@h/x?token=${T}&k=${K}"),
+        ("https://h/x?token=${T}&k=secret", "https://h/x?***"),
+        ("https://me:${P}@h", "https://***@h"),
+        ("s3://bucket/images@v2, https://host/a?", "s3://bucket/images@v2, https://host/a?"),
+        ("https://a/1.tar,https://u:secret@h/2.tar", "https://a/1.tar,https://***@h/2.tar"),
+        ("zip://*.tar::https://u:secret@h/x.zip", "zip://*.tar::https://***@h/x.zip"),
+        ("['https://a/x','https://u:secret@h/y']", "['https://a/x','https://***@h/y']"),
+        ("s3://b/0?.tar,https://secret@h/y?t=secret", "s3://b/0?.tar,https://***@h/y?***"),
+        ("git+https://secret@h/x#secret", "git+https://***@h/x#***"),
+        ("ftp://secret@h/x?secret", "ftp://***@h/x?***"),
+        ("hf://gpt2@main/x", "hf://gpt2@main/x"),
+        ("hf://u:secret@main/x?.tar?v=secret", "hf://***@main/x?.tar?***"),
+        ("s3://b/shard-0000?.tar", "s3://b/shard-0000?.tar"),
+        ("s3://b/x.tar?versionId=secret", "s3://b/x.tar?***"),
+        ("a?b=c user:name@host /folder/file.tar", "a?b=c user:name@host /folder/file.tar"),
+        ("s3://KEY:se/cr+et@bucket/x", "s3://***@bucket/x"),
+        ("https://user:pass word@host/x", "https://***@host/x"),
+        ("ftp://user:a/b?c#d e@host/x", "ftp://***@host/x"),
+        ("zip://a.jpg::s3://key:se/cret@b/c", "zip://a.jpg::s3://***@b/c"),
+        ("https://host/x;token=secret/y?z", "https://host/x;***/y?***"),
+        ("s3://bucket/x;token=secret", "s3://bucket/x;***"),
+        ("s3://${K}:${S}@b/x;token=${T}", "s3://${K}:${S}@b/x;token=${T}"),
+        ("https://h:80/x of me@host", "https://h:80/x of me@host"),
+        ("https://h:80: refused me@host", "https://h:80: refused me@host"),
+        ("https://h: refused me@host", "https://h: refused me@host"),
+        ("https://h/a@2x.png, s3://b/c@2x.png", "https://h/a@2x.png, s3://b/c@2x.png"),
+    ],
+)
+def test_secrets_are_left_out(text: str, left: str) -> None:
+    assert redacted(text) == left
+    assert redacted(left) == left
+
+
+class Place(Config):
+    path: str
+    more: dict[str, list[str]]
+
+
+def test_a_configuration_keeps_its_secrets_and_writes_none(tmp_path) -> None:
+    url = "https://user:secret@host/a?token=secret"
+    place = Place(path=url, more={"a": [url]})
+    save_config(place, tmp_path / "config.yaml")
+    assert "secret" not in (tmp_path / "config.yaml").read_text()
+    written = load_config(tmp_path / "config.yaml", Place)
+    assert written.path == written.more["a"][0] == "https://***@host/a?***"
+    assert place.model_dump()["path"] == place.path == url
+
+
+def test_errors_of_a_configuration_show_none(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "path: [https://user:secret@host/a?token=secret]\nmore: {}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml", Place)
+    assert "secret" not in repr(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml", Place, ["https://user:secret@host/a?token=secret"])
+    assert "secret" not in repr(caught.value)
