@@ -165,29 +165,6 @@ def test_single_inputs_are_printed_or_written(model_folder, tmp_path, capsys):
         embed_inputs(vlp.load(model_folder), [], [])
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], "give either --shards and --out"),
-        (["--shards", "x"], "--shards needs --out"),
-        (["--shards", "x", "--text", "a", "--out", "y"], "give either"),
-        (["--shards", "x", "--out", "fresh"], "x: there is no such folder of shards"),
-        (["--text", "a", "--out", "taken"], "--out taken: is there already"),
-        (["--image", "gone.png"], "gone.png: cannot be read"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(
-    model_folder, tmp_path, monkeypatch, capsys, more, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").write_text("")
-    assert main(["embed", "--model", str(model_folder), *more]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert len(error.splitlines()) == 1
-
-
 def test_shards_without_a_usable_image(model_folder, tmp_path):
     shards = write_shards(tmp_path / "bad", [(b"", Annotation(caption="a"))])
     with pytest.raises(EvaluationError, match=r"no image could be used; the first: unreadable"):

@@ -1,4 +1,4 @@
-"""Evaluations whose images worker processes read: equal to the digit, bad samples among them."""
+"""Worker processes and ranks change no digit of an evaluation, bad samples among them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from launch import validation
 from launch.validation import HeldOutLosses
@@ -50,6 +51,12 @@ def loaded(model_folder):
     return vlp.load(model_folder)
 
 
+def of_three_ranks(self: Ranks, count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run shares as ranks have them, one rank after the other in this process."""
+    mine = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
+    return [mine[block] for block in range(count)]
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -64,20 +71,27 @@ def files(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_results_are_the_same(
-    loaded, scene_shards, bad_shards, evaluate: Callable[..., Any], options: dict[str, Any]
+    loaded,
+    scene_shards,
+    bad_shards,
+    monkeypatch,
+    evaluate: Callable[..., Any],
+    options: dict[str, Any],
 ) -> None:
     shards = [bad_shards, scene_shards]
     alone, helped = (
         evaluate(loaded, shards, batch=4, resamples=20, workers=workers, **options)
         for workers in WORKERS
     )
+    monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
+    assert evaluate(loaded, shards, batch=4, resamples=20, **options) == alone
     assert alone.skipped["unreadable image"] >= 2
     assert alone.skipped == helped.skipped
     assert alone == helped
     assert active_children() == []
 
 
-def test_classes_and_swaps_are_the_same(loaded, tmp_path) -> None:
+def test_classes_and_swaps_are_the_same(loaded, tmp_path, monkeypatch) -> None:
     with ShardWriter(tmp_path / "swaps", samples_per_shard=4) as writer:
         for number in range(5):
             one = make_sample("swaps", 0, 32, number)
@@ -99,9 +113,11 @@ def test_classes_and_swaps_are_the_same(loaded, tmp_path) -> None:
     )
     assert alone == helped
     assert alone.skipped == {"no class": 1}
+    monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
+    assert evaluate_zeroshot(loaded, [shards], prompts, batch=2) == alone
 
 
-def test_a_fine_tuned_task_is_the_same(tmp_path) -> None:
+def test_a_fine_tuned_task_is_the_same(tmp_path, monkeypatch) -> None:
     said = [
         Annotation(hypothesis="a red circle", label=label)
         for label in ("neutral", "perhaps", None, "entailment", "neutral")
@@ -112,6 +128,8 @@ def test_a_fine_tuned_task_is_the_same(tmp_path) -> None:
     task = PairClassification(config, parts)
     alone, helped = (evaluate_task(task, [shards], batch=2, workers=n) for n in WORKERS)
     assert alone == helped
+    monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
+    assert evaluate_task(task, [shards], batch=2) == alone
     assert alone.skipped == {"unknown label": 1}
 
 

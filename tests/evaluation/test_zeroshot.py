@@ -162,17 +162,6 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
 
 
-def test_any_number_of_ranks_finds_the_same(loaded, shards, monkeypatch):
-    one = evaluate_zeroshot(loaded, [shards], PROMPTS, match=2, batch=2, resamples=5)
-
-    def shared(self, count, work):
-        mine = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
-        return [mine[block] for block in range(count)]
-
-    monkeypatch.setattr(Ranks, "map_blocks", shared)
-    assert evaluate_zeroshot(loaded, [shards], PROMPTS, match=2, batch=2, resamples=5) == one
-
-
 def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
     names = tuple(f"class {n}" for n in range(30))
     with ShardWriter(tmp_path / "many") as writer:
@@ -200,30 +189,6 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
     assert set(written["classes"]) == {"red", "green", "blue"}
     again = compare(tmp_path / "out", tmp_path / "out", permutations=9).differences
     assert again["top-1"].first == pytest.approx(written["figures"]["top-1"]["value"])
-
-
-@pytest.mark.parametrize(
-    ("classes", "templates", "message"),
-    [
-        (None, "a {}", "classes.txt: cannot be read"),
-        ("", "a {}", "classes.txt: is empty"),
-        ("red", "a {}", "leaves nothing to choose"),
-        ("red\nred", "a {}", "the class 'red' comes twice"),
-        ("red\nblue", "a photo", "the template 'a photo' has no {}"),
-    ],
-)
-def test_names_that_cannot_be_used(
-    model_folder, shards, tmp_path, capsys, classes, templates, message
-):
-    if classes is not None:
-        (tmp_path / "classes.txt").write_text(classes)
-    (tmp_path / "templates.txt").write_text(templates)
-    command = ["zeroshot", "--model", str(model_folder), "--shards", str(shards)]
-    command += ["--classes", str(tmp_path / "classes.txt")]
-    assert main([*command, "--templates", str(tmp_path / "templates.txt")]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert len(error.splitlines()) == 1
 
 
 def test_an_order_by_a_score_that_was_never_trained_says_so(loaded, shards, monkeypatch):

@@ -11,7 +11,6 @@ from question_shards import AUGMENT, coloured, photo, toy_parts, write_shards
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_captions
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 from vlp.tasks.caption import metrics as captions
 from vlp.tasks.caption.metrics import caption_scores
@@ -98,16 +97,3 @@ def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path)
     assert result.skipped == {"unreadable image": 1}
     with pytest.raises(EvaluationError, match="no image has a caption"):
         evaluate_task(task, [write_shards(tmp_path / "none", samples[:1])])
-
-
-def test_any_number_of_ranks_finds_the_same(shards, monkeypatch) -> None:
-    """Shares as ranks have them, one rank after the other in this process."""
-    task = made(shards)
-    one = evaluate_task(task, [shards], batch=2, resamples=10).to_json()
-
-    def shared(self, count, work):
-        mine = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
-        return [mine[block] for block in range(count)]
-
-    monkeypatch.setattr(Ranks, "map_blocks", shared)
-    assert evaluate_task(task, [shards], batch=2, resamples=10).to_json() == one

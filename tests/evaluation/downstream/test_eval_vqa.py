@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +18,6 @@ from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.tasks.vqa.metrics import vqa_accuracy
 from vlp.tasks.vqa.task import VqaConfig, build
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -134,42 +127,3 @@ def test_intervals_are_over_images(task, tmp_path) -> None:
     figure = result.figures["accuracy"]
     assert figure.value == pytest.approx(1 / 6)
     assert figure.low == figure.high == pytest.approx(1 / 6)
-
-
-RANK = """
-import sys
-from evaluation.downstream import evaluate_task
-from vlp.distributed import process_group, rank
-from vlp.tasks.downstream.task import load_task
-model, shards, out = sys.argv[1:]
-with process_group():
-    result = evaluate_task(load_task(model), [shards], batch=5, resamples=50)
-    if rank() == 0:
-        result.save(out)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks_writes_the_same(task, shards, tmp_path, world_size) -> None:
-    model = tmp_path / "model"
-    task.save_model(model, task.state_dict())
-    evaluate_task(task, [shards], batch=5, resamples=50).save(tmp_path / "one")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        announced = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(model), str(shards), str(tmp_path / "many")],
-            cwd=ROOT,
-            env={**os.environ, **announced, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world_size, errors
-    for name in ("vqa.json", "vqa.md", "vqa.predictions.jsonl"):
-        assert (tmp_path / "many" / name).read_text() == (tmp_path / "one" / name).read_text()

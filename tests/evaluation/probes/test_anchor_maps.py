@@ -352,43 +352,6 @@ def test_a_image_is_turned_as_its_camera_notes(tmp_path):
     assert read_pair(tmp_path / "a.jpg", "a").image.size == (4, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "either --image and --text, or --shards"),
-        (["--image", "IMAGE", "--text", "a", "--shards", "SHARDS"], "either --image"),
-        (["--image", "IMAGE"], "--image and --text go together"),
-        (["--shards", "SHARDS", "--text", "a"], "--image and --text go together"),
-        (["--image", "IMAGE", "--text", "a", "--count", "2"], "--count is for --shards"),
-        (["--shards", "SHARDS", "--layer", "0"], "--layer is for the grid: add --detail"),
-        (["--shards", "SHARDS", "--groups", "2"], "--groups is for the grid"),
-        (["--shards", "SHARDS", "--detail", "--groups", "0"], "--groups 0: at least one"),
-        (["--shards", "SHARDS", "--detail", "--count", "0"], "count 0: at least one"),
-        (["--shards", "SHARDS", "--out", "a.jpg"], "a.jpg: the image is a .png"),
-        (["--shards", "SHARDS", "--detail", "--layer", "1"], "layer 1: the model has 1, 0 to 0"),
-        (["--image", "nowhere.png", "--text", "a"], "nowhere.png: cannot be read (No such file"),
-        (["--image", "FOLDER", "--text", "a"], "cannot be read (Is a directory)"),
-        (["--image", "BROKEN", "--text", "a"], "unreadable image"),
-        (["--image", "IMAGE", "--text", " "], "the text ' ' holds no word"),
-        (["--image", "IMAGE", "--text", "[SEP]"], "holds no word"),
-    ],
-)
-def test_what_cannot_be_drawn_is_one_line_and_code_2(
-    model_folder, scene_shards, photo, tmp_path, capsys, options, message
-):
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(photo.read_bytes()[:300])
-    names = {"IMAGE": photo, "SHARDS": scene_shards, "FOLDER": tmp_path, "BROKEN": broken}
-    options = [names.get(option, option) for option in options]
-    assert command(model_folder, tmp_path, *options) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.startswith("error: ")
-    assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_model_folder_that_does_not_fit_together_is_one_line(
     model_folder, photo, tmp_path, capsys
 ):
