@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
@@ -168,14 +169,9 @@ def embed(
     loaded: Loaded,
     shards: Sequence[str | Path],
     out: str | Path,
+    options: EvalOptions = EvalOptions(),
     *,
     dtype: Dtype = "float32",
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    progress: bool = False,
 ) -> Embedded:
     """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
 
@@ -189,22 +185,19 @@ def embed(
             same.
         out: folder to be made.
         dtype: of the rows.
-        limit: only the first so many samples.
-        batch: images or captions of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        progress: a bar on the first rank.
     """
-    ranks, items = Ranks.current(), Items(shards, limit=limit)
+    ranks, items = Ranks.current(), Items(shards, limit=options.limit)
     width = loaded.model.config.embed_dim
     files = FeatureFiles(Path(out), (IMAGES, CAPTIONS), width, dtype, ranks)
+    batch = options.batch
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
 
     def write(number: int) -> list[SkippedSample]:
         pixels, rows, captions, skipped = reader[number]
         if pixels is not None:
-            first = files.add(IMAGES, _images(loaded, pixels, torch_device, precision), rows)
+            first = files.add(
+                IMAGES, _images(loaded, pixels, torch_device, options.precision), rows
+            )
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
                 lines = [
@@ -217,19 +210,19 @@ def embed(
                     for row, count, text in part
                 ]
                 texts = [text for _, _, text in part]
-                files.add(CAPTIONS, _texts(loaded, texts, torch_device, precision), lines)
+                files.add(CAPTIONS, _texts(loaded, texts, torch_device, options.precision), lines)
         bar.update(len(blocks[number]))
         return skipped
 
     share = ranks.share(len(blocks))
     own = sum(len(blocks[number]) for number in share)
-    quiet = not (progress and ranks.first)
+    quiet = not (options.progress and ranks.first)
     with (
-        evaluating(loaded.model, device) as torch_device,
+        evaluating(loaded.model, options.device) as torch_device,
         tqdm(total=own, desc="embed", disable=quiet) as bar,
     ):
         reader = BlockReader(
-            partial(_read, items, blocks, loaded.preprocess), torch_device, workers
+            partial(_read, items, blocks, loaded.preprocess), torch_device, options.workers
         )
         with reader.ahead(share):
             skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]

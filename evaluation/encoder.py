@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from evaluation.options import EvalOptions
 from evaluation.samples import (
     BlockReader,
     CaptionedSample,
@@ -23,7 +24,6 @@ from evaluation.samples import (
     kinds_in_words,
 )
 from evaluation.work_sharding import Ranks, inference
-from vlp.config import Precision
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.features import ImageFeatures
@@ -146,29 +146,29 @@ class Encoder:
     Blocks of captions hold captions of like length, and are cut to their longest: most padding is
     never computed, neither here nor in the cross-modal encoder. `itm_scorer` scores pairs of their
     features; once everything is collected, `text_widths` (blocks,) are the captions' tokens.
-    `workers` read images, as a `BlockReader` takes them.
+    `memory` is the bytes of token states
+    kept for images, and for captions. The options' `workers` read images.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         samples: Samples,
-        *,
-        batch: int,
+        options: EvalOptions,
         device: torch.device,
-        precision: Precision | None,
-        memory: int,
-        workers: int | None = None,
+        memory: int = 0,
     ) -> None:
         self.loaded = loaded
         self.itm_scorer = ITMScorer(loaded.model)
         self.samples = samples
-        self.batch = batch
+        self.batch = options.batch
         self.device = device
-        self.precision = precision
+        self.precision = options.precision
         self.images = BlockCache(self._encode_images, memory)
         self._reader = BlockReader(
-            partial(_read_images, samples, loaded.preprocess, batch), device, workers
+            partial(_read_images, samples, loaded.preprocess, options.batch),
+            device,
+            options.workers,
         )
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))

@@ -24,10 +24,10 @@ from evaluation.downstream.task_evaluation import (
     keep_scores,
 )
 from evaluation.encoder import GIBIBYTE, Block, BlockCache
+from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks, evaluating, inference
-from vlp.config import Precision
 from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.labelled_images import LabelledImages, open_labelled
@@ -238,17 +238,11 @@ def evaluate_zeroshot(
     loaded: Loaded,
     shards: Sequence[str | Path],
     prompts: Prompts,
+    options: EvalOptions = EvalOptions(),
     *,
     label_field: str = LABEL,
     match: int = 0,
     match_by: Literal["sum", "match"] = "sum",
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    resamples: int = 1000,
-    progress: bool = False,
 ) -> ZeroShotResult:
     """`top-1`, `top-5` and the mean over classes; the same for any number of ranks.
 
@@ -261,34 +255,27 @@ def evaluate_zeroshot(
             log-odds are averaged over a class's prompts.
         match_by: they are added to similarity / temperature ("sum"), or replace it ("match"); see
             `evaluation.retrieval.retrieval`.
-        limit: only the first so many images.
-        batch: images of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        resamples: bootstrap draws over images.
-        progress: a bar on the first rank.
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
-    images = ClassedImages(shards, prompts, label_field, limit)
+    images = ClassedImages(shards, prompts, label_field, options.limit)
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
     def encode(texts: Sequence[str]) -> TextFeatures:
         tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
-        with torch.no_grad(), inference(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, options.precision):
             return model.encode_text(*tokens)
 
     def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([one for _, one in made]).to(torch_device)
-        with torch.no_grad(), inference(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
         similarity = image.feature.double().cpu().numpy() @ features.T
         stages = {"dual": similarity}
         if top:
             near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
-            with torch.no_grad(), inference(torch_device, precision):
+            with torch.no_grad(), inference(torch_device, options.precision):
                 odds = _log_odds(model, image, near, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, near, 1) / temperature
@@ -298,7 +285,7 @@ def evaluate_zeroshot(
             for row, (one, _) in enumerate(made)
         ]
 
-    with evaluating(model, device) as torch_device:
+    with evaluating(model, options.device) as torch_device:
         states: BlockCache[int] = BlockCache(
             lambda number: Block(encode(prompts.of(number))), GIBIBYTE
         )
@@ -306,16 +293,10 @@ def evaluate_zeroshot(
             prompts, lambda texts: encode(texts).feature.double().cpu().numpy(), Ranks.current()
         )
         rows, skipped = evaluate_blocks(
-            images,
-            batch,
-            partial(_pixels, loaded.preprocess),
-            score_block,
-            progress,
-            device=torch_device,
-            workers=workers,
+            images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )
     untrained = untrained_match_notes(model.match_is_trained or not top, "their new order")
-    return _result(rows, skipped, images.folders, prompts, top, resamples, untrained)
+    return _result(rows, skipped, images.folders, prompts, top, options.resamples, untrained)
 
 
 def reordered(

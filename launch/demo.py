@@ -107,6 +107,7 @@ def _pretrain() -> None:
 def _evaluate() -> list[str]:
     """Print the tables and draw the image; returns where the model falls short."""
     import vlp
+    from evaluation.options import EvalOptions
     from evaluation.probes.anchor_maps import anchor_maps
     from evaluation.probes.anchor_plots import draw_anchor_maps
     from evaluation.probes.word_pointing import evaluate_pointing
@@ -114,8 +115,10 @@ def _evaluate() -> list[str]:
 
     loaded = vlp.load(RUN / "run" / "model")
     held_out = [SHARDS / "val"]
-    retrieval = evaluate_retrieval(loaded, held_out, rerank=RERANK, progress=True)
-    pointing = evaluate_pointing(loaded, held_out, progress=True)
+    retrieval = evaluate_retrieval(
+        loaded, held_out, rerank=RERANK, options=EvalOptions(progress=True)
+    )
+    pointing = evaluate_pointing(loaded, held_out, options=EvalOptions(progress=True))
     for result in (retrieval, pointing):
         print(f"\n{result.table().text()}")
         result.save(RUN / "evaluation")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from evaluation.downstream import evaluate_task
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
 from vlp.config import ConfigError
@@ -112,11 +113,13 @@ def select(
         result = evaluate_task(
             validated,
             folders,
-            limit=limit,
-            device=device,
-            precision=training.precision,
-            workers=min(config.task.data.workers, workers_for(device, None)),
-            resamples=1,
+            options=EvalOptions(
+                limit=limit,
+                device=device,
+                precision=training.precision,
+                workers=min(config.task.data.workers, workers_for(device, None)),
+                resamples=1,
+            ),
         )
         return result.metrics
 

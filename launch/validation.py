@@ -7,6 +7,7 @@ from contextlib import closing
 
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from evaluation.samples import EvaluationError, workers_for
 from evaluation.work_sharding import evaluating
@@ -83,13 +84,15 @@ def recalls(
     found = evaluate_retrieval(
         loaded,
         chosen.shards,
-        rerank=chosen.rerank,
+        EvalOptions(
+            limit=limit,
+            device=next(loaded.model.parameters()).device,
+            precision=config.training.precision,
+            workers=readers(config),
+            resamples=1,
+        ),
         match_batch=64,  # beside a training there is little memory left
-        limit=limit,
-        device=next(loaded.model.parameters()).device,
-        precision=config.training.precision,
-        workers=readers(config),
-        resamples=1,
+        rerank=chosen.rerank,
         features=chosen.features or (),
     )
     stage = found.stages[-1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evaluation.ablations.config import AblationConfig, FineTunedConfig, MeasuredConfig
 from evaluation.ablations.grid import QUERIES
+from evaluation.options import EvalOptions
 from vlp.config import parse_yaml
 from vlp.io import parse_json
 from vlp.training.run_folder import read_log
@@ -61,15 +62,19 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     figures: dict[str, float] = {}
     views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
     for view in views:
-        swaps = evaluate_swaps(loaded, [scenes / "swaps"], view=view, resamples=1)
+        swaps = evaluate_swaps(
+            loaded, [scenes / "swaps"], view=view, options=EvalOptions(resamples=1)
+        )
         for (scorer, kind, score), figure in swaps.figures.items():
             figures[f"swaps/{view}/{scorer}/{kind}/{score}"] = 100 * figure.value
-    recall = evaluate_retrieval(loaded, [scenes / "val"], rerank=8, resamples=1)
+    recall = evaluate_retrieval(
+        loaded, [scenes / "val"], rerank=8, options=EvalOptions(resamples=1)
+    )
     write_queries(folder, recall)
     for key, figure in recall.figures.items():
         if key[2] == "R@1":
             figures["/".join(key)] = 100 * figure.value
-    pointing = evaluate_pointing(loaded, [scenes / "val"], resamples=1)
+    pointing = evaluate_pointing(loaded, [scenes / "val"], options=EvalOptions(resamples=1))
     for name, words in pointing.kinds.items():
         figures[f"pointing/{name}"] = 100 * words.pointing.value
         if words.anchors is not None:
@@ -94,12 +99,14 @@ def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
     loaded = vlp.load(folder / "model")
     recall = evaluate_retrieval(
         loaded, measured.shards, rerank=measured.rerank, rerank_by="both",
-        limit=measured.limit, features=measured.features or (), resamples=1,
+        options=EvalOptions(limit=measured.limit, resamples=1), features=measured.features or (),
     )  # fmt: skip
     write_queries(folder, recall)
     figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
     if measured.foils:
-        foils = evaluate_foils(loaded, measured.shards, limit=measured.foils, resamples=1)
+        foils = evaluate_foils(
+            loaded, measured.shards, options=EvalOptions(limit=measured.foils, resamples=1)
+        )
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
     return figures | last_losses(read_log(folder / "log.jsonl")[0])
@@ -122,7 +129,9 @@ def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, 
 
     trained = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     result = get_evaluation(trained["task"]["kind"]).evaluate_folder(
-        folder / "model", fine_tuned.shards, limit=fine_tuned.limit, resamples=1
+        folder / "model",
+        fine_tuned.shards,
+        options=EvalOptions(limit=fine_tuned.limit, resamples=1),
     )
     return {
         name if isinstance(name, str) else "/".join(name): 100 * figure.value

@@ -270,12 +270,14 @@ def vision(
     ] = None,
 ) -> None:
     """Evaluate a vision model on its test data."""
+    from evaluation.options import EvalOptions
     from evaluation.results import Table, write_report
     from evaluation.vision import evaluate_folder
     from vlp.models.pretrained.local_copy import results_folder
 
     one_process("vision models are evaluated in one process")
-    figures = checked(lambda: evaluate_folder(model, limit, device, precision, workers))
+    options = EvalOptions(limit, device=device, precision=precision, workers=workers)
+    figures = checked(lambda: evaluate_folder(model, options))
     table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
     print(table.text())
     print(f"\nwritten to {write_report(results_folder(model), 'vision', table, figures)}")

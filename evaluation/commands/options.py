@@ -111,11 +111,14 @@ class CommandResult(Protocol):
         """Write JSON and Markdown; returns the folder."""
 
 
+_SHARED = ("limit", "batch", "device", "precision", "workers")
+
+
 def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult]], Any]:
     """Make a command of a measurement over shards: it prints the table and saves the result.
 
-    The decorated function takes `model`, its own options and `**measured`, the shared ones:
-    shards, limit, batch, device, precision, workers, progress.
+    The decorated function takes `model`, its own options and `**measured`: `shards`, and the shared
+    ones as `options`.
 
     Args:
         items: plural of what --limit and --batch count.
@@ -123,7 +126,10 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
 
     def declare(measure: Callable[..., CommandResult]) -> Callable[..., None]:
         def command(model: str, out: Path | None, **options: Any) -> None:
-            report(measure(model, progress=True, **options), model, out)
+            from evaluation.options import EvalOptions
+
+            given = EvalOptions(progress=True, **{name: options.pop(name) for name in _SHARED})
+            report(measure(model, options=given, **options), model, out)
 
         shared: dict[str, tuple[Any, Any]] = {
             "model": (Model, ...),

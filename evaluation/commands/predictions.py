@@ -71,6 +71,7 @@ def predict(
     """
     from evaluation.downstream.predict import predict as predict_shards
     from evaluation.downstream.predict import predict_one, write_official
+    from evaluation.options import EvalOptions
     from evaluation.results import write_lines
     from evaluation.samples import EvaluationError, kinds_in_words
 
@@ -99,12 +100,7 @@ def predict(
     found = predict_shards(
         model,
         shards,
-        limit=limit,
-        batch=batch or 64,
-        device=device,
-        precision=precision,
-        workers=workers,
-        progress=True,
+        EvalOptions(limit, batch or 64, device, precision, workers, progress=True),
     )
     if not first_rank():
         return
@@ -152,6 +148,7 @@ def embed(
     """
     from evaluation.embed import embed as embed_shards
     from evaluation.embed import embed_inputs, write_inputs
+    from evaluation.options import EvalOptions
     from evaluation.samples import kinds_in_words
 
     if bool(image or text) == bool(shards):
@@ -175,13 +172,8 @@ def embed(
         loaded,
         shards,
         out,
+        EvalOptions(limit, batch, device, precision, workers, progress=True),
         dtype=dtype,
-        limit=limit,
-        batch=batch,
-        device=device,
-        precision=precision,
-        workers=workers,
-        progress=True,
     )
     if first_rank():
         if found.skipped:

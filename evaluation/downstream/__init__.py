@@ -8,18 +8,23 @@ from typing import Any
 
 from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.task_evaluation import TaskResult
+from evaluation.options import EvalOptions
 from vlp.tasks.downstream.task import Downstream
 from vlp.tasks.retrieval.task import PairsTask
 
 
 def evaluate_task(
-    task: Downstream | PairsTask, shards: Sequence[str | Path], **options: Any
+    task: Downstream | PairsTask,
+    shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
+    **own: Any,
 ) -> TaskResult:
     """Evaluate a task on shards; the same for any number of ranks.
 
     Args:
         task: as `vlp.tasks.downstream.task.load_task` gives it, or one in training.
         shards: shard folders, evaluated as one set.
-        options: of the kind's `TaskEvaluation.evaluate`.
+        options: what all evaluations share.
+        own: further options of the kind's `TaskEvaluation.evaluate`.
     """
-    return get_evaluation(task.kind).evaluate(task, shards, **options)
+    return get_evaluation(task.kind).evaluate(task, shards, options, **own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
 from evaluation.downstream.task_evaluation import EvaluatedItems, Job, TaskEvaluation, TaskResult
 from evaluation.grounding.grounding import By, evaluate_grounding
+from evaluation.options import EvalOptions
 from vlp.data.image.ablated_views import View
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
@@ -53,22 +55,34 @@ class GroundingEvaluation(TaskEvaluation):
         "proposals to choose from (data_tools refcoco --detections)",
     )
 
-    def evaluate(self, task: Grounding, shards: Sequence[str | Path], **options: Any) -> TaskResult:
+    def evaluate(
+        self,
+        task: Grounding,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
+    ) -> TaskResult:
         """Evaluate with the map of the task's settings."""
         made = task.settings
         return evaluate_grounding(
-            task.loaded, shards, by=made.by, layer=made.layer, head=made.head, **options
+            task.loaded, shards, options, by=made.by, layer=made.layer, head=made.head, **own
         )
 
-    def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
+    def evaluate_folder(
+        self,
+        folder: Path,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
+    ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_grounding(vlp.load(folder), shards, **options)
+        return evaluate_grounding(vlp.load(folder), shards, options, **own)
 
     def predict_without_head(
-        self, loaded: Loaded, shards: Sequence[str | Path], **options: Any
+        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
     ) -> EvaluatedItems:
         """Choose boxes for the expressions of shards."""
-        result = evaluate_grounding(loaded, shards, resamples=1, **options)
+        result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
         return EvaluatedItems(result.predictions, result.skipped)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import EvaluatedItems, Row, load_for_evaluation, without
 from evaluation.encoder import encode_one
+from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import NEVER_MATCHED
 from evaluation.samples import EvaluationError, said_in_one_line
@@ -39,45 +40,25 @@ class Predictions(NamedTuple):
 def predict(
     folder: str | Path,
     shards: Sequence[str | Path],
-    *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    progress: bool = False,
+    options: EvalOptions = EvalOptions(),
 ) -> Predictions:
     """Predict every item of some shards; the same for any number of ranks.
 
     Args:
         folder: model folder or hub name.
         shards: shard folders, read as one set.
-        limit: only the first so many items.
-        batch: items at once.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        progress: a bar on the first rank.
 
     Raises:
         EvaluationError: the folder is damaged, or nothing in the shards suits its task.
         ConfigError: a shard folder cannot be read.
         FileNotFoundError: there is no such model.
     """
-    options: dict[str, Any] = {
-        "limit": limit,
-        "batch": batch,
-        "device": device,
-        "precision": precision,
-        "workers": workers,
-        "progress": progress,
-    }
     if not has_task(folder):
         kind, (rows, skipped) = WITHOUT_HEAD, _without_head(folder, shards, options)
     else:
         task = load_for_evaluation(folder)
         kind = task.kind
-        rows, skipped = get_evaluation(kind).predictions(task, shards, **options)
+        rows, skipped = get_evaluation(kind).predictions(task, shards, options)
     hidden = (*get_evaluation(kind).hidden, "scores")
     return Predictions(kind, without(rows, hidden), skipped)
 
@@ -118,11 +99,11 @@ def _told_apart(rows: Sequence[Row]) -> list[Row]:
 
 
 def _without_head(
-    folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]
+    folder: str | Path, shards: Sequence[str | Path], options: EvalOptions
 ) -> EvaluatedItems:
     try:
         loaded = vlp.load(folder)
-        return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, **options)
+        return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, options)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; {folder} was not fine-tuned for a task, and without one a model only "

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 import vlp
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Job, TaskEvaluation, TaskResult
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.metrics.recall import RECALL_AT
 from vlp.tasks.retrieval.task import Retrieval
@@ -48,10 +49,15 @@ class RetrievalEvaluation(TaskEvaluation):
     )
     job = RetrievalJob
 
-    def evaluate(self, task: Retrieval, shards: Sequence[str | Path], **options: Any) -> TaskResult:
+    def evaluate(
+        self,
+        task: Retrieval,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
+    ) -> TaskResult:
         """Compute `mean` of all recalls, then each, after the task's re-ranking if it has one."""
-        options = {"batch": 64, **options}
-        found = evaluate_retrieval(task.loaded, shards, rerank=task.settings.rerank, **options)
+        found = evaluate_retrieval(task.loaded, shards, options, rerank=task.settings.rerank, **own)
         stage = found.stages[-1]
         figures = {"mean": found.mean(stage)}
         for direction in DIRECTIONS:
@@ -67,9 +73,15 @@ class RetrievalEvaluation(TaskEvaluation):
             notes=found.notes,
         )
 
-    def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
+    def evaluate_folder(
+        self,
+        folder: Path,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
+    ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_retrieval(vlp.load(folder), shards, **options)
+        return evaluate_retrieval(vlp.load(folder), shards, options, **own)
 
 
 register_evaluation(RetrievalEvaluation())

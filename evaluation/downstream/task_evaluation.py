@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from evaluation.downstream.submissions import Submission
+from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, write_lines, write_report
 from evaluation.samples import (
     BlockReader,
@@ -90,13 +91,10 @@ def _read(
 
 def evaluate_blocks(
     items: Readable[Read],
-    batch: int,
     make: Callable[[Read, int], Made],
     evaluate: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
-    progress: bool = False,
-    *,
+    options: EvalOptions,
     device: torch.device,
-    workers: int | None = None,
 ) -> EvaluatedItems:
     """Read, prepare and evaluate every item once, on some rank.
 
@@ -105,18 +103,19 @@ def evaluate_blocks(
 
     Args:
         items: to evaluate.
-        batch: items of a block.
         make: prepares an item of a number, in any process; a BadSample is counted.
         evaluate: one picklable row for each prepared item, which comes without its images.
-        progress: a bar on the first rank.
+        options: `batch` is the items of a block.
         device: where `evaluate` computes.
-        workers: processes that read, as a `BlockReader` takes them.
     """
     ranks = Ranks.current()
-    blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
-    quiet = not (progress and ranks.first)
+    blocks = [
+        range(start, min(start + options.batch, len(items)))
+        for start in range(0, len(items), options.batch)
+    ]
+    quiet = not (options.progress and ranks.first)
 
-    reader = BlockReader(partial(_read, items, blocks, make), device, workers)
+    reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
 
     def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
         made, skipped = reader[number]
@@ -391,15 +390,8 @@ class TaskEvaluation:
         self,
         task: Any,
         shards: Sequence[str | Path],
-        *,
-        limit: int | None = None,
-        batch: int = 64,
-        device: torch.device | str | None = None,
-        precision: Precision | None = None,
-        workers: int | None = None,
-        resamples: int = 1000,
-        progress: bool = False,
-        **options: Any,
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
     ) -> TaskResult:
         """Evaluate a task on shards; the same for any number of ranks.
 
@@ -408,30 +400,14 @@ class TaskEvaluation:
         Args:
             task: as `load_task` gives it, or one in training.
             shards: shard folders, evaluated as one set.
-            limit: only the first so many items.
-            batch: items at once.
-            device: where to compute; None is this rank's GPU, or the CPU.
-            precision: of the model.
-            workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-            resamples: bootstrap draws over images.
-            progress: a bar on the first rank.
-            options: named in `options`.
+            options: what all evaluations share.
+            own: named in the class's `options`.
         """
         self.require_tools(task)
-        rows, skipped = self.predictions(
-            task,
-            shards,
-            limit=limit,
-            batch=batch,
-            device=device,
-            precision=precision,
-            workers=workers,
-            progress=progress,
-            **options,
-        )
+        rows, skipped = self.predictions(task, shards, options, **own)
         folders = tuple(map(str, shards))
         known = with_truth(rows, self.truth, folders, self.no_truth)
-        figures, notes = self.score(task, known, resamples, **options)
+        figures, notes = self.score(task, known, options.resamples, **own)
         if unjudged := len(rows) - len(known):
             notes = (*notes, f"{unjudged} of the items have no truth: predicted, and not judged.")
         if seen := trained_on(task, folders):
@@ -450,35 +426,23 @@ class TaskEvaluation:
         self,
         task: Any,
         shards: Sequence[str | Path],
-        *,
-        limit: int | None = None,
-        batch: int = 64,
-        device: torch.device | str | None = None,
-        precision: Precision | None = None,
-        workers: int | None = None,
-        progress: bool = False,
-        **options: Any,
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
     ) -> EvaluatedItems:
         """Predict every item, with truth or without; arguments and errors as in `evaluate`."""
-        if unknown := options.keys() - set(self.options):
+        if unknown := own.keys() - set(self.options):
             raise TypeError(f"{self.kind} has no option {', '.join(sorted(unknown))}")
-        dataset = task.dataset(shards, limit)
+        dataset = task.dataset(shards, options.limit)
 
         def evaluate(made: Sequence[tuple[Item, Any]]) -> list[Row]:
             inputs = dataset.collate([example for _, example in made]).to(own_device)
-            with torch.no_grad(), inference(own_device, precision):
-                predicted = self.predict(task, inputs, **options)
+            with torch.no_grad(), inference(own_device, options.precision):
+                predicted = self.predict(task, inputs, **own)
             return [self.row(task, *one, said) for one, said in zip(made, predicted)]
 
-        with evaluating(task, device) as own_device:
+        with evaluating(task, options.device) as own_device:
             rows, skipped = evaluate_blocks(
-                dataset.items,
-                batch,
-                dataset.make,
-                evaluate,
-                progress,
-                device=own_device,
-                workers=workers,
+                dataset.items, dataset.make, evaluate, options, own_device
             )
         return EvaluatedItems(self.joined(rows), skipped)
 
@@ -486,7 +450,13 @@ class TaskEvaluation:
         """Return rows that are one item each, where samples may be parts of one."""
         return rows
 
-    def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
+    def evaluate_folder(
+        self,
+        folder: Path,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        **own: Any,
+    ) -> Any:
         """Evaluate a model folder, as a job of a suite.
 
         Raises:
@@ -497,10 +467,10 @@ class TaskEvaluation:
         task = load_task(folder)
         if task.kind != self.kind:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
-        return self.evaluate(task, shards, **options)
+        return self.evaluate(task, shards, options, **own)
 
     def predict_without_head(
-        self, loaded: Loaded, shards: Sequence[str | Path], **options: Any
+        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
     ) -> EvaluatedItems:
         """Predict with a model that has no head; arguments and errors as of `predictions`."""
         raise EvaluationError(f"{self.kind} needs a fine-tuned model")

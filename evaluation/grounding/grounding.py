@@ -23,6 +23,7 @@ from evaluation.downstream.task_evaluation import (
     keep_scores,
 )
 from evaluation.grounding.grad_cam import grad_cam, layer_number
+from evaluation.options import EvalOptions
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
@@ -53,18 +54,12 @@ class GroundingExample(NamedTuple):
 def evaluate_grounding(
     loaded: Loaded,
     shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
     *,
     by: By | None = None,
     layer: int | None = None,
     head: int | None = None,
     view: View = "image",
-    limit: int | None = None,
-    batch: int = 32,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    resamples: int = 1000,
-    progress: bool = False,
 ) -> TaskResult:
     """Judge every expression of every sample; the same for any number of ranks.
 
@@ -84,20 +79,13 @@ def evaluate_grounding(
             custom of a language tells which of its objects is meant: in English "the circle left
             of the square" the first. None: all words.
         view: what the model is shown.
-        limit: only the first so many expressions.
-        batch: expressions of one block.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        resamples: bootstrap draws over images.
-        progress: a bar on the first rank.
     """
     made = map_of(loaded.folder)
     by = by or made.by
     if by == made.by:
         layer = made.layer if layer is None else layer
         head = made.head if head is None else head
-    items = Items(shards, _expressions_in, limit)
+    items = Items(shards, _expressions_in, options.limit)
     try:
         number = layer_number(loaded.model, layer) if by == "gradcam" else 0
     except ValueError as error:
@@ -115,13 +103,13 @@ def evaluate_grounding(
     )
 
     def score_block(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
-        maps = _maps(loaded, [one for _, one in made], by, number, head, torch_device, precision)
+        maps = _maps(
+            loaded, [one for _, one in made], by, number, head, torch_device, options.precision
+        )
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
-    with evaluating(loaded.model, device) as torch_device:
-        rows, skipped = evaluate_blocks(
-            items, batch, make, score_block, progress, device=torch_device, workers=workers
-        )
+    with evaluating(loaded.model, options.device) as torch_device:
+        rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
     proposed = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
     chances = {"pointing": float(np.mean([row["share"] for row in rows]))}
@@ -131,7 +119,9 @@ def evaluate_grounding(
         values["best possible"] = np.array([bool(row["possible"]) for row in rows])
         chances[name] = float(np.mean([row["possible"] for row in rows if row["box"]]))
     counted = {name: proposed for name in values if name != "pointing"}
-    figures = clustered_figures(values, [row["image"] for row in rows], chances, resamples, counted)
+    figures = clustered_figures(
+        values, [row["image"] for row in rows], chances, options.resamples, counted
+    )
     keep_scores(rows, values, counted)
     trained = loaded.model.match_is_trained or by != "gradcam"
     first = "" if head is None else f", first {head} word pieces"

@@ -20,6 +20,7 @@ from evaluation.downstream.registry import get_evaluation, page_actions
 from evaluation.downstream.task_evaluation import PageAction
 from evaluation.encoder import encode_one
 from evaluation.grounding.heatmaps import anchors_over, framed, heat_over, phrase_heat
+from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.results import NEVER_MATCHED
 from evaluation.retrieval.gallery import Gallery
@@ -116,7 +117,7 @@ class TryIt:
                 self.loaded = vlp.load(str(folder))
         (self._task or self.loaded.model).to(self.device).eval()
         self.gallery = (
-            Gallery(self.loaded, shards, limit=limit, device=self.device) if shards else None
+            Gallery(self.loaded, shards, EvalOptions(limit, device=self.device)) if shards else None
         )
         self._least = max(SHOWN, SIDES * self.loaded.preprocess.image_size)
         # By file, time and size: the page names uploads by their content.

@@ -17,10 +17,10 @@ from evaluation.downstream.task_evaluation import (
     image_name,
     keep_scores,
 )
+from evaluation.options import EvalOptions
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
@@ -44,16 +44,10 @@ class FoiledImage(NamedTuple):
 def evaluate_foils(
     loaded: Loaded,
     shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
     *,
     seed: int = 0,
     view: View = "image",
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    resamples: int = 1000,
-    progress: bool = False,
 ) -> TaskResult:
     """Compare every caption with its foils; the same for any number of ranks.
 
@@ -66,26 +60,17 @@ def evaluate_foils(
         shards: folders whose samples have captions.
         seed: of the choice of foils.
         view: what the model is shown; of `blank` images, only the text is left.
-        limit: only the first so many images.
-        batch: images of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        resamples: bootstrap draws over images.
-        progress: a bar on the first rank.
     """
-    items = Items(shards, limit=limit)
+    items = Items(shards, limit=options.limit)
     make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
     def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
-        with torch.no_grad(), inference(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, options.precision):
             return list(_rows(loaded, made, torch_device))
 
-    with evaluating(loaded.model, device) as torch_device:
+    with evaluating(loaded.model, options.device) as torch_device:
         try:
-            rows, skipped = evaluate_blocks(
-                items, batch, make, score_block, progress, device=torch_device, workers=workers
-            )
+            rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
         except EvaluationError as error:
             raise EvaluationError(f"{error}; foils are made of English captions") from error
     kinds = np.array([row["kind"] for row in rows])
@@ -96,7 +81,9 @@ def evaluate_foils(
             values[f"{scorer}, {kind}"] = right
             counted[f"{scorer}, {kind}"] = (kinds == kind) | (kind == "all")
     images = [row["image"] for row in rows]
-    figures = clustered_figures(values, images, dict.fromkeys(values, 0.5), resamples, counted)
+    figures = clustered_figures(
+        values, images, dict.fromkeys(values, 0.5), options.resamples, counted
+    )
     keep_scores(rows, values, counted)
     pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
     notes = (

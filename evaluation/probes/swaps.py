@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.downstream.task_evaluation import evaluate_blocks
+from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
@@ -103,46 +103,31 @@ class SwapResult:
 def evaluate_swaps(
     loaded: Loaded,
     shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
     *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
     view: View = "image",
-    resamples: int = 1000,
-    progress: bool = False,
 ) -> SwapResult:
     """Score every swap; the same for any number of ranks.
 
     Args:
         loaded: model, text and image preparation.
         shards: folders of the part `swaps` of the generated corpus.
-        limit: only the first so many swaps.
-        batch: swaps of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         view: what the model is shown: the images; `shuffled`, their patches in random order, so
             that nothing is where it was; `blank`, the same grey for both: only text is left.
-        resamples: bootstrap draws over swaps.
-        progress: a bar on the first rank.
     """
-    items = Items(shards, limit=limit)
+    items = Items(shards, limit=options.limit)
     make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)
     head = word_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
 
     def score_block(made: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
         swaps = [swap for _, swap in made]
-        with torch.no_grad(), inference(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, options.precision):
             scores = _score(loaded, swaps, torch_device, head)
         return [(swap.kind, row) for swap, row in zip(swaps, scores)]
 
-    with evaluating(loaded.model, device) as torch_device:
-        rows, skipped = evaluate_blocks(
-            items, batch, make, score_block, progress, device=torch_device, workers=workers
-        )
+    with evaluating(loaded.model, options.device) as torch_device:
+        rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
     kinds = np.array([kind for kind, _ in rows])
     scores = np.stack([row for _, row in rows])
     present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
@@ -151,7 +136,7 @@ def evaluate_swaps(
     for number, scorer in enumerate(scorers):
         for kind in (*present, "all"):
             own = correct[kinds == kind] if kind != "all" else correct
-            means = bootstrap_means(own[:, number].astype(float), resamples=resamples)
+            means = bootstrap_means(own[:, number].astype(float), resamples=options.resamples)
             low, high = percentile_interval(means)
             for column, name in enumerate(SCORES):
                 value = float(own[:, number, column].mean())

@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from evaluation.downstream.task_evaluation import clustered_figures
 from evaluation.grounding.grad_cam import grad_cam, layer_number
+from evaluation.options import EvalOptions
 from evaluation.probes.kept_captions import count_kept_captions
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
-from vlp.config import Precision
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, patches_in_box, word_positions
@@ -361,15 +361,9 @@ class WordPointing(NamedTuple):
 def evaluate_pointing(
     loaded: Loaded,
     shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
     *,
     controls: bool = False,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
-    resamples: int = 1000,
-    progress: bool = False,
 ) -> PointingResult:
     """Ask every named word of every caption; the same for any number of ranks.
 
@@ -378,33 +372,28 @@ def evaluate_pointing(
         shards: folders whose samples have `words`.
         controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of
             the image encoder's [CLS], the mean of the other images' boxes, and the centre.
-        limit: only the first so many images.
-        batch: images of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        resamples: bootstrap draws over images.
-        progress: a bar on the first rank.
     """
     ranks = Ranks.current()
-    samples = Samples(shards, limit)
+    samples = Samples(shards, options.limit)
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
         read = reader[block]
         good = [scene for scene in read if isinstance(scene, _Scene)]
-        with torch.no_grad(), inference(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, options.precision):
             scored, sums = _score_scenes(loaded, good, torch_device, controls)
         bar.update(len(read))
         return scored, sums, [skip for skip in read if isinstance(skip, SkippedSample)]
 
-    quiet = not (progress and ranks.first)
+    quiet = not (options.progress and ranks.first)
     with (
-        evaluating(loaded.model, device) as torch_device,
+        evaluating(loaded.model, options.device) as torch_device,
         tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
-        count = -(-len(samples) // batch)
+        count = -(-len(samples) // options.batch)
         reader = BlockReader(
-            partial(_read_block, samples, batch, loaded.preprocess), torch_device, workers
+            partial(_read_block, samples, options.batch, loaded.preprocess),
+            torch_device,
+            options.workers,
         )
         with reader.ahead(ranks.share(count)):
             parts = ranks.map_blocks(count, score_block)
@@ -427,7 +416,9 @@ def evaluate_pointing(
     return PointingResult(
         scenes=len({word.scene for word in scored}),
         shards=tuple(map(str, shards)),
-        kinds={kind: _figures(words, resamples) for kind, words in by_kind.items() if words},
+        kinds={
+            kind: _figures(words, options.resamples) for kind, words in by_kind.items() if words
+        },
         skipped=skipped,
         paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
         remarks=untrained_match_notes(trained, "Grad-CAM"),

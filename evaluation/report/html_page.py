@@ -17,6 +17,7 @@ from PIL import Image
 import vlp
 from evaluation.downstream.registry import get_evaluation
 from evaluation.grounding.heatmaps import anchors_over, data_uri, framed
+from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.report.sources import Source, StoredResult, course, settings
 from evaluation.results import Table, attributed
@@ -177,7 +178,7 @@ def _samples(
     try:
         with said_in_one_line():
             model = vlp.load(str(source.model))
-        gallery = Gallery(model, shards, limit=limit, device=device)
+        gallery = Gallery(model, shards, EvalOptions(limit, device=device))
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")
         return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
     except (EvaluationError, FileNotFoundError) as error:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from evaluation.encoder import GIBIBYTE, Encoder
+from evaluation.options import EvalOptions
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.work_sharding import Ranks, evaluating, inference
@@ -39,31 +40,18 @@ class Gallery:
     Args:
         loaded: model, text and image preparation.
         shards: folders whose samples have captions.
-        limit: only the first so many samples.
-        batch: images of one encoder call.
-        device: where to compute; None is this rank's GPU, or the CPU.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         shards: Sequence[str | Path],
-        *,
-        limit: int | None = None,
-        batch: int = 64,
-        device: torch.device | str | None = None,
+        options: EvalOptions = EvalOptions(),
     ) -> None:
         self.loaded = loaded
-        self._samples = Samples(shards, limit)
-        with evaluating(loaded.model, device) as torch_device:
-            self.encoder = Encoder(
-                loaded,
-                self._samples,
-                batch=batch,
-                device=torch_device,
-                precision=None,
-                memory=GIBIBYTE,
-            )
+        self._samples = Samples(shards, options.limit)
+        with evaluating(loaded.model, options.device) as torch_device:
+            self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
             self.collection = self.encoder.collect(Ranks.current(), lambda done: None)
 
     def __len__(self) -> int:

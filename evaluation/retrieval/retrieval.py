@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from evaluation.encoder import GIBIBYTE, Collection, Encoder
+from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, untrained_match_notes, write_lines, write_report
 from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import (
@@ -29,7 +29,6 @@ from evaluation.retrieval.rerank import (
 )
 from evaluation.samples import EvaluationError, Samples, kinds_in_words
 from evaluation.work_sharding import Ranks, evaluating
-from vlp.config import Precision
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
@@ -335,19 +334,13 @@ class RetrievalResult:
 def evaluate_retrieval(
     loaded: Loaded,
     shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
     *,
     rerank: int = 0,
     rerank_by: Literal["sum", "match", "both"] = "sum",
     temperature: float | None = None,
-    limit: int | None = None,
-    batch: int = 64,
     match_batch: int | None = None,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
     memory: int = 2 * GIBIBYTE,
-    resamples: int = 1000,
-    progress: bool = False,
     features: str | Path | Sequence[str | Path] = (),
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
@@ -369,16 +362,8 @@ def evaluate_retrieval(
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         rerank_by: how its score enters.
         temperature: of the similarity in "sum"; None is the model's own.
-        limit: only the first so many samples.
-        batch: images or captions of one encoder call.
         match_batch: most pairs of one cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of encoders and cross-modal encoder; None: bf16 on a GPU, float32
-            elsewhere; similarities are float32 in any case.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
-        resamples: bootstrap draws over images.
-        progress: bars on the first rank.
         features: a folder or several with stored features by the model's frozen tower (`vlp data
             features`), together of all shards, the bank's among them; no image is decoded then.
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
@@ -400,32 +385,16 @@ def evaluate_retrieval(
     stored = [StoredFeatures(folder) for folder in folders]
     for each in stored:
         require_tower(each, loaded.model)
-    samples = StoredSamples(shards, limit, stored, loaded.preprocess)
-    quiet = not (progress and ranks.first)
-    with evaluating(loaded.model, device) as torch_device:
-        encoder = Encoder(
-            loaded,
-            samples,
-            batch=batch,
-            device=torch_device,
-            precision=precision,
-            memory=memory if rerank else 0,
-            workers=workers,
-        )
+    samples = StoredSamples(shards, options.limit, stored, loaded.preprocess)
+    quiet = not (options.progress and ranks.first)
+    with evaluating(loaded.model, options.device) as torch_device:
+        encoder = Encoder(loaded, samples, options, torch_device, memory if rerank else 0)
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
         queries, shared = None, 0
         if bank:
             pairs = StoredSamples(bank, None, stored, loaded.preprocess)
-            read = Encoder(
-                loaded,
-                pairs,
-                batch=batch,
-                device=torch_device,
-                precision=precision,
-                memory=0,
-                workers=workers,
-            )
+            read = Encoder(loaded, pairs, options, torch_device)
             with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
                 queries = read.collect(ranks, bar.update)
             one, other = ({first.identity for first in c.samples} for c in (collection, queries))
@@ -455,7 +424,7 @@ def evaluate_retrieval(
         match_trained=loaded.model.match_is_trained,
         temperature=temperature if rerank else None,
         both=rerank_by == "both",
-        figures=_figures(all_ranks, collection, resamples),
+        figures=_figures(all_ranks, collection, options.resamples),
         skipped=collection.skipped,
         predictions=[
             row

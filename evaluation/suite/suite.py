@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 import vlp
 from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.task_evaluation import NAME, Job
+from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
@@ -271,30 +272,28 @@ def run_job(
         FileNotFoundError: there is no such model.
         ValueError: the model folder is damaged.
     """
-    shared = {"limit", "batch", "precision"}
-    own = set(type(job).model_fields) - set(Job.model_fields)
-    options = job.model_dump(include=shared | own)
-    options |= {"device": device, "workers": workers, "progress": progress}
+    options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
+    own = job.model_dump(include=set(type(job).model_fields) - set(Job.model_fields))
     result: JobResult
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
         loaded = folder.load()
         if job.task not in PROBES:
-            return evaluate_retrieval(loaded, job.shards, **options)
+            return evaluate_retrieval(loaded, job.shards, options, **own)
     elif job.task not in PROBES:
-        result = get_evaluation(job.task).evaluate_folder(folder, job.shards, **options)
+        result = get_evaluation(job.task).evaluate_folder(folder, job.shards, options, **own)
         return result
     else:
         loaded = vlp.load(folder)
     if isinstance(job, ZeroShotJob):
-        prompts = read_prompts(options.pop("classes"), options.pop("templates"))
-        return evaluate_zeroshot(loaded, job.shards, prompts, **options)
+        prompts = read_prompts(own.pop("classes"), own.pop("templates"))
+        return evaluate_zeroshot(loaded, job.shards, prompts, options, **own)
     probes: dict[str, Any] = {
         "pointing": evaluate_pointing,
         "swaps": evaluate_swaps,
         "foils": evaluate_foils,
     }
-    result = probes[job.task](loaded, job.shards, **options)
+    result = probes[job.task](loaded, job.shards, options, **own)
     return result
 
 

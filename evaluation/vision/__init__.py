@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
-from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.tasks.caption.metrics import CaptionToolError
 from vlp.tasks.vision_only import load_task
@@ -14,20 +14,15 @@ from vlp.tasks.vision_only import load_task
 
 def evaluate_folder(
     folder: str | Path,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions = EvalOptions(),
 ) -> dict[str, float]:
     """Figures by name, percent where they are shares, of a model folder of `train_vision.py`.
 
     Args:
         folder: the run's `model`.
-        limit: only so many test samples.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: bf16 on a GPU for `classification` and `detection`, as it was
-            trained for `widgets`, else float32.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
+        options: `limit` samples are spread evenly over the test part. Without a `precision` grids
+            and pixels compute in float32, where one token or a third decimal decides, and
+            widgets as they were trained.
 
     Raises:
         ConfigError: the test data that the folder's configuration names cannot be used.
@@ -39,7 +34,7 @@ def evaluate_folder(
     task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate
     try:
-        figures: dict[str, float] = evaluate(task, limit, device, precision, workers)
+        figures: dict[str, float] = evaluate(task, options)
     except (BadSample, CaptionToolError, ImportError) as error:
         raise EvaluationError(str(error)) from error
     return figures

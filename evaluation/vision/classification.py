@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spread
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Precision
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.classification.task import Classification
@@ -21,19 +21,12 @@ BATCH = 256
 
 def evaluate(
     task: Classification,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions,
 ) -> dict[str, float]:
     """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats.
 
     Args:
         task: what `load_task` gave.
-        limit: only so many images, spread evenly over `data.test`.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         ConfigError: `data.test` cannot be opened.
@@ -42,19 +35,21 @@ def evaluate(
     config = task.config.data
     images = open_labelled(config.test, task.classes)
     preprocess = config.preprocessing
-    numbers = evenly_spread(len(images), limit)
+    numbers = evenly_spread(len(images), options.limit)
     hits = torch.zeros(2)
     loss = 0.0
     top = min(5, len(task.classes))
-    with evaluating(task, device) as torch_device, torch.no_grad():
-        reader = BlockReader(partial(_read, images, preprocess, numbers), torch_device, workers)
+    with evaluating(task, options.device) as torch_device, torch.no_grad():
+        reader = BlockReader(
+            partial(_read, images, preprocess, numbers), torch_device, options.workers
+        )
         blocks = range(-(-len(numbers) // BATCH))
         with reader.ahead(blocks):
             for block in blocks:
                 pixels, labels = (
                     part.to(torch_device, non_blocking=True) for part in reader[block]
                 )
-                with inference(torch_device, precision):
+                with inference(torch_device, options.precision):
                     logits = task.model(pixels)
                 logits = logits.float()
                 best = logits.topk(top).indices == labels[:, None]

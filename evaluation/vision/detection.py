@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spread
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
@@ -29,10 +30,7 @@ BATCH = 16
 
 def evaluate(
     task: DetectionTask,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions,
 ) -> dict[str, float]:
     """COCO's figures in percent on `data.test`; see `vlp.tasks.detection.metrics.FIGURES`.
 
@@ -42,10 +40,6 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many images, spread evenly.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         ConfigError: `data.test` cannot be used, or a position encoding cannot serve a size; it is
@@ -54,11 +48,11 @@ def evaluate(
     """
     figures: dict[str, float] = {}
     config = task.config.data
-    with evaluating(task, device) as torch_device, torch.no_grad():
+    with evaluating(task, options.device) as torch_device, torch.no_grad():
         for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
-                found = _at_size(task, images, size, limit, torch_device, precision, workers)
+                found = _at_size(task, images, size, options, torch_device)
             except ValueError as error:
                 raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
@@ -70,16 +64,16 @@ def _at_size(
     task: DetectionTask,
     images: ObjectImages,
     size: int,
-    limit: int | None,
+    options: EvalOptions,
     device: torch.device,
-    precision: Precision | None,
-    workers: int | None,
 ) -> dict[str, float]:
-    numbers = evenly_spread(len(images), limit)
+    numbers = evenly_spread(len(images), options.limit)
     truth: list[ImageTruth] = []
     found: dict[int, ImageFound] = {}
     waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
-    reader = BlockReader(partial(_read, images, size, task.config.data, numbers), device, workers)
+    reader = BlockReader(
+        partial(_read, images, size, task.config.data, numbers), device, options.workers
+    )
     blocks = range(-(-len(numbers) // BATCH))
     with reader.ahead(blocks):
         for one, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
@@ -87,10 +81,10 @@ def _at_size(
             same.append((len(truth), pixels.clone()))  # a view would keep its whole block
             truth.append(one)
             if len(same) == BATCH:
-                found |= _detected(task, same, truth, device, precision)
+                found |= _detected(task, same, truth, device, options.precision)
                 same.clear()
     for same in waiting.values():
-        found |= _detected(task, same, truth, device, precision)
+        found |= _detected(task, same, truth, device, options.precision)
     return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
 
 

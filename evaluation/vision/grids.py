@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.samples import evenly_spread
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Precision
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import (
     GridDataConfig,
@@ -34,10 +34,7 @@ class _Question(NamedTuple):
 
 def evaluate(
     task: Grids,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions,
 ) -> dict[str, float]:
     """Percent of templates that greedy writing gets wholly right, border and padding too.
 
@@ -48,26 +45,22 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many questions, spread evenly over all tasks, pairs and variants.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: float32, since one token decides over a template.
-        workers: none are needed, the grids are in memory.
     """
     config = task.config.data
     questions = _questions(config)
-    chosen = [questions[number] for number in evenly_spread(len(questions), limit)]
+    chosen = [questions[number] for number in evenly_spread(len(questions), options.limit)]
     batch = max(1, TOKENS // (config.size + 1) ** 2)
     right: dict[str, dict[str, list[bool]]] = {
         "exact": defaultdict(list),
         "original": defaultdict(list),
     }
-    with evaluating(task, device) as torch_device, torch.no_grad():
+    with evaluating(task, options.device) as torch_device, torch.no_grad():
         for first in range(0, len(chosen), batch):
             part = chosen[first : first + batch]
             given = collate_grids(config.size, [one.sample for one in part]).to(torch_device)
             # Greedy writing gives a template where all its tokens are the likeliest ones after
             # those before them, which one pass over the template itself tells.
-            with inference(torch_device, precision or "float32"):
+            with inference(torch_device, options.precision or "float32"):
                 likeliest = task.model(question_of(given), given.outputs).argmax(-1)
             for one, hit in zip(part, (likeliest == given.outputs).all(-1).tolist(), strict=True):
                 right["exact" if one.varied else "original"][one.name].append(hit)

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spread
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Precision
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.pixels.data import pixel_values
 from vlp.tasks.pixels.metrics import bits_per_dimension
@@ -21,10 +21,7 @@ TOKENS = 2**14  # of one batch
 
 def evaluate(
     task: Pixels,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions,
 ) -> dict[str, float]:
     """Exact bits per dimension of test images: `bits_per_dim`, and `bits_red` and so on.
 
@@ -32,10 +29,6 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many images, spread evenly over `data.test`.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: float32, since a likelihood is read to its third decimal.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         ConfigError: `data.test` cannot be opened.
@@ -44,16 +37,16 @@ def evaluate(
     config = task.config.data
     images = open_labelled(config.test, config.classes)
     size = config.image_size
-    numbers = evenly_spread(len(images), limit)
+    numbers = evenly_spread(len(images), options.limit)
     batch = max(1, TOKENS // (len(COLOURS) * size**2))
     nats = torch.zeros(len(COLOURS), dtype=torch.float64)
-    with evaluating(task, device) as where, torch.no_grad():
-        reader = BlockReader(partial(_read, images, size, numbers, batch), where, workers)
+    with evaluating(task, options.device) as where, torch.no_grad():
+        reader = BlockReader(partial(_read, images, size, numbers, batch), where, options.workers)
         blocks = range(-(-len(numbers) // batch))
         with reader.ahead(blocks):
             for block in blocks:
                 values = reader[block].to(where, non_blocking=True).long()
-                with inference(where, precision or "float32"):
+                with inference(where, options.precision or "float32"):
                     found = task.model.nats(values)
                 nats += found.double().sum((0, 1, 2)).cpu()
     pixels = len(numbers) * size**2

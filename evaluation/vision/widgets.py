@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spread
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
@@ -24,10 +25,7 @@ LINES = 100
 
 def evaluate(
     task: Widgets,
-    limit: int | None = None,
-    device: str | None = None,
-    precision: Precision | None = None,
-    workers: int | None = None,
+    options: EvalOptions,
 ) -> dict[str, float]:
     """BLEU-1 to 4, ROUGE-L, CIDEr, METEOR, all times 100 as the paper prints them, and more.
 
@@ -40,10 +38,6 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many screens, spread evenly over the test part.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None is that of its training.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         CaptionToolError: pycocoevalcap or, with `java`, a Java runtime is missing.
@@ -53,17 +47,17 @@ def evaluate(
     config = task.config
     require_caption_tools(config.java)
     screens = open_screens(config.data.screens, "test")
-    numbers = evenly_spread(len(screens), limit)
+    numbers = evenly_spread(len(screens), options.limit)
     candidates: list[str] = []
     references: list[Sequence[str]] = []
     boxes: list[tuple[int, ...]] = []
-    with evaluating(task, device) as torch_device:
-        reader = BlockReader(partial(_read, screens, numbers), torch_device, workers)
+    with evaluating(task, options.device) as torch_device:
+        reader = BlockReader(partial(_read, screens, numbers), torch_device, options.workers)
         blocks = range(-(-len(numbers) // BATCH))
         with reader.ahead(blocks):
             for block in blocks:
                 read = reader[block]
-                candidates += _said(task, read, torch_device, precision)
+                candidates += _said(task, read, torch_device, options.precision)
                 for screen in read:
                     references += screen.captions.values()
                     boxes += [_lines(screen.widgets[number].box) for number in screen.captions]

@@ -1,0 +1,30 @@
+"""Options that all evaluations share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from vlp.config import Precision
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How an evaluation reads and computes.
+
+    limit: only the first so many items; None is all. batch: items of one encoder call. device:
+    where to compute; None is this rank's GPU, or the CPU. precision: of the model; None is bf16 on
+    a GPU and float32 elsewhere. workers: processes that read; None is this rank's cores up to 8 on
+    a GPU, none on a CPU. resamples: bootstrap draws. progress: bars on the first rank.
+    """
+
+    limit: int | None = None
+    batch: int = 64
+    device: torch.device | str | None = None
+    precision: Precision | None = None
+    workers: int | None = None
+    resamples: int = 1000
+    progress: bool = False
