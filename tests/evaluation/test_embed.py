@@ -19,6 +19,7 @@ from test_work_sharding import launch
 import vlp
 from evaluation.__main__ import main
 from evaluation.embed import FeatureFiles, embed, embed_inputs
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError, Samples
 from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
@@ -33,7 +34,7 @@ def lines(file):
 
 def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards, tmp_path):
     loaded = vlp.load(model_folder)
-    found = embed(loaded, [scene_shards], tmp_path / "out", batch=4)
+    found = embed(loaded, [scene_shards], tmp_path / "out", options=EvalOptions(batch=4))
     images = np.load(tmp_path / "out" / "images.npy", mmap_mode="r")
     captions = np.load(tmp_path / "out" / "captions.npy", mmap_mode="r")
     assert (len(images), len(captions)) == (found.images, found.captions)
@@ -60,7 +61,9 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     samples = [(photo(side=20), Annotation(image_id="1")), (b"", Annotation()), *coloured(3)]
     shards = write_shards(tmp_path / "shards", samples)
     loaded = vlp.load(model_folder)
-    found = embed(loaded, [shards], tmp_path / "out", dtype="float16", limit=4, batch=2)
+    found = embed(
+        loaded, [shards], tmp_path / "out", dtype="float16", options=EvalOptions(limit=4, batch=2)
+    )
     assert (found.images, found.captions) == (3, 4)
     assert found.skipped == {"unreadable image": 1}
     assert np.load(tmp_path / "out" / "images.npy").dtype == np.float16

@@ -18,6 +18,7 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.embed import embed
 from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
@@ -80,7 +81,7 @@ def test_results_are_the_same(
 ) -> None:
     shards = [bad_shards, scene_shards]
     alone, helped = (
-        evaluate(loaded, shards, batch=4, resamples=20, workers=workers, **options)
+        evaluate(loaded, shards, EvalOptions(batch=4, resamples=20, workers=workers), **options)
         for workers in WORKERS
     )
     monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
@@ -98,7 +99,12 @@ def test_classes_and_swaps_are_the_same(loaded, tmp_path, monkeypatch) -> None:
             image = b"" if number == 3 else one.image
             writer.write(one.key, image, "png", one.annotation, one.second_image)
     alone, helped = (
-        evaluate_swaps(loaded, [tmp_path / "swaps"], batch=2, view="shuffled", workers=workers)
+        evaluate_swaps(
+            loaded,
+            [tmp_path / "swaps"],
+            options=EvalOptions(batch=2, workers=workers),
+            view="shuffled",
+        )
         for workers in WORKERS
     )
     assert alone.to_json() == helped.to_json()
@@ -108,7 +114,7 @@ def test_classes_and_swaps_are_the_same(loaded, tmp_path, monkeypatch) -> None:
     shards = write_shards(tmp_path / "labelled", labelled, per_shard=2)
     prompts = Prompts(names, names, ("{}",))
     alone, helped = (
-        evaluate_zeroshot(loaded, [shards], prompts, batch=2, workers=workers)
+        evaluate_zeroshot(loaded, [shards], prompts, options=EvalOptions(batch=2, workers=workers))
         for workers in WORKERS
     )
     assert alone == helped
@@ -126,7 +132,9 @@ def test_a_fine_tuned_task_is_the_same(tmp_path, monkeypatch) -> None:
     parts, _ = start_parts(str(tiny_folder(tmp_path / "model")), {})
     config = SnliVeConfig.model_validate({"data": {"train": ["unused"]}})
     task = PairClassification(config, parts)
-    alone, helped = (evaluate_task(task, [shards], batch=2, workers=n) for n in WORKERS)
+    alone, helped = (
+        evaluate_task(task, [shards], options=EvalOptions(batch=2, workers=n)) for n in WORKERS
+    )
     assert alone == helped
     monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
     assert evaluate_task(task, [shards], batch=2) == alone
@@ -136,7 +144,9 @@ def test_a_fine_tuned_task_is_the_same(tmp_path, monkeypatch) -> None:
 def test_features_are_the_same_files(loaded, scene_shards, bad_shards, tmp_path) -> None:
     shards = [bad_shards, scene_shards]
     for workers in WORKERS:
-        found = embed(loaded, shards, tmp_path / f"{workers}", batch=4, workers=workers)
+        found = embed(
+            loaded, shards, tmp_path / f"{workers}", options=EvalOptions(batch=4, workers=workers)
+        )
         assert found.skipped == {"unreadable image": 2}
     assert files(tmp_path / "0") == files(tmp_path / "2")
 
@@ -176,7 +186,7 @@ def test_data_of_another_kind_are_refused_in_the_same_words(loaded, tmp_path) ->
     said = []
     for workers in WORKERS:
         with pytest.raises(EvaluationError, match="is not a swap") as caught:
-            evaluate_swaps(loaded, [shards], batch=2, workers=workers)
+            evaluate_swaps(loaded, [shards], options=EvalOptions(batch=2, workers=workers))
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert active_children() == []

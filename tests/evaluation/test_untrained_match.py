@@ -7,6 +7,7 @@ import pytest
 import vlp
 from data_tools.scenes import make_sample
 from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
@@ -17,10 +18,10 @@ from vlp.data.shards.shard_reader import ShardWriter
 @pytest.mark.parametrize(
     ("evaluate", "options"),
     [
-        (evaluate_foils, {"limit": 4}),
-        (evaluate_grounding, {"limit": 4}),
-        (evaluate_pointing, {"limit": 3, "controls": True}),
-        (evaluate_retrieval, {"limit": 4, "rerank": 2}),
+        (evaluate_foils, {"options": EvalOptions(limit=4)}),
+        (evaluate_grounding, {"options": EvalOptions(limit=4)}),
+        (evaluate_pointing, {"options": EvalOptions(limit=3), "controls": True}),
+        (evaluate_retrieval, {"options": EvalOptions(limit=4), "rerank": 2}),
         (evaluate_swaps, {}),
     ],
 )

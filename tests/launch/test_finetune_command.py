@@ -12,6 +12,7 @@ from pair_shards import entailment_shards, tiny_folder
 from safetensors.torch import load_file
 
 from evaluation.downstream import evaluate_task
+from evaluation.options import EvalOptions
 from vlp.config import load_config
 from vlp.tasks.downstream.registry import task_kinds
 from vlp.tasks.downstream.task import load_task
@@ -124,7 +125,9 @@ def test_a_run_of_zero_3_is_validated(tmp_path):
         *("training.steps=2", "training.evaluate_every=1", f"output={tmp_path / 'run'}"),
     ], 2)  # fmt: skip
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    found = evaluate_task(load_task(tmp_path / "run" / "best"), [shards], resamples=1)
+    found = evaluate_task(
+        load_task(tmp_path / "run" / "best"), [shards], options=EvalOptions(resamples=1)
+    )
     assert report["best"]["accuracy"] == pytest.approx(found.metrics["accuracy"])
 
 

@@ -7,6 +7,7 @@ import ranks
 from launch_lab import STEPS, Lab
 
 import vlp
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
@@ -50,7 +51,10 @@ def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
     assert report["best"]["mean"] == alone[best]["validation/mean"]
     loaded = vlp.load(lab.output("validated") / "best")
     found = evaluate_retrieval(
-        loaded, [lab.folder / "scenes" / "train"], limit=48, rerank=4, resamples=1
+        loaded,
+        [lab.folder / "scenes" / "train"],
+        options=EvalOptions(limit=48, resamples=1),
+        rerank=4,
     )
     assert found.mean("rerank").value == pytest.approx(report["best"]["mean"])
 

@@ -15,6 +15,7 @@ from PIL import Image
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
+from evaluation.options import EvalOptions
 from vlp.serving.model_card import MARK, model_card, push_to_hub, write_model_card
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import (
@@ -40,7 +41,7 @@ def run(tmp_path):
     )
     model = tmp_path / "snli" / "best"
     task.save_model(model, task.state_dict())
-    result = evaluate_task(task, [shards], resamples=5)
+    result = evaluate_task(task, [shards], options=EvalOptions(resamples=5))
     result.save(model / "evaluation")
     config = {
         "init_from": "runs/base/model",

@@ -10,6 +10,7 @@ from question_shards import write_shards
 
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.task_evaluation import sentence_of
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.scenes.render import encode_png, render
@@ -29,7 +30,7 @@ def task_of(kind, tmp_path):
 
 def test_accuracy_is_the_share_of_right_predictions(tmp_path):
     shards = entailment_shards(tmp_path / "shards", 30)
-    result = evaluate_task(task_of(SnliVeConfig, tmp_path), [shards], batch=7)
+    result = evaluate_task(task_of(SnliVeConfig, tmp_path), [shards], options=EvalOptions(batch=7))
     rows = result.predictions
     assert len(rows) == result.items == 30
     right = [row["prediction"] == row["label"] for row in rows]
@@ -80,7 +81,9 @@ def test_training_data_and_items_without_truth_are_said(tmp_path):
     picture = encode_png(render(sample_scene(0, 0, image_size=16)))
     some = [(picture, Annotation(hypothesis="a dog", label="neutral"))]
     some += [(picture, Annotation(hypothesis=text)) for text in ("a dog", " ")]
-    result = evaluate_task(task, [write_shards(tmp_path / "some", some)], resamples=2)
+    result = evaluate_task(
+        task, [write_shards(tmp_path / "some", some)], options=EvalOptions(resamples=2)
+    )
     assert "1 of the items have no truth: predicted, and not judged." in result.notes
     assert result.skipped == {"no text": 1}
 

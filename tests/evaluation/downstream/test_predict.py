@@ -26,6 +26,7 @@ from evaluation.downstream.submissions import (
     write_snli_ve,
     write_vqa,
 )
+from evaluation.options import EvalOptions
 from evaluation.page.session import TryIt
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation, Expression
@@ -143,14 +144,17 @@ def test_predictions_equal_those_that_are_judged(folders, tmp_path):
     from vlp.tasks.downstream.task import load_task
 
     shards = entailment_shards(tmp_path / "labelled", 9)
-    judged = evaluate_task(load_task(folders["snli_ve"]), [shards], resamples=2, batch=4)
-    plain = predict(folders["snli_ve"], [shards], batch=4)
+    judged = evaluate_task(
+        load_task(folders["snli_ve"]), [shards], options=EvalOptions(resamples=2, batch=4)
+    )
+    plain = predict(folders["snli_ve"], [shards], options=EvalOptions(batch=4))
     assert [row["prediction"] for row in plain.rows] == [
         row["prediction"] for row in judged.predictions
     ]
-    assert [row["key"] for row in predict(folders["snli_ve"], [shards], limit=2).rows] == [
-        row["key"] for row in plain.rows[:2]
-    ]
+    assert [
+        row["key"]
+        for row in predict(folders["snli_ve"], [shards], options=EvalOptions(limit=2)).rows
+    ] == [row["key"] for row in plain.rows[:2]]
 
 
 def test_missing_items_are_warned_of(folders, tmp_path, capsys):

@@ -19,6 +19,7 @@ import evaluation.downstream.registry
 import vlp.tasks.downstream.registry
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.predict import predict, predict_one, write_official
+from evaluation.options import EvalOptions
 from evaluation.page.gradio_page import abilities
 from evaluation.page.session import TryIt
 from evaluation.report.html_page import result_tables
@@ -106,7 +107,7 @@ def test_it_is_fine_tuned_evaluated_predicted_and_reported(run, tmp_path):
     folder, shards = run
     model = folder / "best"
     assert json.loads((folder / "report.json").read_text())["best"]["accuracy"] == 1
-    result = evaluate_task(load_task(model), [shards], resamples=20)
+    result = evaluate_task(load_task(model), [shards], options=EvalOptions(resamples=20))
     assert result.metrics == {"accuracy": 1}
     result.save(model / "evaluation")
 

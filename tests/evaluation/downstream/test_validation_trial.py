@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from launch import finetune
 from vlp.config import ConfigError
@@ -37,10 +38,10 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Limits of the evaluations; the first items are all of one class, or without a label."""
     asked: list[int | None] = []
 
-    def evaluate(task: nn.Module, folders: Any, *, limit: int | None, **options: Any) -> Any:
-        asked.append(limit)
-        assert options["workers"] == 0  # as many as the training reads by, at most
-        if limit is not None:
+    def evaluate(task: nn.Module, folders: Any, options: EvalOptions) -> Any:
+        asked.append(options.limit)
+        assert options.workers == 0  # as many as the training reads by, at most
+        if options.limit is not None:
             raise EvaluationError("no sample has a label")
         return SimpleNamespace(metrics={"accuracy": 1.0, "contradiction": 0.5})
 

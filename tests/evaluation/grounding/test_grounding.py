@@ -14,6 +14,7 @@ import vlp
 from evaluation.__main__ import main
 from evaluation.grounding import grounding as module
 from evaluation.grounding.grounding import evaluate_grounding, grad_cam
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
@@ -41,7 +42,7 @@ def shards(tmp_path):
 
 def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
     loaded = vlp.load(folder)
-    result = evaluate_grounding(loaded, [shards], batch=3)
+    result = evaluate_grounding(loaded, [shards], options=EvalOptions(batch=3))
     row = result.predictions[0]
     image = loaded.model.encode_image(loaded.preprocess(decode_image(IMAGE, ""))[None])
     text = loaded.model.encode_text(*loaded.text([row["text"]]))

@@ -9,6 +9,7 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.__main__ import main
+from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils, examples
 from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
@@ -46,7 +47,7 @@ def slow_shares(loaded, shards):
 
 
 def test_shares_equal_a_loop_over_pairs(loaded, scene_shards):
-    result = evaluate_foils(loaded, [scene_shards], batch=8)
+    result = evaluate_foils(loaded, [scene_shards], options=EvalOptions(batch=8))
     expected = slow_shares(loaded, scene_shards)
     assert {name: figure.value for name, figure in result.figures.items()} == pytest.approx(
         expected
@@ -56,12 +57,12 @@ def test_shares_equal_a_loop_over_pairs(loaded, scene_shards):
         assert figure.low <= figure.value <= figure.high
         assert figure.chance == 0.5
     assert next(iter(result.figures)) == "match, all"
-    other_batch = evaluate_foils(loaded, [scene_shards], batch=21)
+    other_batch = evaluate_foils(loaded, [scene_shards], options=EvalOptions(batch=21))
     assert other_batch.figures == result.figures
 
 
 def test_rows_say_what_was_compared(loaded, scene_shards):
-    result = evaluate_foils(loaded, [scene_shards], limit=5)
+    result = evaluate_foils(loaded, [scene_shards], options=EvalOptions(limit=5))
     assert result.items == len(result.predictions)
     for row in result.predictions:
         caption, foil = row["match"]

@@ -11,6 +11,7 @@ from torch import nn
 import vlp
 from evaluation.__main__ import main
 from evaluation.grounding.grounding import grad_cam
+from evaluation.options import EvalOptions
 from evaluation.probes.word_pointing import (
     CONTROLS,
     centre_map,
@@ -170,8 +171,10 @@ def slow_accuracy(loaded, shards, threshold):
 
 
 def test_controls_stand_beside_what_is_measured_without_them(two_layers, scene_shards, tmp_path):
-    plain = evaluate_pointing(two_layers, [scene_shards], batch=8)
-    result = evaluate_pointing(two_layers, [scene_shards], batch=8, controls=True)
+    plain = evaluate_pointing(two_layers, [scene_shards], options=EvalOptions(batch=8))
+    result = evaluate_pointing(
+        two_layers, [scene_shards], options=EvalOptions(batch=8), controls=True
+    )
     expected = slow_accuracy(two_layers, scene_shards, 0.3)
     for kind, figures in result.kinds.items():
         assert figures._replace(controls=None) == plain.kinds[kind]

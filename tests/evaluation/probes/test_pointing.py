@@ -9,6 +9,7 @@ from PIL import Image
 from retrieval_stub import png
 
 import vlp
+from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import first_samples
 from evaluation.probes.word_pointing import KINDS, evaluate_pointing, score_words
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
@@ -111,7 +112,7 @@ def slow_hits(loaded, shards):
 def test_accuracy_equals_a_loop_over_words(model_folder, scene_shards):
     loaded = vlp.load(model_folder)
     loaded.model.anchor_threshold.fill_(0.3)
-    result = evaluate_pointing(loaded, [scene_shards], batch=8)
+    result = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(batch=8))
     expected = slow_hits(loaded, scene_shards)
     assert result.scenes == 21
     assert list(result.kinds) == ["colour", "shape"]
@@ -149,7 +150,7 @@ def test_path_figures_equal_a_loop_over_captions(model_folder, scene_shards):
                         one, there = path[0, :, word, group], reach[0, :, word, group]
                         if there.sum() >= 2:
                             spreads[group].append(one[there].double().std(correction=0))
-    result = evaluate_pointing(loaded, [scene_shards], batch=8).paths
+    result = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(batch=8)).paths
     assert result.anchors == pytest.approx(torch.cat(passing, 2).double().mean().item())
     assert result.reachable == pytest.approx(torch.cat(reached, 2).double().mean().item())
     assert 0 < result.anchors < result.reachable < 1
@@ -159,12 +160,12 @@ def test_path_figures_equal_a_loop_over_captions(model_folder, scene_shards):
 
 def test_a_model_without_ace_rpe_has_no_path_figures(model_folder, scene_shards, tmp_path):
     loaded = vlp.load(model_folder)
-    with_paths = evaluate_pointing(loaded, [scene_shards], limit=4)
+    with_paths = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
     assert "have a path" in with_paths.table().text()
     loaded.model.config = loaded.model.config.model_copy(
         update={"cross": loaded.model.config.cross.model_copy(update={"position": ()})}
     )
-    without = evaluate_pointing(loaded, [scene_shards], limit=4)
+    without = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
     assert without.paths is None
     assert without.kinds == with_paths.kinds
     assert "have a path" not in without.table().text()
@@ -173,7 +174,7 @@ def test_a_model_without_ace_rpe_has_no_path_figures(model_folder, scene_shards,
 def test_no_anchor_at_all_is_no_figure(model_folder, scene_shards, tmp_path):
     loaded = vlp.load(model_folder)
     loaded.model.anchor_threshold.fill_(2.0)
-    result = evaluate_pointing(loaded, [scene_shards], limit=4)
+    result = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
     assert result.kinds["colour"].anchors is None
     written = json.loads((result.save(tmp_path) / "pointing.json").read_text())
     assert written["kinds"]["colour"]["anchors"] is None

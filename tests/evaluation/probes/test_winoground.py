@@ -9,6 +9,7 @@ import torch
 
 import vlp
 from data_tools.scenes import make_sample
+from evaluation.options import EvalOptions
 from evaluation.probes.swaps import (
     CHANCE,
     SCORES,
@@ -54,7 +55,7 @@ def test_figures_equal_pair_by_pair_scoring(model_folder, swap_shards):
     loaded = vlp.load(model_folder)
     # An untrained head hardly tells pairs apart; larger weights do.
     torch.nn.init.normal_(loaded.model.match_head.weight)
-    result = evaluate_swaps(loaded, [swap_shards], batch=2)
+    result = evaluate_swaps(loaded, [swap_shards], options=EvalOptions(batch=2))
     index = ShardIndex.open(swap_shards)
     hits = []
     for number in range(9):
@@ -76,7 +77,7 @@ def test_figures_equal_pair_by_pair_scoring(model_folder, swap_shards):
         assert figure.low <= figure.value <= figure.high
     assert result.kinds == ("place", "relation", "order", "binding")
     assert result.swaps == 9
-    one_by_one = evaluate_swaps(loaded, [swap_shards], batch=9)
+    one_by_one = evaluate_swaps(loaded, [swap_shards], options=EvalOptions(batch=9))
     assert one_by_one.figures == result.figures
 
 
@@ -106,10 +107,12 @@ def test_words_are_scored_by_their_likelihood_when_masked(model_folder, swap_sha
             scores[row, column] = sum(
                 float(logits[place, tokens.text_ids[0, place]]) for place in asked
             )
-    result = evaluate_swaps(loaded, [swap_shards], limit=1)
+    result = evaluate_swaps(loaded, [swap_shards], options=EvalOptions(limit=1))
     assert result.scorers == ("dual", "match", "words")
     assert result.scores[0, 2].tolist() == swap_scores(scores).tolist()
-    headless = evaluate_swaps(loaded._replace(heads={}), [swap_shards], limit=1)
+    headless = evaluate_swaps(
+        loaded._replace(heads={}), [swap_shards], options=EvalOptions(limit=1)
+    )
     assert headless.scorers == ("dual", "match")
     assert "words, all" not in headless.table().text()
 
@@ -136,7 +139,7 @@ def test_without_images_nothing_can_be_told(model_folder, swap_shards):
 
 
 def test_report_is_written(model_folder, swap_shards, tmp_path):
-    result = evaluate_swaps(vlp.load(model_folder), [swap_shards], limit=3)
+    result = evaluate_swaps(vlp.load(model_folder), [swap_shards], options=EvalOptions(limit=3))
     result.save(tmp_path)
     written = json.loads((tmp_path / "swaps.json").read_text())
     assert written["swaps"] == 3
@@ -148,6 +151,6 @@ def test_other_shards_are_refused(model_folder, scene_shards):
     with pytest.raises(EvaluationError, match="is not a swap"):
         evaluate_swaps(vlp.load(model_folder), [scene_shards])
     with pytest.raises(ConfigError, match="limit 0"):
-        evaluate_swaps(vlp.load(model_folder), [scene_shards], limit=0)
+        evaluate_swaps(vlp.load(model_folder), [scene_shards], options=EvalOptions(limit=0))
     with pytest.raises(ConfigError, match="no shard folder"):
         evaluate_swaps(vlp.load(model_folder), [])

@@ -18,6 +18,7 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over
 from evaluation.latex import latex_table
+from evaluation.options import EvalOptions
 from evaluation.report.html_page import page, result_tables, retrieval_cases, training_curves
 from evaluation.report.sources import read_sources
 from evaluation.results import Figure, Table
@@ -86,7 +87,9 @@ def pretrained(tmp_path_factory, model_folder, scene_shards):
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
     (run / "report.json").write_text(json.dumps(TRAINING))
     (run / "config.yaml").write_text("data: {sources: [{path: shards/x}]}\ntraining: {batch: 7}\n")
-    found = evaluate_retrieval(vlp.load(str(run / "model")), [scene_shards], rerank=4, resamples=50)
+    found = evaluate_retrieval(
+        vlp.load(str(run / "model")), [scene_shards], rerank=4, options=EvalOptions(resamples=50)
+    )
     found.save(run / "model" / "evaluation")
     return run, found
 
@@ -98,7 +101,7 @@ def entailment(tmp_path_factory):
     parts, _ = start_parts(str(tiny_folder(root / "tiny")), {})
     task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)
     shards = entailment_shards(root / "shards", 12)
-    found = evaluate_task(task, [shards], resamples=50)
+    found = evaluate_task(task, [shards], options=EvalOptions(resamples=50))
     found.save(root / "results")
     return root / "results", found, shards
 
@@ -161,7 +164,7 @@ def test_example_retrievals_are_the_last_and_first_ranks_of_the_evaluation(
     pretrained, scene_shards
 ):
     run, found = pretrained
-    gallery = Gallery(vlp.load(str(run / "model")), [scene_shards], batch=5)
+    gallery = Gallery(vlp.load(str(run / "model")), [scene_shards], EvalOptions(batch=5))
     texts = [Page(part).text for part in retrieval_cases(gallery, 3)]
     best = texts.index("Best, text → image")
     assert texts[0] == "Worst, text → image"

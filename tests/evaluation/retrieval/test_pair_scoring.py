@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import vlp
 from evaluation.encoder import Encoder
+from evaluation.options import EvalOptions
 from evaluation.retrieval import rerank as matching
 from evaluation.retrieval.rerank import (
     CandidatePairs,
@@ -31,8 +32,8 @@ ALL = 2**30
 
 def collected(loaded, shards, memory=ALL, limit=None):
     loaded.model.eval()
-    options = {"batch": 4, "device": torch.device("cpu"), "precision": "float32"}
-    encoder = Encoder(loaded, Samples([shards], limit), memory=memory, **options)
+    options = EvalOptions(batch=4, precision="float32")
+    encoder = Encoder(loaded, Samples([shards], limit), options, torch.device("cpu"), memory)
     return encoder, encoder.collect(Ranks(), lambda samples: None)
 
 

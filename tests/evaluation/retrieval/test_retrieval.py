@@ -14,6 +14,7 @@ from data_tools.__main__ import main as data_tools
 from evaluation import samples
 from evaluation.__main__ import main
 from evaluation.encoder import Block, BlockCache
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
@@ -76,7 +77,12 @@ def slow_recalls(stub, captions, rerank, rerank_by):
 def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
     stub = make_stub(CAPTIONS)
     result = evaluate_retrieval(
-        stub, [numbered], rerank=rerank, rerank_by=rerank_by, batch=batch, match_batch=3
+        stub,
+        [numbered],
+        rerank=rerank,
+        rerank_by=rerank_by,
+        options=EvalOptions(batch=batch),
+        match_batch=3,
     )
     expected = slow_recalls(stub, CAPTIONS, rerank, rerank_by)
     assert (result.images, result.texts) == (len(CAPTIONS), sum(CAPTIONS))
@@ -100,8 +106,8 @@ def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
 
 def test_dropped_blocks_change_nothing(numbered):
     stub = make_stub(CAPTIONS)
-    plenty = evaluate_retrieval(stub, [numbered], rerank=5, batch=2)
-    none = evaluate_retrieval(stub, [numbered], rerank=5, batch=2, memory=0)
+    plenty = evaluate_retrieval(stub, [numbered], rerank=5, options=EvalOptions(batch=2))
+    none = evaluate_retrieval(stub, [numbered], rerank=5, options=EvalOptions(batch=2), memory=0)
     assert plenty == none
 
 
@@ -134,15 +140,15 @@ def test_samples_of_one_image_become_one_image(tmp_path):
     together = tmp_path / "together"
     write_numbered(together, CAPTIONS)
     stub = make_stub(CAPTIONS)
-    one = evaluate_retrieval(stub, [apart], rerank=4, batch=3)
-    other = evaluate_retrieval(stub, [together], rerank=4, batch=3)
+    one = evaluate_retrieval(stub, [apart], rerank=4, options=EvalOptions(batch=3))
+    other = evaluate_retrieval(stub, [together], rerank=4, options=EvalOptions(batch=3))
     assert one.images == len(CAPTIONS)
     assert one.figures == other.figures
 
 
 def test_several_folders_are_one_set_and_limit_cuts_it(tmp_path, numbered):
     stub = make_stub(CAPTIONS)
-    assert evaluate_retrieval(stub, [numbered], limit=5).images == 5
+    assert evaluate_retrieval(stub, [numbered], options=EvalOptions(limit=5)).images == 5
     again = tmp_path / "again"
     with ShardWriter(again) as writer:
         writer.write("x", png((3, 0, 0)), "png", Annotation(captions=["3 0"]))
@@ -157,7 +163,7 @@ def test_bad_samples_are_counted_and_named(tmp_path):
             writer.write(str(number), png((number, 0, 0)), "png", Annotation(caption=f"{number} 0"))
         writer.write("blank", png((1, 0, 0)), "png", Annotation(caption="  "))
         writer.write("broken", png((1, 0, 0))[:-30], "png", Annotation(caption="1 0"))
-    result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], batch=2)
+    result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], options=EvalOptions(batch=2))
     assert result.images == 3
     assert result.skipped == {"no text": 1, "unreadable image": 1}
     assert "1 no text, 1 unreadable image" in result.table().text()
@@ -205,10 +211,12 @@ def test_block_cache_drops_the_least_recently_used():
 def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder, scene_shards):
     loaded = vlp.load(model_folder)
     loaded.model.train()
-    first = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8)
+    first = evaluate_retrieval(loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8))
     assert loaded.model.training
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        second = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8, memory=0)
+        second = evaluate_retrieval(
+            loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), memory=0
+        )
     assert first == second
     assert first.images == 21
     assert 0 <= first.recall("rerank", "text_to_image", 10).value <= 1
@@ -232,7 +240,7 @@ def test_real_reranking_equals_matching_every_pair(model_folder, scene_shards):
         scores = loaded.model.match(image.select(rows), text.select(columns)).view(6, -1)
     ranks = pessimistic_ranks(scores.numpy().T, owner[:, None] == np.arange(6))
     result = evaluate_retrieval(
-        loaded, [scene_shards], rerank=6, rerank_by="match", limit=6, batch=4
+        loaded, [scene_shards], rerank=6, rerank_by="match", options=EvalOptions(limit=6, batch=4)
     )
     for k in (1, 5):
         assert result.recall("rerank", "text_to_image", k).value == pytest.approx(
@@ -260,9 +268,11 @@ def test_ranks_are_those_of_pixels_but_for_rounding(
     model_folder, scene_shards, features, monkeypatch
 ):
     loaded = vlp.load(model_folder)
-    plain = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8)
+    plain = evaluate_retrieval(loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8))
     monkeypatch.setattr(samples, "decode_image", None)
-    stored = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8, features=[features])
+    stored = evaluate_retrieval(
+        loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), features=[features]
+    )
     assert (stored.images, stored.texts, stored.skipped) == (plain.images, plain.texts, {})
     assert [row | {"ranks": 0} for row in stored.predictions] == [
         row | {"ranks": 0} for row in plain.predictions

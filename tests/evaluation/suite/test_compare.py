@@ -13,6 +13,7 @@ from scipy import stats
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
+from evaluation.options import EvalOptions
 from evaluation.results import write_lines
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
@@ -86,7 +87,7 @@ def statements(tmp_path_factory):
     task = PairClassification(Nlvr2Config.model_validate({"data": {"train": ["unused"]}}), parts)
     results = []
     for name in ("a", "b"):
-        result = evaluate_task(task, [shards], resamples=2)
+        result = evaluate_task(task, [shards], options=EvalOptions(resamples=2))
         result.save(folder / name)
         results.append(result)
         task.head[-1].weight.data.neg_()
@@ -116,8 +117,10 @@ def test_a_result_does_not_differ_from_itself(statements):
 
 def test_retrieval_is_compared_query_by_query(model_folder, scene_shards, tmp_path):
     loaded = vlp.load(model_folder)
-    dual = evaluate_retrieval(loaded, [scene_shards], resamples=5)
-    both = evaluate_retrieval(loaded, [scene_shards], rerank=6, rerank_by="match", resamples=5)
+    dual = evaluate_retrieval(loaded, [scene_shards], options=EvalOptions(resamples=5))
+    both = evaluate_retrieval(
+        loaded, [scene_shards], rerank=6, rerank_by="match", options=EvalOptions(resamples=5)
+    )
     dual.save(tmp_path / "dual")
     both.save(tmp_path / "both")
     found = compare(tmp_path / "dual", tmp_path / "both", permutations=50)
@@ -134,7 +137,9 @@ def test_retrieval_is_compared_query_by_query(model_folder, scene_shards, tmp_pa
 
 
 def test_retrieval_rows_name_image_caption_and_ranks(model_folder, scene_shards):
-    result = evaluate_retrieval(vlp.load(model_folder), [scene_shards], rerank=3, resamples=2)
+    result = evaluate_retrieval(
+        vlp.load(model_folder), [scene_shards], rerank=3, options=EvalOptions(resamples=2)
+    )
     texts = [row for row in result.predictions if row["direction"] == "text_to_image"]
     images = [row for row in result.predictions if row["direction"] == "image_to_text"]
     assert (len(texts), len(images)) == (result.texts, result.images)

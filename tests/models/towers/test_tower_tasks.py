@@ -9,6 +9,7 @@ from pair_shards import entailment_shards, statement_shards
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
@@ -82,7 +83,9 @@ def test_shared_parts_of_scores_are_those_of_the_model(scenes, tmp_path):
 def test_retrieval_is_evaluated_and_re_ranked_as_by_hand(scenes, tmp_path):
     shards, text = scenes
     loaded = vlp.load(tower_folder(tmp_path, text))
-    report = evaluate_retrieval(loaded, [shards], rerank=9, rerank_by="match", batch=4)
+    report = evaluate_retrieval(
+        loaded, [shards], rerank=9, rerank_by="match", options=EvalOptions(batch=4)
+    )
     captions, pixels = [], []
     for scene in distinct_scenes(0, 9):
         captions.append(list(annotation(scene).captions))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from evaluation.vision import classification as evaluation_classification
 from evaluation.vision import evaluate_folder
@@ -116,14 +117,14 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
     figures = evaluate_folder(folder)
     assert figures["top1"] > 90
     assert figures["loss"] < 0.4
-    assert evaluate_folder(folder, limit=2)["top1"] in (0, 50, 100)
+    assert evaluate_folder(folder, options=EvalOptions(limit=2))["top1"] in (0, 50, 100)
     monkeypatch.setattr(evaluation_classification, "BATCH", 10)
-    assert evaluate_folder(folder, workers=2) == evaluate_folder(folder)
+    assert evaluate_folder(folder, options=EvalOptions(workers=2)) == evaluate_folder(folder)
     (corners / "below" / "3.png").write_bytes(b"no image")
     said = []
     for workers in (0, 2):
         with pytest.raises(EvaluationError, match="unreadable image") as caught:
-            evaluate_folder(folder, workers=workers)
+            evaluate_folder(folder, options=EvalOptions(workers=workers))
         said.append(str(caught.value).partition(" at 0x")[0])  # Pillow names an address
     assert said[0] == said[1]
 

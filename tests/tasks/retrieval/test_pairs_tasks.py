@@ -10,6 +10,7 @@ from pair_shards import annotated_shards, tiny_folder
 
 from evaluation.downstream import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from launch.finetune import build_task, select
 from vlp.config import ConfigError, validated
@@ -85,8 +86,10 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
     folder = tiny_folder(tmp_path / "start")
     config = settings(folder, shards, "grounding", by="similarity", head=2)
     task, data = build_task(config)
-    found = evaluate_task(task, [shards], resamples=1)
-    direct = evaluate_grounding(task.loaded, [shards], by="similarity", head=2, resamples=1)
+    found = evaluate_task(task, [shards], options=EvalOptions(resamples=1))
+    direct = evaluate_grounding(
+        task.loaded, [shards], by="similarity", head=2, options=EvalOptions(resamples=1)
+    )
     assert found.metrics == direct.metrics
     assert found.predictions == direct.predictions
     select(config, task, data).validate(progress := Progress(), dict)
@@ -94,8 +97,8 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
 
     config = settings(folder, shards, "retrieval", rerank=3)
     task, data = build_task(config)
-    found = evaluate_task(task, [shards], resamples=1)
-    direct = evaluate_retrieval(task.loaded, [shards], rerank=3, resamples=1)
+    found = evaluate_task(task, [shards], options=EvalOptions(resamples=1))
+    direct = evaluate_retrieval(task.loaded, [shards], rerank=3, options=EvalOptions(resamples=1))
     assert found.metrics["mean"] == direct.mean("rerank").value
     select(config, task, data).validate(progress := Progress(), dict)
     assert progress.best == found.metrics["mean"]
@@ -115,7 +118,10 @@ def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(s
     for parameter in task.parameters():
         parameter.data = torch.empty(0)
     selection.validate(progress := Progress(), lambda: moved)
-    assert progress.best_figures == evaluate_task(expected, [shards], resamples=1).metrics
+    assert (
+        progress.best_figures
+        == evaluate_task(expected, [shards], options=EvalOptions(resamples=1)).metrics
+    )
     assert progress.best_figures != before.best_figures
 
 
