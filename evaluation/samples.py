@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
-from vlp.data.schema import Annotation, captions_of
+from vlp.data.schema import Annotation, caption_numbers, captions_of
 from vlp.data.shards.remote import is_url
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.loader import running, worker_settings
@@ -101,6 +101,27 @@ class Samples:
         return decode_image(data, where, least)
 
 
+def count_kept_captions(
+    sample: CaptionedSample | SkippedSample,
+) -> CaptionedSample | SkippedSample:
+    """Return a sample without its blank captions, its words counted among the others.
+
+    One with a word of a caption that is blank, or not there, is a bad annotation.
+    """
+    if isinstance(sample, SkippedSample) or sample.annotation.words is None:
+        return sample
+    annotation = sample.annotation
+    kept = caption_numbers(annotation)
+    words = []
+    for word in sample.annotation.words:
+        if word.caption not in kept:
+            place = f"{'/'.join(sample.identity)}: word {word.word!r} of caption {word.caption}"
+            return SkippedSample("bad annotation", f"{place}, which is blank or not there")
+        words.append(word.model_copy(update={"caption": kept.index(word.caption)}))
+    counted = annotation.model_copy(update={"captions": sample.captions, "words": words})
+    return sample._replace(annotation=counted)
+
+
 def _place_of(folder: str) -> str:
     """Return the same for every spelling of a folder."""
     return folder if is_url(folder) else str(Path(folder).resolve())
@@ -114,9 +135,6 @@ def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:
 def kinds_in_words(counts: Mapping[str, int]) -> str:
     """Format the result of `count_kinds` for a table's notes: `3 no text, 1 unreadable image`."""
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
-
-
-Row = Mapping[str, Any]
 
 
 Value = TypeVar("Value")

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.downstream.task_evaluation import (
+from evaluation.encoder import GIBIBYTE, Block, BlockCache
+from evaluation.item_results import (
     TaskResult,
     clustered_figures,
     evaluate_blocks,
     image_name,
     keep_scores,
 )
-from evaluation.encoder import GIBIBYTE, Block, BlockCache
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, untrained_match_notes
 from evaluation.samples import EvaluationError

@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from evaluation.ablations.config import AblationConfig, RowConfig, TableConfig
+from evaluation.latex import latex_table
 from evaluation.results import Table
 from vlp.config import ConfigError
 
@@ -48,7 +49,7 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     tables = [lay_out(table, figures) for table in config.tables]
     (folder / "report.md").write_text("\n\n".join(t.markdown() for t in tables), "utf-8")
-    (folder / "report.tex").write_text("\n".join(map(latex, tables)), "utf-8")
+    (folder / "report.tex").write_text("\n".join(map(latex_table, tables)), "utf-8")
     figures.to_csv(folder / "figures.csv")
     pd.concat([paired_tests(table, figures) for table in config.tables]).to_csv(
         folder / "tests.csv", index=False
@@ -150,15 +151,6 @@ def lay_out(table: TableConfig, figures: pd.DataFrame) -> Table:
     heads = [f"{name} − {table.reference}".strip() for name in named.values()]
     columns = ["", *table.figures, *heads, "seeds", *(f"paper: {each}" for each in table.paper)]
     return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
-
-
-def latex(table: Table) -> str:
-    """Return a floating table with the rules of booktabs."""
-    frame = pd.DataFrame(table.rows, columns=table.head)
-    text = frame.to_latex(index=False, escape=True, caption=table.title, position="htb")
-    for sign, command in (("→", r"$\rightarrow$"), ("−", "$-$"), ("±", r"$\pm$"), ("–", "--")):
-        text = text.replace(sign, command)
-    return str(text)
 
 
 def draw_means(file: Path, tables: Sequence[TableConfig], figures: pd.DataFrame) -> None:

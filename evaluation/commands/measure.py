@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,6 @@ import typer
 from typer import Option
 
 from evaluation.commands import predictions
-from evaluation.commands.fine_tuned import command_of
 from evaluation.commands.options import (
     Device,
     EvaluationCommand,
@@ -25,7 +25,8 @@ from evaluation.commands.options import (
 )
 from vlp.command_line import Overrides, new_app, positive
 from vlp.config import Precision
-from vlp.tasks.downstream.registry import task_kinds
+from vlp.tasks.downstream.registry import task_kinds, task_summary
+from vlp.tasks.vqa.metrics import Version
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
 app.add_typer(predictions.app)
@@ -104,6 +105,58 @@ def retrieval(
         bank_temperature=BANK_TEMPERATURE if bank_temperature is None else bank_temperature,
         **measured,
     )
+
+
+def command_of(kind: str) -> Callable[..., Any]:
+    """Return the function behind the command of a kind of task."""
+    if kind == "vqa":
+        return vqa
+
+    def evaluate(model: str, **measured: Any) -> Any:
+        return _evaluated(kind, model, **measured)
+
+    summary = task_summary(kind)
+    evaluate.__doc__ = (
+        f"{summary[0].upper()}{summary[1:]}.\n\n"
+        f"Evaluates a fine-tuned model. Figures have intervals. OUT gets {kind}.json, {kind}.md "
+        f"and {kind}.predictions.jsonl."
+    )
+    return measurement()(evaluate)
+
+
+@measurement("questions")
+def vqa(
+    model: str,
+    predict: Annotated[
+        Literal["rank", "generate"] | None,
+        Option(help="choose from the list of answers, or write freely (default: as fine-tuned)"),
+    ] = None,
+    version: Annotated[
+        Version | None,
+        Option(
+            help="the current official evaluator, or ALBEF's older one (default: as fine-tuned)"
+        ),
+    ] = None,
+    **measured: Any,
+) -> Any:
+    """Visual question answering.
+
+    Evaluates a fine-tuned model. Figures have intervals. OUT gets vqa.json, vqa.md and
+    vqa.predictions.jsonl.
+    """
+    return _evaluated("vqa", model, predict=predict, version=version, **measured)
+
+
+def _evaluated(kind: str, model: str, **measured: Any) -> Any:
+    from evaluation.downstream import evaluate_task
+    from vlp.tasks.downstream.task import load_task
+
+    task = checked(lambda: load_task(model))
+    if task.kind != kind:
+        raise typer.BadParameter(
+            f"{model} is fine-tuned for {task.kind}: python -m evaluation {task.kind} ..."
+        )
+    return evaluate_task(task, **measured)
 
 
 for _kind in task_kinds():

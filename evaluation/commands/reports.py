@@ -62,10 +62,9 @@ def anchors(
         int | None,
         Option(
             metavar="K",
-            help="captions from --shards, one of each image (default 4, or 1 with --detail)",
+            help="captions from --shards, one of each image (default 4)",
         ),
     ] = None,
-    detail: Annotated[bool, Option("--detail", help="the grid, for --shards too")] = False,
     layer: Annotated[
         int | None,
         Option(
@@ -82,19 +81,17 @@ def anchors(
     """Draw where the anchors of each token lie.
 
     An image file and a text give a grid of everything: anchors, Grad-CAM and the path of each
-    channel group, and its arrays as .npz. Shards give an overview of several captions, or with
-    --detail a grid of each.
+    channel group. Shards give an overview of several captions.
     """
-    from evaluation.probes.anchor_maps import anchor_details, anchor_maps, first_samples, read_pair
+    from evaluation.probes.anchor_maps import anchor_details, anchor_maps, read_pair
     from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
 
-    overview = image is None and not detail
     for wrong, message in (
         ((image is None) != bool(shards), "give either --image and --text, or --shards"),
         ((image is None) != (text is None), "--image and --text go together"),
         (image is not None and count is not None, "--count is for --shards; --image is one image"),
-        (overview and layer is not None, "--layer is for the grid: add --detail"),
-        (overview and groups is not None, "--groups is for the grid: add --detail"),
+        (image is None and layer is not None, "--layer is for the grid of an --image"),
+        (image is None and groups is not None, "--groups is for the grid of an --image"),
         (groups is not None and groups < 1, f"--groups {groups}: at least one group is drawn"),
         (out.suffix.lower() != ".png", f"--out {out}: the image is a .png file"),
     ):
@@ -102,21 +99,13 @@ def anchors(
             raise typer.BadParameter(message)
     if not first_rank():
         return
-    if overview:
-        maps = anchor_maps(
-            load_model(model), shards or (), count=4 if count is None else count, device=device
-        )
-        print(draw_anchor_maps(maps, out))
-        return
+    loaded = load_model(model)
     if image is not None and text is not None:
-        samples = [read_pair(image, text)]
+        (detail,) = anchor_details(loaded, [read_pair(image, text)], layer=layer, device=device)
+        print(draw_anchor_detail(detail, out, 8 if groups is None else groups))
     else:
-        samples = first_samples(shards or [], 1 if count is None else count)
-    details = anchor_details(load_model(model), samples, layer=layer, device=device)
-    for number, drawn in enumerate(details):
-        file = out.with_stem(f"{out.stem}-{number}") if len(details) > 1 else out
-        print(draw_anchor_detail(drawn, file, 8 if groups is None else groups))
-        print(drawn.save(file.with_suffix(".npz")))
+        maps = anchor_maps(loaded, shards or (), count=4 if count is None else count, device=device)
+        print(draw_anchor_maps(maps, out))
 
 
 @app.command(cls=EvaluationCommand, rich_help_panel=MODELS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.registry import get_evaluation
-from evaluation.downstream.task_evaluation import TaskResult
+from evaluation.item_results import TaskResult
 from evaluation.options import EvalOptions
 from vlp.tasks.downstream.task import Downstream
 from vlp.tasks.retrieval.task import PairsTask

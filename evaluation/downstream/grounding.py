@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 import vlp
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
-from evaluation.downstream.task_evaluation import EvaluatedItems, Job, TaskEvaluation, TaskResult
+from evaluation.downstream.task_evaluation import Job, TaskEvaluation
 from evaluation.grounding.grounding import By, evaluate_grounding
+from evaluation.item_results import EvaluatedItems, TaskResult
 from evaluation.options import EvalOptions
 from vlp.data.image.ablated_views import View
 from vlp.models.folder import Loaded

@@ -16,10 +16,12 @@ from evaluation.downstream.task_evaluation import (
     Row,
     Scored,
     TaskEvaluation,
+    sentence_of,
+)
+from evaluation.item_results import (
     clustered_figures,
     image_name,
     keep_scores,
-    sentence_of,
 )
 from vlp.data.downstream.dataset import Item, panels
 from vlp.tasks.pair_classification.data import PairBatch, PairExample

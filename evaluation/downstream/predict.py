@@ -15,8 +15,13 @@ import torch
 
 import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
-from evaluation.downstream.task_evaluation import EvaluatedItems, Row, load_for_evaluation, without
+from evaluation.downstream.task_evaluation import (
+    Row,
+    load_for_evaluation,
+    without,
+)
 from evaluation.encoder import encode_one
+from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import NEVER_MATCHED

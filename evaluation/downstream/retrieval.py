@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 import vlp
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.task_evaluation import Job, TaskEvaluation, TaskResult
+from evaluation.downstream.task_evaluation import Job, TaskEvaluation
+from evaluation.item_results import TaskResult
 from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.metrics.recall import RECALL_AT

@@ -20,6 +20,8 @@ from evaluation.downstream.task_evaluation import (
     Row,
     Scored,
     TaskEvaluation,
+)
+from evaluation.item_results import (
     clustered_figures,
     image_name,
     keep_scores,

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.downstream.task_evaluation import (
+from evaluation.grounding.grad_cam import grad_cam, layer_number
+from evaluation.item_results import (
     TaskResult,
     clustered_figures,
     evaluate_blocks,
     image_name,
     keep_scores,
 )
-from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.options import EvalOptions
 from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError

@@ -15,11 +15,12 @@ from PIL import Image, ImageDraw
 
 from evaluation.encoder import encode_one
 from evaluation.grounding.grad_cam import grad_cam, layer_number
-from evaluation.probes.anchor_plots import GRADCAM_COLOURS, SHARE_COLOURS
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
+
+SHARE_COLOURS, GRADCAM_COLOURS = "inferno", "turbo"
 
 Drawn = tuple[Sequence[float], str]
 """A box [x, y, width, height] in pixels of the image, and a colour."""

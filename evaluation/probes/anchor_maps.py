@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from evaluation.encoder import encode_one
 from evaluation.grounding.grad_cam import grad_cam, layer_number
-from evaluation.probes.kept_captions import count_kept_captions
-from evaluation.samples import CaptionedSample, EvaluationError, Samples
+from evaluation.samples import CaptionedSample, EvaluationError, Samples, count_kept_captions
 from evaluation.work_sharding import evaluating
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
@@ -78,21 +77,6 @@ class AnchorDetail(NamedTuple):
     layer: int
     layers: int
     match: float
-
-    def save(self, path: str | Path) -> Path:
-        """Write the arrays as `.npz`, for `numpy.load`.
-
-        Names: `words`, `anchors`, `path`, `reachable`, `gradcam`, `gradcam_caption`, `threshold`,
-        `layer` and `match` as above, `caption`, and `grid`, the patches (rows, columns).
-        """
-        arrays: dict[str, Any] = self._asdict()
-        for name in ("image", "boxes", "layers"):
-            del arrays[name]
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            np.savez_compressed(file, grid=self.gradcam_caption.shape, **arrays)
-        return path
 
 
 def anchor_maps(

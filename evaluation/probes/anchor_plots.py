@@ -18,14 +18,13 @@ from matplotlib.path import Path as Outline
 from numpy.typing import NDArray
 from PIL import Image
 
+from evaluation.grounding.heatmaps import GRADCAM_COLOURS, SHARE_COLOURS
 from evaluation.probes.anchor_maps import AnchorDetail, AnchorMap, Box, WordMap
 
 PANEL = 1.25  # inches
-SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
+PATH_COLOURS = "viridis_r"
 SHOWN_PIXELS = 400
 """An image is drawn with at most so many pixels a side: a panel has fewer."""
-TEXT_PANELS = 4
-"""The heading and its scales need the width of so many panels."""
 
 
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
@@ -83,11 +82,23 @@ def draw_anchor_detail(
         The path.
     """
     shown = min(groups, detail.path.shape[1])
-    sheet = _Sheet(len(detail.words), 2 + max(shown, TEXT_PANELS), detail.image)
-    _draw_heading(sheet, detail, shown)
-    strongest, longest = detail.gradcam.max(), _longest(detail)
+    width, height = detail.image.size
+    # Very long images would leave panels without width or height.
+    tall = PANEL * min(max(height / width, 0.4), 2.5)
+    rows, columns = 1 + len(detail.words), 2 + shown
+    figure = _figure(PANEL * columns + 1.2, (tall + 0.2) * rows + 1.6)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for panel in axes.flat:
+        panel.axis("off")
+    axes[0, 0].imshow(_small(detail.image), extent=_extent(detail.image))
+    _draw_gradcam(axes[0, 1], detail, detail.gradcam_caption, detail.gradcam_caption.max())
+    titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(shown))]
+    for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
+        panel.set_title(title, fontsize=8, pad=3)
+    strongest, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
-        panels = [sheet.panel(row, column) for column in range(2 + shown)]
+        panels = axes[row + 1]
         _label(panels[0], word)
         _draw_share(panels[0], detail.image, detail.anchors[row].mean(0))
         _draw_gradcam(panels[1], detail, detail.gradcam[row], strongest)
@@ -95,110 +106,32 @@ def draw_anchor_detail(
             _draw_path(panel, detail, row, group, longest)
         for panel in panels:
             _frame(panel, boxes)
-        if row == 0:
-            titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(shown))]
-            for panel, title in zip(panels, titles):
-                panel.set_title(title, fontsize=8, pad=3)
-    return _save(sheet.figure, path, dots)
-
-
-class _Sheet:
-    """Layout of a detailed grid's panels, in inches: a heading, then a row for each word."""
-
-    LEFT, TOP, GAP, BELOW_HEADING, EDGE = 0.75, 0.25, 0.08, 0.35, 0.15
-
-    def __init__(self, rows: int, columns: int, image: Image.Image) -> None:
-        width, height = image.size
-        # Very long images would leave panels without width or height.
-        self.tall = PANEL * min(max(height / width, 0.4), 2.5)
-        self.heading = max(self.tall, PANEL)
-        self.first_row = self.TOP + self.heading + self.BELOW_HEADING
-        self.figure = _figure(
-            self.LEFT + columns * (PANEL + self.GAP) + self.EDGE,
-            self.first_row + rows * (self.tall + self.GAP) + self.EDGE,
-        )
-
-    def panel(self, row: int | None, column: int) -> Axes:
-        """An empty panel of a word's row, or of the heading (None)."""
-        height = self.heading if row is None else self.tall
-        top = self.TOP if row is None else self.first_row + row * (self.tall + self.GAP)
-        panel = self.axes(self.LEFT + column * (PANEL + self.GAP), top, PANEL, height)
-        panel.axis("off")
-        panel.set_anchor("N" if row is None else "C")
-        return panel
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes at a place in inches, from the figure's left and top."""
-        across, up = self.figure.get_size_inches()
-        place = (left / across, 1 - (top + height) / up, width / across, height / up)
-        return self.figure.add_axes(place)
-
-    def text(self, left: float, top: float, text: str, size: float, weight: str) -> None:
-        """Text whose first line starts at a place in inches."""
-        across, up = self.figure.get_size_inches()
-        # A caption may hold dollar signs, which are no formula.
-        self.figure.text(
-            left / across,
-            1 - top / up,
-            text,
-            fontsize=size,
-            weight=weight,
-            va="top",
-            linespacing=1.2,
-            parse_math=False,
-        )
-
-
-def _draw_heading(sheet: _Sheet, detail: AnchorDetail, groups: int) -> None:
-    """Image, Grad-CAM of the caption, and beside them what is shown and the three scales."""
-    image, whole = sheet.panel(None, 0), sheet.panel(None, 1)
-    image.imshow(_small(detail.image), extent=_extent(detail.image))
-    image.set_title("image", fontsize=8, pad=3)
-    _draw_gradcam(whole, detail, detail.gradcam_caption, detail.gradcam_caption.max())
-    whole.set_title("Grad-CAM, caption", fontsize=8, pad=3)
-
-    left = sheet.LEFT + 2 * (PANEL + sheet.GAP) + 0.1
-    wide = sheet.figure.get_figwidth() - left - sheet.EDGE
-    caption = textwrap.wrap(detail.caption, int(wide / 0.085), max_lines=2, placeholder=" …")
-    every = detail.path.shape[1]
-    facts = [
-        f"match log-odds {detail.match:+.1f}",
-        f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1})",
-        f"anchors:\u00a0S\u00a0≥\u00a0{detail.threshold:.2f}",
-        f"{groups} of {every} groups; dots: anchors, hatched: not reachable"
-        if every
-        else "no paths in this model",
-    ]
-    sheet.text(left, sheet.TOP, "\n".join(caption), 9, "bold")
-    below = sheet.TOP + 0.19 * len(caption)
-    sheet.text(left, below, textwrap.fill(" · ".join(facts), int(wide / 0.066)), 7.5, "normal")
-
     scales = [
-        ("share of groups that anchor", SHARE_COLOURS, 0.0, 1.0),
-        ("Grad-CAM, of the strongest", GRADCAM_COLOURS, 0.0, 1.0),
+        ("anchors", SHARE_COLOURS, 0, 1, slice(1)),
+        ("Grad-CAM", GRADCAM_COLOURS, 0, 1, slice(1, 2)),
     ]
-    if every:
-        scales.append(("path P (Eq. 7)", PATH_COLOURS, 1.0, _longest(detail)))
-    step = wide / len(scales)
-    for number, (name, colours, low, high) in enumerate(scales):
-        bar = sheet.axes(left + number * step, sheet.TOP + PANEL - 0.3, step - 0.25, 0.1)
+    scales += [("path P (Eq. 7)", PATH_COLOURS, 1, longest, slice(2, None))] if shown else []
+    for name, colours, low, high, column in scales:
         scale = ScalarMappable(Normalize(low, high), colours)
-        sheet.figure.colorbar(scale, cax=bar, orientation="horizontal")
-        bar.tick_params(labelsize=6.5, length=2, pad=1)
-        bar.set_title(name, fontsize=7, pad=2)
+        bar = figure.colorbar(scale, ax=axes[:, column], location="bottom", fraction=0.03)
+        bar.ax.tick_params(labelsize=6.5)
+        bar.set_label(name, fontsize=7)
+    facts = (
+        f"match log-odds {detail.match:+.1f} · S ≥ {detail.threshold:.2f} · "
+        f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1}) · "
+        f"{shown} of {detail.path.shape[1]} groups; dots: anchors, hatched: not reachable"
+    )
+    letters = int(figure.get_figwidth() / 0.075)
+    caption = textwrap.wrap(detail.caption, letters, max_lines=2, placeholder=" …")
+    # A caption may hold dollar signs, which are no formula.
+    lines = "\n".join([*caption, *textwrap.wrap(facts, letters)])
+    figure.suptitle(lines, fontsize=8, parse_math=False)
+    return _save(figure, path, dots)
 
 
 def _label(panel: Axes, word: str) -> None:
-    panel.text(
-        -0.06,
-        0.5,
-        textwrap.fill(word, 10),
-        transform=panel.transAxes,
-        ha="right",
-        va="center",
-        fontsize=9,
-        parse_math=False,
-    )
+    place = {"transform": panel.transAxes, "ha": "right", "va": "center"}
+    panel.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **place)
 
 
 def _draw_word(panel: Axes, row: AnchorMap, word: WordMap) -> AxesImage:
@@ -234,15 +167,8 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
     rows, columns = reachable.shape
     down, along = (bottom - top) / rows, (right - left) / columns
     for row, column in np.argwhere(detail.anchors[word, group] > 0):
-        panel.plot(
-            left + (column + 0.5) * along,
-            top + (row + 0.5) * down,
-            marker="o",
-            markersize=2.2,
-            markerfacecolor="white",
-            markeredgecolor="black",
-            markeredgewidth=0.5,
-        )
+        place = left + (column + 0.5) * along, top + (row + 0.5) * down
+        panel.scatter(*place, s=5, facecolor="white", edgecolor="black", linewidth=0.5)
     corner = np.array([(0, 0), (1, 0), (1, 1), (0, 1), (0, 0)])
     squares = [
         Outline((corner + place[::-1]) * (along, down) + (left, top), closed=True)
@@ -286,11 +212,6 @@ def _draw_pale(panel: Axes, image: Image.Image) -> None:
 def _frame(panel: Axes, boxes: Sequence[Box]) -> None:
     for x, y, w, h in boxes:
         panel.add_patch(Rectangle((x - 0.5, y - 0.5), w, h, fill=False, color="limegreen", lw=1.2))
-
-
-def _longest(detail: AnchorDetail) -> float:
-    """Upper end of the scale of paths; the lower is 1, the shortest path there is."""
-    return float(max(detail.path.max(initial=1), 1.01))
 
 
 def _small(image: Image.Image) -> Image.Image:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.downstream.task_evaluation import (
+from evaluation.item_results import (
     TaskResult,
     clustered_figures,
     evaluate_blocks,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.downstream.task_evaluation import evaluate_blocks
+from evaluation.item_results import evaluate_blocks
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
 from evaluation.samples import EvaluationError

@@ -26,12 +26,18 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
-from evaluation.downstream.task_evaluation import clustered_figures
 from evaluation.grounding.grad_cam import grad_cam, layer_number
+from evaluation.item_results import clustered_figures
 from evaluation.options import EvalOptions
-from evaluation.probes.kept_captions import count_kept_captions
 from evaluation.results import Figure, Table, untrained_match_notes, write_report
-from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
+from evaluation.samples import (
+    BlockReader,
+    CaptionedSample,
+    EvaluationError,
+    Samples,
+    count_kept_captions,
+    count_kinds,
+)
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample

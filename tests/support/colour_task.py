@@ -17,6 +17,8 @@ from evaluation.downstream.task_evaluation import (
     PageAction,
     Scored,
     TaskEvaluation,
+)
+from evaluation.item_results import (
     clustered_figures,
     image_name,
     keep_scores,

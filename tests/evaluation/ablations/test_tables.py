@@ -20,7 +20,6 @@ from evaluation.ablations.tables import (
     difference,
     half_interval,
     holm,
-    latex,
     lay_out,
     paired_tests,
     read_figures,
@@ -29,6 +28,7 @@ from evaluation.ablations.tables import (
     values_of,
 )
 from evaluation.commands import ablations as module
+from evaluation.latex import latex_table
 from launch.__main__ import main
 from vlp.config import load_config
 from vlp.training.run_folder import read_log
@@ -160,7 +160,7 @@ def test_the_report_is_text_latex_csv_and_a_drawing(config):
     assert r"\toprule" in tex
     assert r"APE \& more &" in tex
     assert r"51.0 $\pm$ 1.0" in tex
-    assert latex(lay_out(config.tables[0], figures())) in tex
+    assert latex_table(lay_out(config.tables[0], figures())) in tex
     pd.testing.assert_frame_equal(read_figures(out / "figures.csv"), figures())
     assert len(pd.read_csv(out / "tests.csv")) == 3
     with Image.open(out / "figures.png") as image:

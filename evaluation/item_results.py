@@ -1,0 +1,244 @@
+"""Items of shards evaluated in blocks that ranks share, and the result of a model on one set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from evaluation.options import EvalOptions
+from evaluation.results import Figure, Table, write_lines, write_report
+from evaluation.samples import BlockReader, EvaluationError, count_kinds, kinds_in_words
+from evaluation.work_sharding import Ranks
+from vlp.data.downstream.dataset import Item
+from vlp.data.image.ablated_views import View
+from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+
+Made = TypeVar("Made")
+
+
+class Pictured(Protocol):
+    """What is read of an item."""
+
+    def without_images(self) -> Self:
+        """Return what is left once its images are prepared."""
+
+
+Read = TypeVar("Read", bound=Pictured)
+Given = TypeVar("Given", bound=Pictured, covariant=True)
+
+
+class Readable(Protocol[Given]):
+    """Items by number, such as `vlp.data.downstream.dataset.Items`."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Their shard folders, for messages."""
+
+    def __len__(self) -> int:
+        """Items."""
+
+    def read(self, number: int) -> Given:
+        """One item; a BadSample is counted."""
+
+
+class EvaluatedItems(NamedTuple):
+    """Rows of all good items in their order, and the bad ones by kind."""
+
+    rows: list[Any]
+    skipped: dict[str, int]
+
+
+def _read(
+    items: Readable[Read],
+    blocks: Sequence[range],
+    make: Callable[[Read, int], Made],
+    number: int,
+) -> tuple[list[tuple[Read, Made]], list[SkippedSample]]:
+    """Read and prepare the items of a block, in any process."""
+    made: list[tuple[Read, Made]] = []
+    skipped: list[SkippedSample] = []
+    for item_number in blocks[number]:
+        try:
+            item = items.read(item_number)
+            made.append((item.without_images(), make(item, item_number)))
+        except BadSample as bad:
+            skipped.append(SkippedSample(bad.kind, bad.where))
+    return made, skipped
+
+
+def evaluate_blocks(
+    items: Readable[Read],
+    make: Callable[[Read, int], Made],
+    evaluate: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
+    options: EvalOptions,
+    device: torch.device,
+) -> EvaluatedItems:
+    """Read, prepare and evaluate every item once, on some rank.
+
+    A block is cut from the data alone and computed in one piece by one rank, so its numbers are the
+    same however many ranks there are.
+
+    Args:
+        items: to evaluate.
+        make: prepares an item of a number, in any process; a BadSample is counted.
+        evaluate: one picklable row for each prepared item, which comes without its images.
+        options: `batch` is the items of a block.
+        device: where `evaluate` computes.
+    """
+    ranks = Ranks.current()
+    blocks = [
+        range(start, min(start + options.batch, len(items)))
+        for start in range(0, len(items), options.batch)
+    ]
+    quiet = not (options.progress and ranks.first)
+
+    reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
+
+    def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
+        made, skipped = reader[number]
+        rows = list(evaluate(made)) if made else []
+        bar.update()
+        return rows, skipped
+
+    share = ranks.share(len(blocks))
+    with (
+        tqdm(total=len(share), desc="evaluate", unit="block", disable=quiet) as bar,
+        reader.ahead(share),
+    ):
+        parts = ranks.map_blocks(len(blocks), work)
+    rows = [row for found, _ in parts for row in found]
+    skipped = [skip for _, skipped in parts for skip in skipped]
+    if not rows:
+        first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
+        raise EvaluationError(f"{', '.join(items.folders)}: nothing could be used{first}")
+    return EvaluatedItems(rows, count_kinds(skipped))
+
+
+def image_of(item: Item) -> tuple[str, str]:
+    """Return (source, id) of an item's image, which its other items share."""
+    annotation = item.raw.annotation
+    if annotation.image_id is None:
+        return "", item.where
+    return annotation.source or "", annotation.image_id
+
+
+def image_name(item: Item) -> str:
+    """Return the name of an item's image as rows have it."""
+    return "/".join(image_of(item))
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Result of one model on one set.
+
+    figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
+    item, with the ids that a submission needs; those with truth have `scores`, the item's
+    value by figure, and `image`, which items of one image share. skipped: bad samples by kind.
+    notes: what belongs under the table. view: what the model was shown, where there is a choice.
+    """
+
+    kind: str
+    items: int
+    shards: tuple[str, ...]
+    figures: dict[str, Figure]
+    predictions: list[dict[str, Any]]
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    view: View | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the figures' values, by which a run chooses its best model."""
+        return {name: figure.value for name, figure in self.figures.items()}
+
+    def table(self) -> Table:
+        """Return percent with intervals, and chance where there is one."""
+        rows = [
+            [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
+            for name, figure in self.figures.items()
+        ]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images.", *self.notes]
+        if self.skipped:
+            kinds = kinds_in_words(self.skipped)
+            notes.append(f"Skipped items: {kinds}.")
+        return Table(f"{self.kind}: {self.items} items", ["", "value", "chance"], rows, notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the predictions, as plain JSON values; figures are shares."""
+        return {
+            "task": self.kind,
+            "shards": list(self.shards),
+            "items": self.items,
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            **({} if self.view is None else {"view": self.view}),
+            "figures": {name: figure._asdict() for name, figure in self.figures.items()},
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `KIND.json`, `KIND.md` and `KIND.predictions.jsonl`."""
+        path = write_report(folder, self.kind, self.table(), self.to_json())
+        write_lines(path / f"{self.kind}.predictions.jsonl", self.predictions)
+        return path
+
+
+def clustered_figures(
+    values: Mapping[str, NDArray[Any]],
+    clusters: Sequence[Hashable],
+    chances: Mapping[str, float],
+    resamples: int = 1000,
+    counted: Mapping[str, NDArray[Any]] | None = None,
+) -> dict[str, Figure]:
+    """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
+
+    Args:
+        values: of each item, by figure.
+        clusters: what the items of one image have in common.
+        chances: by figure; 0 where there is no such thing.
+        resamples: bootstrap draws.
+        counted: by figure, the items that it is about, or their weights; all where it is not named.
+    """
+    numbers: dict[Hashable, int] = {}
+    own = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    sums, weights = [], []
+    for name, value in values.items():
+        about = np.ones(len(own)) if counted is None or name not in counted else counted[name]
+        sums.append(np.bincount(own, np.asarray(value, dtype=float) * about, len(numbers)))
+        weights.append(np.bincount(own, np.asarray(about, dtype=float), len(numbers)))
+    total, weight = np.stack(sums, axis=1), np.stack(weights, axis=1)
+    point = total.sum(0) / weight.sum(0)
+    low, high = percentile_interval(bootstrap_means(total, weight, resamples=resamples))
+    return {
+        name: Figure(float(point[k]), float(low[k]), float(high[k]), chances.get(name, 0.0))
+        for k, name in enumerate(values)
+    }
+
+
+def keep_scores(
+    rows: Sequence[dict[str, Any]],
+    values: Mapping[str, NDArray[Any]],
+    counted: Mapping[str, NDArray[np.bool_]] | None = None,
+) -> None:
+    """Note in each row its value by figure, so that two results can be compared item by item.
+
+    Args:
+        rows: with truth.
+        values: of each row, by figure.
+        counted: as in `clustered_figures`.
+    """
+    about = counted or {}
+    for number, row in enumerate(rows):
+        row["scores"] = {
+            name: float(value[number])
+            for name, value in values.items()
+            if name not in about or about[name][number]
+        }
