@@ -120,7 +120,7 @@ def test_classes_and_swaps_are_the_same(loaded, tmp_path, monkeypatch) -> None:
     assert alone == helped
     assert alone.skipped == {"no class": 1}
     monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
-    assert evaluate_zeroshot(loaded, [shards], prompts, batch=2) == alone
+    assert evaluate_zeroshot(loaded, [shards], prompts, options=EvalOptions(batch=2)) == alone
 
 
 def test_a_fine_tuned_task_is_the_same(tmp_path, monkeypatch) -> None:
@@ -137,7 +137,7 @@ def test_a_fine_tuned_task_is_the_same(tmp_path, monkeypatch) -> None:
     )
     assert alone == helped
     monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
-    assert evaluate_task(task, [shards], batch=2) == alone
+    assert evaluate_task(task, [shards], options=EvalOptions(batch=2)) == alone
     assert alone.skipped == {"unknown label": 1}
 
 

@@ -12,6 +12,7 @@ from question_shards import COLOURS, photo
 
 import vlp
 from evaluation.__main__ import main
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare
 from evaluation.work_sharding import Ranks
@@ -74,7 +75,9 @@ def hits(scores, k):
 
 def test_figures_equal_the_slow_ones(loaded, shards):
     cosines, _ = slow_scores(loaded)
-    result = evaluate_zeroshot(loaded, [shards], PROMPTS, batch=3, resamples=20)
+    result = evaluate_zeroshot(
+        loaded, [shards], PROMPTS, options=EvalOptions(batch=3, resamples=20)
+    )
     for k in (1, 5):
         assert result.metrics[f"top-{k}"] == pytest.approx(hits(cosines, k))
         assert result.figures[f"top-{k}"].chance == pytest.approx(k / 6)
@@ -100,14 +103,16 @@ def test_the_best_classes_are_scored_again(loaded, shards, by):
     for row, near in enumerate(np.argsort(-cosines, axis=1)[:, :3]):
         final[row, near] = new[row, near]
     result = evaluate_zeroshot(
-        loaded, [shards], PROMPTS, match=3, match_by=by, batch=4, resamples=5
+        loaded, [shards], PROMPTS, match=3, match_by=by, options=EvalOptions(batch=4, resamples=5)
     )
     assert result.metrics["top-1"] == pytest.approx(hits(final, 1))
     assert result.metrics["top-1, dual encoder"] == pytest.approx(hits(cosines, 1))
     assert [row["prediction"] for row in result.predictions] == [
         CLASSES[number] for number in final.argmax(1)
     ]
-    all_again = evaluate_zeroshot(loaded, [shards], PROMPTS, match=99, match_by=by, resamples=5)
+    all_again = evaluate_zeroshot(
+        loaded, [shards], PROMPTS, match=99, match_by=by, options=EvalOptions(resamples=5)
+    )
     assert all_again.metrics["top-1"] == pytest.approx(hits(new, 1))
 
 
@@ -134,18 +139,22 @@ def test_folders_tars_and_other_fields_are_the_same_images(loaded, shards, tmp_p
         (folder / label / f"{number}.png").write_bytes(shade(number))
     with tarfile.open(tmp_path / "set.tar.xz", "w:xz") as tar:
         tar.add(folder, arcname="test")
-    one = evaluate_zeroshot(loaded, [shards], PROMPTS, resamples=5)
+    one = evaluate_zeroshot(loaded, [shards], PROMPTS, options=EvalOptions(resamples=5))
     for place, options in (
         (folder, {}),
         (tmp_path / "set.tar.xz", {}),
         (shards, {"label_field": "colour"}),
     ):
-        other = evaluate_zeroshot(loaded, [place], PROMPTS, resamples=5, **options)
+        other = evaluate_zeroshot(
+            loaded, [place], PROMPTS, options=EvalOptions(resamples=5), **options
+        )
         assert other.metrics == pytest.approx(one.metrics), place
-    both = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, resamples=5)
+    both = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, options=EvalOptions(resamples=5))
     assert both.items == 14
     assert both.metrics["top-1"] == pytest.approx(one.metrics["top-1"])
-    some = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, limit=9, resamples=5)
+    some = evaluate_zeroshot(
+        loaded, [folder, shards], PROMPTS, options=EvalOptions(limit=9, resamples=5)
+    )
     assert [row["key"] for row in some.predictions][7:] == ["0", "1"]
 
 
@@ -153,11 +162,15 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
     with ShardWriter(tmp_path / "odd") as writer:
         for number, label in enumerate(("red", "zebra", None)):
             writer.write(f"{number}", photo(), "png", Annotation(label=label))
-    result = evaluate_zeroshot(loaded, [tmp_path / "odd"], PROMPTS, resamples=5)
+    result = evaluate_zeroshot(
+        loaded, [tmp_path / "odd"], PROMPTS, options=EvalOptions(resamples=5)
+    )
     assert result.items == 1
     assert result.skipped == {"no class": 1, "unknown class": 1}
     with pytest.raises(EvaluationError, match=r"nothing could be used; the first: no class"):
-        evaluate_zeroshot(loaded, [shards], PROMPTS, label_field="nothing", resamples=5)
+        evaluate_zeroshot(
+            loaded, [shards], PROMPTS, label_field="nothing", options=EvalOptions(resamples=5)
+        )
     with pytest.raises(EvaluationError, match="cannot be negative"):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
 
@@ -167,7 +180,9 @@ def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
     with ShardWriter(tmp_path / "many") as writer:
         for number, label in enumerate(names):
             writer.write(f"{number}", photo(side=16 + number), "png", Annotation(label=label))
-    result = evaluate_zeroshot(loaded, [tmp_path / "many"], Prompts(names, names), resamples=5)
+    result = evaluate_zeroshot(
+        loaded, [tmp_path / "many"], Prompts(names, names), options=EvalOptions(resamples=5)
+    )
     assert len(result.classes) == 30
     assert len(result.table().rows) == len(result.figures) + 20
     assert "of 30." in result.table().text()
@@ -194,5 +209,7 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
 def test_an_order_by_a_score_that_was_never_trained_says_so(loaded, shards, monkeypatch):
     monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
     for match in (0, 2):
-        notes = evaluate_zeroshot(loaded, [shards], PROMPTS, match=match, resamples=2).notes
+        notes = evaluate_zeroshot(
+            loaded, [shards], PROMPTS, match=match, options=EvalOptions(resamples=2)
+        ).notes
         assert any("never trained (no ITM)" in note for note in notes) == bool(match)

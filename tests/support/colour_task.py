@@ -13,11 +13,7 @@ from torch.nn import functional
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_json
-from evaluation.downstream.task_evaluation import (
-    PageAction,
-    Scored,
-    TaskEvaluation,
-)
+from evaluation.downstream.task_evaluation import PageAction, Scored, TaskEvaluation
 from evaluation.item_results import (
     clustered_figures,
     image_name,

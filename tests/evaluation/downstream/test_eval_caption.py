@@ -10,6 +10,7 @@ from question_shards import AUGMENT, coloured, photo, toy_parts, write_shards
 
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_captions
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.tasks.caption import metrics as captions
@@ -30,7 +31,7 @@ def made(shards, **options):
 
 
 def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
-    result = evaluate_task(made(shards), [shards], batch=4, resamples=20)
+    result = evaluate_task(made(shards), [shards], options=EvalOptions(batch=4, resamples=20))
     said = [row["caption"] for row in result.predictions]
     truth = [list(sample.captions) for _, sample in coloured(6)]
     wanted = caption_scores(said, truth, "plain", meteor=False)
@@ -46,7 +47,7 @@ def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
 def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
     task = made(shards)
     monkeypatch.setattr(task, "predict", lambda inputs: ["a red picture"] * len(inputs.pixels))
-    result = evaluate_task(task, [shards], resamples=20)
+    result = evaluate_task(task, [shards], options=EvalOptions(resamples=20))
     cells = {row[0]: row[1] for row in result.table().rows}
     assert "[" in cells["rouge_l"]
     assert cells["bleu1"] == f"{100 * result.metrics['bleu1']:.1f}" != "0.0"
@@ -55,7 +56,7 @@ def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
 def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:
-    result = evaluate_task(made(shards, java=True), [shards], resamples=2)
+    result = evaluate_task(made(shards, java=True), [shards], options=EvalOptions(resamples=2))
     assert np.isfinite(result.metrics["meteor"])
     said_so = any("Stanford CoreNLP" in note for note in result.notes)
     assert said_so != ("spice" in result.metrics)
@@ -66,7 +67,7 @@ def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
     task = made(shards, java=True)
     monkeypatch.setattr(task, "predict", lambda inputs: pytest.fail("before anything is written"))
     with pytest.raises(EvaluationError, match=r"no `java` on the path.*`task.java: false`"):
-        evaluate_task(task, [shards], resamples=2)
+        evaluate_task(task, [shards], options=EvalOptions(resamples=2))
 
 
 def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path) -> None:
@@ -79,20 +80,31 @@ def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path)
         whole.append((image, Annotation(captions=texts, **ids)))
         single += [(image, Annotation(captions=[text], **ids)) for text in texts]
     results = [
-        evaluate_task(task, [write_shards(tmp_path / name, samples)], batch=3, resamples=4)
+        evaluate_task(
+            task,
+            [write_shards(tmp_path / name, samples)],
+            options=EvalOptions(batch=3, resamples=4),
+        )
         for name, samples in (("whole", whole), ("single", single))
     ]
     assert results[0].metrics == results[1].metrics
     assert [result.items for result in results] == [4, 4]
     write_captions(tmp_path / "results.json", results[1].predictions)
     alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
-    assert evaluate_task(task, [write_shards(tmp_path / "alone", alone)], resamples=2).items == 3
+    assert (
+        evaluate_task(
+            task, [write_shards(tmp_path / "alone", alone)], options=EvalOptions(resamples=2)
+        ).items
+        == 3
+    )
 
 
 def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:
     samples = [(photo(), Annotation(image_id="1")), *coloured(2), (b"", Annotation(caption="a"))]
     task = made(shards)
-    result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
+    result = evaluate_task(
+        task, [write_shards(tmp_path / "some", samples)], options=EvalOptions(resamples=2)
+    )
     assert len(result.predictions) == 3
     assert result.skipped == {"unreadable image": 1}
     with pytest.raises(EvaluationError, match="no image has a caption"):

@@ -14,6 +14,7 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_vqa
 from evaluation.downstream.vqa import VqaEvaluation
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.tasks.vqa.metrics import vqa_accuracy
@@ -35,7 +36,7 @@ def task(shards):
 
 
 def test_figures_are_those_of_the_predictions(task, shards) -> None:
-    result = evaluate_task(task, [shards], batch=5, resamples=50)
+    result = evaluate_task(task, [shards], options=EvalOptions(batch=5, resamples=50))
     said = {row["question_id"]: row["answer"] for row in result.predictions}
     truth = {one.id: one for _, sample in coloured(12) for one in sample.questions}
     assert list(said) == list(truth)
@@ -90,7 +91,7 @@ def test_the_command_writes_freely_and_takes_the_other_evaluator(task, shards, t
 
 
 def test_predictions_are_a_submission(task, shards, tmp_path) -> None:
-    result = evaluate_task(task, [shards], resamples=2)
+    result = evaluate_task(task, [shards], options=EvalOptions(resamples=2))
     folder = result.save(tmp_path)
     lines = (folder / "vqa.predictions.jsonl").read_text().splitlines()
     write_vqa(tmp_path / "results.json", map(json.loads, lines))
@@ -104,7 +105,9 @@ def test_questions_without_answers_are_answered_and_not_counted(task, tmp_path) 
     answered = Annotation(questions=[question(8, "is it red?", {"yes": 1})])
     bad = Annotation(questions=[question(9, "is it red?", {"yes": 1})])
     samples = [(photo(), unanswered), (photo(), answered), (b"", bad)]
-    result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
+    result = evaluate_task(
+        task, [write_shards(tmp_path / "some", samples)], options=EvalOptions(resamples=2)
+    )
     assert [row["question_id"] for row in result.predictions] == ["7", "8"]
     assert result.skipped == {"unreadable image": 1}
     assert result.metrics["accuracy"] in (0.0, 1.0)
@@ -123,7 +126,9 @@ def test_intervals_are_over_images(task, tmp_path) -> None:
         )
         for n, a in enumerate(("yes", "no", "red", "blue", "green", "left"))
     ]
-    result = evaluate_task(task, [write_shards(tmp_path, samples)], resamples=100)
+    result = evaluate_task(
+        task, [write_shards(tmp_path, samples)], options=EvalOptions(resamples=100)
+    )
     figure = result.figures["accuracy"]
     assert figure.value == pytest.approx(1 / 6)
     assert figure.low == figure.high == pytest.approx(1 / 6)
