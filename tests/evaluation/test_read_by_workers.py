@@ -85,7 +85,7 @@ def test_results_are_the_same(
         for workers in WORKERS
     )
     monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
-    assert evaluate(loaded, shards, batch=4, resamples=20, **options) == alone
+    assert evaluate(loaded, shards, EvalOptions(batch=4, resamples=20), **options) == alone
     assert alone.skipped["unreadable image"] >= 2
     assert alone.skipped == helped.skipped
     assert alone == helped
