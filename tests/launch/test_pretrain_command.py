@@ -17,11 +17,12 @@ import pytest
 import ranks
 from launch_lab import Lab
 from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter, index_folder
 from vlp.training.checkpoints import verify
-from vlp.training.command import run_training
+from vlp.training.command import _explain, run_training
 from vlp.training.config import PretrainConfig
 from vlp.training.stop_requests import REQUEUE
 
@@ -39,6 +40,12 @@ def refused(lab: Lab, *arguments: str, world_size: int = 1) -> str:
     return said
 
 
+def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "training.step=3"))
+    assert "unknown key 'training.step'; did you mean 'training.steps'?" in said
+    assert not lab.output("refused").exists()
+
+
 @pytest.mark.nightly
 def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
@@ -46,6 +53,10 @@ def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused"), "output=/proc/run", world_size=2)
     assert "error: /proc/run: cannot be written (No such file or directory)\n" in said
     assert not lab.output("refused").exists()
+
+
+def test_the_local_rank_may_be_spelled_as_pytorch_spells_it(lab: Lab) -> None:
+    assert "cannot read this" in refused(lab, "--local-rank=0", "--config", "nowhere.yaml")
 
 
 def test_ranks_of_slurm_without_a_rendezvous_are_told_what_is_missing(
@@ -77,6 +88,17 @@ def test_ranks_must_fit_the_batch_and_the_zero_file(lab: Lab) -> None:
     assert "training.deepspeed: unknown name 'zero7'" in said
 
 
+def test_a_vocabulary_that_does_not_fit_names_both_numbers(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "model.text.vocab_size=64"))
+    assert "64" in said
+    assert "vocabulary" in said
+
+
+def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "objectives.itm.group=3"))
+    assert "objectives.itm.group 3 does not divide a rank's 8 samples" in said
+
+
 @pytest.mark.nightly
 def test_nodes_with_other_settings_or_data_do_not_train_together(lab: Lab) -> None:
     bad_shards(lab.folder / "node_b", good=16, bad=0)
@@ -91,6 +113,43 @@ def test_nodes_with_other_settings_or_data_do_not_train_together(lab: Lab) -> No
         assert expected in results[0][1]
         assert "Traceback" not in results[0][1] + results[1][1]
         assert not lab.output("nodes").exists()
+
+
+@pytest.mark.nightly
+def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(lab: Lab) -> None:
+    for engine in ("ddp", "deepspeed"):
+        arguments = lab.arguments("nodes", "training.timeout=5", f"training.engine={engine}")
+        command = [FAILING, "other", "1", "training.step=3", *arguments]
+        (code, said), (other, refused) = ranks.finish(ranks.start(command, 2), timeout=120)
+        assert (code, other) == (1, 2)
+        assert "did you mean 'training.steps'" in refused
+        assert "rank 0 waited for another one longer than training.timeout" in said
+        assert "Traceback" not in said
+
+
+class Killed(Dataset[int]):
+    """Its loader's process is killed, as when memory runs out."""
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_memory_that_a_loader_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError) as killed:
+        next(iter(DataLoader(Killed(), num_workers=1)))
+    _explain(killed.value)
+    small = (
+        "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
+    )
+    _explain(RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\n{small}\n"))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, said
+    assert "signal: Killed; where memory ran out, lower the workers of the data or" in said[0]
+    assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in said[1]
 
 
 def bad_shards(folder: Path, good: int, bad: int, per_shard: int = 1000) -> None:
@@ -123,6 +182,17 @@ def test_bad_samples_are_skipped_counted_and_named(lab: Lab) -> None:
     named = " ".join(where for found in report["skipped_examples"].values() for where in found)
     assert all(f"bad{kind}{number}" in named for kind in range(3) for number in range(2)), named
     assert lab.log("skips")[-1]["skipped/total"] == 6
+
+
+@pytest.mark.nightly
+def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
+    bad_shards(lab.folder / "all_bad", good=0, bad=8)
+    sources = f"data.sources=[{{path: {lab.folder / 'all_bad'}}}]"
+    ((code, said),) = ranks.finish(ranks.start([COMMAND, *lab.arguments("nothing", sources)], 1))
+    assert code == 1
+    assert "error on rank 0" in said
+    assert "are bad" in said
+    assert "Traceback" not in said
 
 
 def ended(arguments: list[str]) -> tuple[int, str]:
@@ -158,6 +228,34 @@ def test_a_start_within_an_outage_is_a_pause_where_that_is_the_policy(lab: Lab) 
         code, said = ended([*arguments, outages])
         assert code == expected, said
     assert not lab.output("outage").exists()
+
+
+@pytest.mark.nightly
+def test_few_open_files_are_refused_and_enough_are_enough(lab: Lab) -> None:
+    """Nine sources of 30 shards, read by two worker processes."""
+    sources = []
+    for number in range(9):
+        folder = lab.folder / f"source_{number}"
+        bad_shards(folder, good=60, bad=0, per_shard=2)
+        sources.append(f"{{path: {folder}}}")
+    arguments = lab.arguments("files", f"data.sources=[{', '.join(sources)}]", "data.workers=2")
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        said = f"ulimit -n {limit}; exec {sys.executable} {COMMAND} " + '"$@"'
+        return subprocess.run(
+            ["bash", "-c", said, "pretrain", *arguments, "training.steps=60"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ranks.ROOT,
+        )
+
+    few = run(64)
+    assert few.returncode == 2
+    assert "only 64 open files are allowed (ulimit -n); 256 are needed" in few.stderr
+    enough = run(256)
+    assert enough.returncode == 0, enough.stderr
+    assert not lab.report("files")["skipped_samples"]
 
 
 @pytest.mark.nightly
@@ -292,3 +390,33 @@ def test_a_run_on_changed_shards_is_refused(lab: Lab) -> None:
     assert code == 1
     assert "was trained on other data: source 0 changed since" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.nightly
+def test_a_run_outlives_who_reads_its_messages_and_stops_as_ever(lab: Lab) -> None:
+    """Ctrl-C ends both sides of `vlp train … 2>&1 | tee log`."""
+    more = ("training.steps=100000", "training.checkpoint_every=100000")
+    run = subprocess.Popen(
+        [sys.executable, COMMAND, *lab.arguments("piped", *more)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=ranks.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        log = lab.output("piped") / "log.jsonl"
+        waited = time.monotonic() + 120
+        while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+            assert run.poll() is None
+            assert time.monotonic() < waited
+            time.sleep(0.1)
+        assert run.stdout is not None
+        run.stdout.close()
+        time.sleep(11)  # the bar is drawn anew after 10 s
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == REQUEUE
+    finally:
+        run.kill()
+    report = lab.report("piped")
+    assert report["ended"] == "stopped"
+    assert verify(lab.output("piped") / "checkpoints" / f"step_{report['step']}") is None

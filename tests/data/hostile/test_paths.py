@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from broken_images import photo
-from broken_shards import END, member
+from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
 
 from data_tools.builder.plan import Journal
@@ -17,7 +18,8 @@ from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
 from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache
 from vlp.data.shards.sample_files import BadSample
-from vlp.io import atomic_write, may_be_on_hub, write_text
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
+from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit
 from vlp.tasks.detection.data import CocoImages, CocoSource
@@ -56,6 +58,70 @@ def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path: Path) 
     with pytest.raises(Exception, match="symbolic links"):
         cache.open(file)
     assert precious.read_text() == "mine"
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "txt": b"a dog"})]))
+    index_folder(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "a/0.tar", "", "0.zip", "0.tar\n", "0\0.tar"])
+def test_shards_of_an_index_lie_in_its_folder(indexed: Path, name: str) -> None:
+    good = index_columns(indexed)["table"]
+    for changed in ({"name": np.array([name.encode()])}, {"table": np.bytes_(name)}):
+        change_index(indexed, **({"table": good} | changed))
+        with pytest.raises(ConfigError, match=r"index\.npz: not an index of shards \("):
+            ShardIndex.open(indexed)
+        change_index(indexed, name=np.array([b"0.tar"]))
+
+
+@pytest.mark.parametrize("field", ["samples", "bytes", "captions", "uncaptioned", "version"])
+@pytest.mark.parametrize(
+    "number",
+    [2**43, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1, 1.0, True, "1"],
+    ids=lambda number: f"{number!r}"[:30],
+)
+def test_numbers_of_an_index_fit_64_bits(indexed: Path, field: str, number: Any) -> None:
+    change_index(indexed, **{field: np.array(number if field == "version" else [number])})
+    with pytest.raises(ConfigError, match=r"index\.npz: (not an index|an index of)") as error:
+        ShardIndex.open(indexed)
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_is_no_larger_than_its_file(indexed: Path) -> None:
+    columns = index_columns(indexed) | {"name": np.full(10**7, b"0.tar")}
+    np.savez_compressed(indexed / "index.npz", **columns)
+    with pytest.raises(ConfigError, match=r"not an index of shards \(\w+: is compressed\)"):
+        ShardIndex.open(indexed)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "9" * 10**5])
+def test_deep_json_and_long_numbers_are_no_json(tmp_path: Path, text: str) -> None:
+    for content in (text, text.encode()):
+        with pytest.raises(json.JSONDecodeError):
+            parse_json(content)
+    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "json": text.encode()})]))
+    index_folder(tmp_path)
+    with pytest.raises(BadSample, match=r"bad annotation: .*0\.tar, k\.json: ") as bad:
+        ShardIndex.open(tmp_path).read(0, 0)
+    assert "\n" not in str(bad.value)
+
+
+def test_integers_up_to_64_bits_are_kept() -> None:
+    numbers = [0, -(2**63), 2**64 - 1, 12345678901234567890]
+    assert parse_json(json.dumps(numbers)) == numbers
+    assert parse_json(b'{"id": "99999999999999999999999", "x": 0.1234567890123456789}') == {
+        "id": "99999999999999999999999",
+        "x": 0.1234567890123456789,
+    }
+    assert parse_json('"\\ud83d\\ude00"') == "\U0001f600"
+    with pytest.raises(json.JSONDecodeError, match="surrogates"):
+        parse_json('{"a": ["\\uD800"]}')
+    for number in (2**64, -(2**63) - 1):
+        with pytest.raises(json.JSONDecodeError, match="digits"):
+            parse_json(str(number))
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -8,8 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,16 @@ def test_files_of_others_in_the_folder_stay(server: ShardServer, tmp_path: Path)
     assert not cache.holds(files[0])
 
 
+def test_an_index_makes_room_for_itself(server: ShardServer, tmp_path: Path) -> None:
+    """Its own open files are no reason to wait for room."""
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0))
+    index = ShardIndex.open(server.url, cache)
+    started = time.monotonic()
+    assert len({index.read(shard, 0).key for shard in range(5)}) == 5
+    assert time.monotonic() - started < 10
+    assert len(held(cache)) == 1
+
+
 def _fetch_in_any_order(folder: Path, limit: int, files: list[CachedFile], seed: int) -> None:
     cache = ShardCache(folder, limit)
     for file in random.Random(seed).sample(files * 2, 2 * len(files)):
@@ -195,6 +208,97 @@ def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path
     limit = room_for(server, 0, 1) + 100
     together(_fetch_in_any_order, tmp_path / "cache", limit, files)
     assert on_disk(tmp_path / "cache") <= limit
+
+
+def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its name between the looks at its two places; it stays in the list of the cache."""
+    first, second = file_of(server, 0), file_of(server, 1)
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
+    os.close(cache.open(first))
+    path = cache.folder / first.path
+    part = path.with_name(path.name + ".part")
+    places = (str(path), str(part))
+    stat, looks = os.stat, 0
+
+    def renamed_after_each_look(name: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        try:
+            return stat(name, *arguments, **options)
+        finally:
+            if str(name) in places:
+                looks += 1
+                with suppress(FileNotFoundError):
+                    part.rename(path)
+
+    path.rename(part)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", renamed_after_each_look)
+        assert cache.used() >= first.bytes
+    path.rename(part)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", renamed_after_each_look)
+        os.close(cache.open(second))
+    assert looks > 1
+    assert cache.used() == room_for(server, 0, 1)
+
+
+def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not found under the name it was fetched as, it is not taken for removed."""
+    read, fetched, wanted = (file_of(server, number) for number in range(3))
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
+    handle = cache.open(read)
+    os.close(cache.open(fetched))
+    path = cache.folder / fetched.path
+    part = path.with_name(path.name + ".part")
+    path.rename(part)
+    open_file = os.open
+
+    def renamed_before(name: Any, *arguments: Any, **options: Any) -> int:
+        if str(name) == str(part):
+            with suppress(FileNotFoundError):
+                part.rename(path)
+        return open_file(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", renamed_before)
+    os.close(cache.open(wanted))
+    assert held(cache) == [0, 2]
+    assert on_disk(cache.folder) <= cache.limit
+    os.close(handle)
+
+
+def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes whole, and is read by another, just before its lock would be waited for."""
+    file = file_of(server, 1)
+    cache = ShardCache(tmp_path / "cache", MB)
+    path = cache.folder / file.path
+    readers: list[int] = []
+
+    def lock(handle: int, how: int) -> None:
+        if not readers:
+            part = path.with_name(path.name + ".part")
+            part.write_bytes((server.folder / file.name).read_bytes())
+            part.rename(path)
+            readers.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(readers[0], fcntl.LOCK_SH)
+        fcntl.flock(handle, how)
+
+    monkeypatch.setattr(cache_module, "flock", lock)
+    found: list[bytes] = []
+    other = threading.Thread(target=lambda: found.append(content(cache.open(file))), daemon=True)
+    other.start()
+    other.join(20)
+    waits = other.is_alive()
+    os.close(readers[0])
+    assert not waits
+    assert found == [path.read_bytes()]
+    assert server.asked[file.name] == 0
+    assert not list(cache.folder.glob("*/*.part"))
 
 
 KILLED = """
@@ -229,6 +333,19 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(
     assert cache.used() == file.bytes  # counted in full, as if it were going on
     assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
     assert not part.exists()
+
+
+def test_what_a_killed_fetch_left_makes_room(server: ShardServer, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
+    left = cache.folder / (file_of(server, 2).path + ".part")
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    (cache.folder / "fetched.json").write_text(json.dumps([file_of(server, 2).path]))
+    os.utime(left, (0, 0))
+    for number in (0, 1):
+        os.close(cache.open(file_of(server, number)))
+    assert not left.exists()
+    assert held(cache) == [0, 1]
 
 
 def test_a_file_cut_off_on_the_disk_is_fetched_again(server: ShardServer, tmp_path: Path) -> None:
@@ -302,6 +419,34 @@ def test_rows_come_in_the_background_and_spare_the_headers(
     with pytest.raises(ConfigError, match=r"samples-\w+\.npy: missing shard"):
         index.caption_ends(0)
     assert read_all(index) == read_all(ShardIndex.open(server.folder))
+
+
+def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", MB)
+    with pytest.raises(ConfigError, match=r"say where.*data\.cache=\{folder"):
+        ShardIndex.open(server.url, None)
+    with pytest.raises(ConfigError, match=r"protocol 'gopher' is not known"):
+        ShardIndex.open("gopher://host/shards", cache)
+    with pytest.raises(ConfigError, match=r"gs://bucket: Please install gcsfs"):
+        ShardIndex.open("gs://bucket", cache)
+    with pytest.raises(
+        ConfigError, match=r"s3://bucket/index\.npz: .*Unable to locate credentials"
+    ):
+        ShardIndex.open("s3://bucket", cache)
+    with pytest.raises(ConfigError, match=r"index\.npz: cannot be fetched.*tried \d+ times"):
+        ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)
+    small = {"folder": str(tmp_path / "cache"), "limit": room_for(server, 0)}
+    with pytest.raises(ConfigError, match=r"cache\.limit [\d,]+ bytes is too small: one rank"):
+        batches(server.url, vocabulary, small)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache\.folder .*file"):
+        ShardCache(tmp_path / "file" / "cache", MB)
+    tiny = ShardCache(tmp_path / "cache", 100)
+    with pytest.raises(DataError, match=r"100 bytes cannot hold .*shard-000000\.tar"):
+        ShardIndex.open(server.url, tiny).read(0, 0)
+    (server.folder / "index.npz").unlink()
+    with pytest.raises(ConfigError, match=r"has no index\.npz; .*data\.epoch_samples"):
+        ShardIndex.open(server.url, cache)
 
 
 def test_a_full_disk_is_no_missing_shard(

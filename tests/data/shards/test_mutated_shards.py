@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from broken_images import photo, png_of
-from broken_shards import BYTES, TARS, Damage, full_annotation, plain_tar
+from broken_shards import BYTES, TARS, Damage, full_annotation, plain_tar, splice_json
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.dataset import Slot
 from vlp.data.pretrain.loader import PretrainData
-from vlp.data.shards.sample_files import KINDS, DataError
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_reader import index_folder
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Element, Request
@@ -100,6 +101,21 @@ def shard(first: int) -> bytes:
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
+def test_tars_damaged_before_they_are_indexed(
+    tmp_path: Path, vocabulary: Path, damage: Damage
+) -> None:
+    for number in range(COUNT):
+        rng = np.random.default_rng((TARS.index(damage), number))
+        (tmp_path / f"{number:03d}.tar").write_bytes(damage(rng, shard(number)))
+    problems = index_folder(tmp_path)
+    names = {f"{number:03d}.tar" for number in range(COUNT)}
+    assert all(problem.split(":")[0] in names for problem in problems)
+    found = outcomes(open_data(tmp_path, vocabulary))
+    assert found["missing shard"] == 0
+    assert found["good"] >= COUNT / 2
+
+
+@pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
 def test_tars_damaged_after_they_were_indexed(
     tmp_path: Path, vocabulary: Path, damage: Damage
 ) -> None:
@@ -134,6 +150,52 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(
         found = good[f"{length:06d}.tar"]
         # What fills up the last block of a sample may be missing or not.
         assert (ends <= length).sum() <= found <= (contents <= length).sum()
+
+
+@pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
+@pytest.mark.parametrize("kind", ENCODED)
+def test_damaged_images(
+    tmp_path: Path, vocabulary: Path, kind: str, augment: AugmentConfig
+) -> None:
+    mutants = list(damaged(BYTES, ENCODED[kind], 5 * COUNT, seed=len(kind)))
+    text = annotation(0)
+    (tmp_path / "0.tar").write_bytes(
+        plain_tar(
+            (f"k{number}", {"jpg": data, "json": text}) for number, data in enumerate(mutants)
+        )
+    )
+    index_folder(tmp_path)
+    found = outcomes(open_data(tmp_path, vocabulary, augment=augment))
+    assert found.total() == len(mutants)
+    assert set(found) <= {"good", "unreadable image", "image too large"}
+    assert min(found["good"], found["unreadable image"]) > 0.05 * len(mutants)
+
+
+@pytest.mark.parametrize("name", ["values", "bytes"])
+def test_damaged_annotations(tmp_path: Path, vocabulary: Path, name: str) -> None:
+    damages = (splice_json,) if name == "values" else BYTES
+    mutants = list(damaged(damages, annotation(0), 12 * COUNT, seed=1))
+    (tmp_path / "0.tar").write_bytes(
+        plain_tar(
+            (f"k{number}", {"png": ENCODED["png"], "json": data})
+            for number, data in enumerate(mutants)
+        )
+    )
+    index_folder(tmp_path)
+    data = open_data(tmp_path, vocabulary)
+    found = outcomes(data)
+    assert found.total() == len(mutants)
+    assert set(found) <= {"good", "bad annotation", "no text"}
+    assert min(found["good"], found["bad annotation"]) > 0.01 * len(mutants)
+    # Whatever was accepted can be written, and read again as the same.
+    [index] = data.sources
+    for number in range(len(mutants)):
+        try:
+            content = index.read_annotation(0, number)
+        except BadSample:
+            continue
+        again = Annotation.model_validate_json(content.to_json())
+        assert again.to_json() == content.to_json()
 
 
 def damaged(damages: Sequence[Damage], data: bytes, count: int, seed: int) -> Iterator[bytes]:

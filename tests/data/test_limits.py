@@ -1,0 +1,186 @@
+"""Files of megabytes that would cost minutes or gigabytes: refused before they are decoded."""
+
+from __future__ import annotations
+
+import struct
+import time
+import tracemalloc
+import zlib
+from io import BytesIO
+
+import numpy as np
+import pytest
+from broken_images import chunk, photo, png_of
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.image.decode import decode_image
+from vlp.data.image.jpeg import JpegImage
+from vlp.data.limits import Limits, limits, put_in_force
+from vlp.data.shards.sample_files import BadSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes((0xFF, marker)) + struct.pack(">H", len(content) + 2) + content
+
+
+def after_start(data: bytes, more: bytes) -> bytes:
+    """A JPEG with something behind its first segment."""
+    return data[:20] + more + data[20:]
+
+
+def exif(fields: int, size: int) -> bytes:
+    """EXIF of so many fields, each of which is said to hold the same `size` bytes."""
+    start = 8 + 2 + 12 * fields + 4
+    entries = b"".join(struct.pack("<HHII", 7, 7, size, start) for _ in range(fields))
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", fields) + entries + bytes(4 + size)
+
+
+def scans(count: int, size: tuple[int, int] = (64, 64)) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = photo("jpeg", size, progressive=True)
+    start = data.rindex(b"\xff\xda")
+    return data[:start] + data[start:-2] * count + b"\xff\xd9"
+
+
+def sequential(count: int) -> bytes:
+    """A JPEG that is not progressive and comes one colour a scan, each of them `count` times."""
+    data = photo("jpeg", (64, 64), mode="L")
+    start = data.rindex(b"\xff\xda")
+    frame = data.index(b"\xff\xc0")
+    # Two colours are announced, and one comes in each scan.
+    two = data[frame + 4 : frame + 9] + b"\2" + data[frame + 10 : frame + 13] + b"\2\x11\0"
+    behind = frame + 2 + int.from_bytes(data[frame + 2 : frame + 4])
+    head = data[:frame] + segment(0xC0, two) + data[behind:start]
+    return head + data[start:-2] * count + b"\xff\xd9"
+
+
+def gif_of(extensions: bytes) -> bytes:
+    data = photo("gif", mode="P")
+    place = 13 + 3 * 2 ** (data[10] % 8 + 1)
+    return data[:place] + extensions + data[place:]
+
+
+def run_length_bmp(size: int, rows: int) -> bytes:
+    """A BMP of empty rows of run lengths: Pillow fills each byte by byte."""
+    content = b"\1\0\0\0" * rows
+    info = struct.pack("<IiiHHIIiiII", 40, size, size, 1, 8, 1, len(content), 0, 0, 256, 0)
+    start = 14 + len(info) + 1024
+    head = b"BM" + struct.pack("<IHHI", start + len(content), 0, 0, start)
+    return head + info + bytes(1024) + content
+
+
+JPEG = photo("jpeg")
+RAW_EXIF = b"\n exif\n 1\n" + (b"Exif\0\0" + exif(8000, 100_000)).hex().encode()
+HOSTILE = {
+    "scans": scans(2000, (1200, 1200)),
+    "scans of one colour each": sequential(200_000),
+    "comments": after_start(JPEG, segment(0xFE, b"") * 300_000),
+    "rubbish": after_start(JPEG, bytes(3_000_000)),
+    "bytes that fill": after_start(JPEG, b"\xff" * 3_000_000),
+    "EXIF in parts": after_start(JPEG, segment(0xE1, b"Exif\0\0" + exif(5000, 5000)) * 100),
+    "chunks": png_of(9, 9, *[chunk(b"teXt", b"")] * 300_000),
+    "a line": photo("png", (1, 4_000_000)),
+    "a line across": photo("png", (300_000, 3)),
+    "blocks": gif_of(b"!\xfe" + b"\1x" * 1_000_000 + b"\0"),
+    "rubbish in a GIF": gif_of(bytes(3_000_000)),
+}
+
+
+@pytest.mark.parametrize("decode", [decode_image, JpegImage], ids=["decoded", "opened"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_refused_at_once(name: str, decode: type) -> None:
+    tracemalloc.start()
+    started = time.process_time()
+    with pytest.raises(BadSample, match="shard, key") as bad:
+        decode(HOSTILE[name], "shard, key")
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Pillow knows no JPEG of two colours.
+    unreadable = name == "scans of one colour each"
+    assert bad.value.kind == ("unreadable image" if unreadable else "image too large")
+    assert "\n" not in str(bad.value)
+    assert seconds < 0.5
+    assert peak < 20_000_000 + 4 * len(HOSTILE[name])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png_of(9, 9, chunk(b"eXIf", exif(60_000, 600_000))),
+        png_of(9, 9, chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(RAW_EXIF))),
+        photo("webp", exif=b"Exif\0\0" + exif(60_000, 600_000)),
+    ],
+    ids=["png", "png text", "webp"],
+)
+def test_exif_of_many_large_fields_is_cut(data: bytes) -> None:
+    """Whole, they are copied field by field, to 5 gigabytes and more."""
+    tracemalloc.start()
+    started = time.process_time()
+    image = decode_image(data, "x")
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert image.mode == "RGB"
+    assert seconds < 1
+    assert peak < 100_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        scans(60),
+        after_start(JPEG, segment(0xFE, b"x" * 9) * 200),
+        after_start(JPEG, b"\0\0\xff\xff\xff" + segment(0xFE, b"x" * 60_000)[1:]),
+        after_start(JPEG, segment(0xE1, b"Exif\0\0" + exif(20, 60_000))),
+        after_start(JPEG, segment(0xE2, b"ICC_PROFILE\0" + bytes(65_000)) * 40),
+        photo("png", (4000, 20)),
+        png_of(9, 9, *[chunk(b"teXt", b"")] * 500),
+        gif_of(b"!\xfe" + b"\1x" * 300 + b"\0"),
+        run_length_bmp(100, 100),
+    ],
+    ids=lambda data: f"{data[:4]!r}{len(data)}",
+)
+def test_what_is_merely_unusual_decodes(data: bytes) -> None:
+    expected = Image.open(BytesIO(data))
+    assert decode_image(data, "x").size == expected.size
+    assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
+    assert JpegImage(data, "x").levels().shape[1:] == expected.size[::-1]
+
+
+def test_pixels_are_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = photo("jpeg", progressive=True)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
+    assert decode_image(data, "x").size == JpegImage(data, "x").size == (20, 16)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 319}")
+    for decode in (decode_image, JpegImage):
+        with pytest.raises(BadSample, match=r"too large: x \(20 x 16 .* limits\.pixels 319\)"):
+            decode(data, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("MAX_IMAGE_BYTES", 300), ("MAX_SIDE", 19), ("MAX_ASPECT", 1.2), ("MAX_SCAN_PIXELS", 3199)],
+)
+def test_other_limits(monkeypatch: pytest.MonkeyPatch, name: str, most: float) -> None:
+    data = photo("jpeg", progressive=True)
+    decode_image(data, "x")
+    monkeypatch.setattr(f"vlp.data.image.decode.{name}", most)
+    for decode in (decode_image, JpegImage):
+        with pytest.raises(BadSample, match="image too large: x"):
+            decode(data, "x")
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLP_LIMITS", raising=False)
+    assert limits() == Limits()
+    monkeypatch.setenv("VLP_LIMITS", "")
+    put_in_force(Limits(pixels=7))
+    assert limits() == Limits(pixels=7)
+    for text, told in (("{pixel: 7}", "did you mean 'pixels'"), ("7", "a mapping"), ("{", "YAML")):
+        monkeypatch.setenv("VLP_LIMITS", text)
+        with pytest.raises(ConfigError, match=f"VLP_LIMITS: .*{told}"):
+            limits()
