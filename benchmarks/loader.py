@@ -39,7 +39,7 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.image.jpeg import JpegImage
+from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import captions_of

@@ -49,7 +49,7 @@ from vlp.data.stream.loader import read_at_once
 from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.blocks import checkpoint_activations
+from vlp.training.engines.compile import checkpoint_activations
 
 SEED = 0
 ONE = "one"  # the folder of the real shard

@@ -31,7 +31,7 @@ from vlp.data.features.store import (
     is_whole,
     shards_sha256,
 )
-from vlp.data.image.jpeg import JpegImage, levels_of
+from vlp.data.image.decode import JpegImage, levels_of
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.remote import ShardCache, is_url
 from vlp.data.shards.sample_files import KINDS, BadSample
@@ -40,8 +40,7 @@ from vlp.data.stream.loader import running, worker_settings
 from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write
 from vlp.lock import FolderLock, is_lock
-from vlp.models.folder import load_start
-from vlp.models.tower_key import tower_key
+from vlp.models.folder import load_start, tower_key
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
 

@@ -32,8 +32,8 @@ from vlp.positions.registry import position_class  # noqa: E402
 HELP_COLUMNS = "100"
 RUN_CONFIGS = {
     "Pretraining": "vlp.training.config:PretrainConfig",
-    "Fine-tuning": "vlp.training.finetune_config:FinetuneConfig",
-    "Vision-only training": "vlp.training.vision_config:VisionConfig",
+    "Fine-tuning": "vlp.training.config:FinetuneConfig",
+    "Vision-only training": "vlp.training.config:VisionConfig",
     "Ablations": "evaluation.ablations.config:AblationConfig",
     "Evaluation of several models": "evaluation.suite.suite:SuiteConfig",
     "Results that are run again": "evaluation.ablations.config:ResultsConfig",

@@ -18,7 +18,7 @@ from evaluation.results import Figure, Table, write_lines, write_report
 from evaluation.samples import BlockReader, EvaluationError, count_kinds, kinds_in_words
 from evaluation.work_sharding import Ranks
 from vlp.data.downstream.dataset import Item
-from vlp.data.image.ablated_views import View
+from vlp.data.image.transforms import View
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 

@@ -23,15 +23,14 @@ from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.tasks.caption.metrics import CaptionToolError
-from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.task import Downstream, has_task
+from vlp.tasks.downstream.task import Downstream, has_task, start_parts
 from vlp.tasks.retrieval.task import PairsTask
 from vlp.tasks.teacher import Distilled
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
+from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters
-from vlp.training.finetune_config import FinetuneConfig
 
 _TRIED = 16
 """Samples of the validation data that are evaluated before the training."""

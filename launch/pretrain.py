@@ -12,22 +12,39 @@ number of ranks. Exit code 75: stopped by a signal or with its launcher, to be r
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from evaluation.options import EvalOptions
+from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
+from evaluation.samples import EvaluationError, workers_for
+from evaluation.work_sharding import evaluating
 from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig, SourceConfig
+from vlp.data.features.store import StoredFeatures
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.shards.shard_reader import ShardIndex
+from vlp.metrics.recall import RECALL_AT
+from vlp.models.folder import Loaded
+from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.teacher import strip_prefix
+from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
-from vlp.training.config import PretrainConfig
+from vlp.training.config import PretrainConfig, ValidationConfig
+from vlp.training.engines.deepspeed import shards_parameters
 
 
 def build(config: PretrainConfig) -> tuple[Any, Any]:
     """The pretraining task and its data."""
     from vlp.data.pretrain.loader import PretrainData
-    from vlp.models.tower_key import require_frozen_tower
+    from vlp.models.folder import require_frozen_tower
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
@@ -61,7 +78,6 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
         overrides: `key.sub=value` of the command line.
         resume: go on from the newest good checkpoint.
     """
-    from launch.validation import select
 
     return run_training(config, PretrainConfig, overrides, resume, build, select)
 
@@ -75,3 +91,123 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_TRIED = 16
+"""Samples that are evaluated before the training."""
+_SAMPLES, _BATCHES = 1000, 4
+"""First samples that recall is computed of (Flickr30k and COCO 1K have as many), and first global
+batches that losses are: a validation must cost little beside the training."""
+
+
+def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
+    """Return what validates a pretraining; None where it has no validation data.
+
+    Its figures are `mean` (of all recalls, after re-ranking where that is asked for), each recall,
+    and `loss/total` with its parts. A few samples are evaluated at once, so that what fails does so
+    before the training.
+    """
+    chosen, training = config.validation, config.training
+    if chosen is None:
+        return None
+    with distributed.agreed(ConfigError):
+        losses = HeldOutLosses(config, chosen, task)
+        for folder in chosen.shards:
+            ShardIndex.open(folder)
+        if chosen.features is not None:
+            StoredFeatures(chosen.features)
+    task.to(distributed.default_device())
+    # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
+    whole = copy.deepcopy(task.model) if shards_parameters(training) else None
+    loaded = Loaded(whole or task.model, data.text, data.preprocessing)
+
+    def validate(parameters: Parameters, limit: int = _SAMPLES, batches: int = _BATCHES) -> Figures:
+        if whole is not None:
+            whole.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
+        return recalls(loaded, chosen, limit, config) | losses(batches)
+
+    every = training.evaluate_every
+    if every is None:
+        every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
+    selection = BestCheckpoint(validate, "mean", every, None, chosen.model_dump_json())
+    try:
+        selection.require(validate(task.state_dict, _TRIED, 1))
+    except EvaluationError as error:
+        raise ConfigError(f"validation: {error}") from error
+    return selection
+
+
+Figures = dict[str, float]
+
+
+def readers(config: PretrainConfig) -> int:
+    """Return how many processes of a rank read for a validation: no more than for training."""
+    return min(config.data.workers, workers_for(distributed.default_device(), None))
+
+
+def recalls(
+    loaded: Loaded, chosen: ValidationConfig, limit: int, config: PretrainConfig
+) -> Figures:
+    """Compute the mean of all recalls and each recall, of the last stage."""
+    found = evaluate_retrieval(
+        loaded,
+        chosen.shards,
+        EvalOptions(
+            limit=limit,
+            device=next(loaded.model.parameters()).device,
+            precision=config.training.precision,
+            workers=readers(config),
+            resamples=1,
+        ),
+        match_batch=64,  # beside a training there is little memory left
+        rerank=chosen.rerank,
+        features=chosen.features or (),
+    )
+    stage = found.stages[-1]
+    figures = {"mean": found.mean(stage).value}
+    for direction in DIRECTIONS:
+        for k in RECALL_AT:
+            figures[f"{direction} R@{k}"] = found.recall(stage, direction, k).value
+    return figures
+
+
+class HeldOutLosses:
+    """Mean losses over the first batches of held-out shards, the same ones at each call.
+
+    A batch counts by its pairs, as the last one may be short. Images are not augmented, hard
+    negatives and masks are those of step 0, and soft targets of a teacher do not enter; its queue
+    of training keys does.
+    """
+
+    def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:
+        self._task, training = task, config.training
+        held_out = config.data.model_copy(
+            update={
+                "sources": tuple(SourceConfig(path=path) for path in chosen.shards),
+                "features": chosen.features,
+                "epoch_samples": None,
+                "workers": readers(config),
+                "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
+            }
+        )
+        self._data = PretrainData(held_out, config.inputs, training.batch, training.seed)
+
+    @torch.no_grad()
+    def __call__(self, batches: int) -> Figures:
+        """Compute `loss/total` and `loss/NAME` of so many batches; collective."""
+        count = min(batches, self._data.batches_in_epoch(0))
+        if not count:
+            return {}
+        losses, pairs = [], []
+        stream = self._data.batches(0, distributed.rank(), distributed.world_size(), count)
+        own_device = next(self._task.parameters()).device
+        with closing(stream), evaluating(self._task, own_device) as device:
+            for batch, _ in stream:
+                batch = batch.to(device)
+                output = self._task(batch, 0)
+                losses.append({"total": output.loss, **output.losses})
+                pairs.append(distributed.global_sum(batch.valid.sum()))
+        values = torch.stack([torch.stack([*named.values()]) for named in losses]).float().cpu()
+        weights = torch.stack(pairs).float().cpu()
+        means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
+        return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vlp.training.command import run_training
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 
 def build(config: VisionConfig) -> tuple[Any, Any]:

@@ -25,10 +25,8 @@ from evaluation.vision.frozen import FrozenConfig, fit, stored_tokens
 from vlp.config import ConfigError, load_config, parse_yaml, read_values, save_config
 from vlp.io import parse_json, write_json
 from vlp.signals import end_with_parent
-from vlp.training.config import PretrainConfig, RunConfig
-from vlp.training.config_differences import compare
-from vlp.training.finetune_config import FinetuneConfig
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import FinetuneConfig, PretrainConfig, RunConfig, VisionConfig
+from vlp.training.run_folder import compare
 
 VLP = (sys.executable, "-m", "launch")
 RESULT, QUERIES = "result.json", "queries.csv"

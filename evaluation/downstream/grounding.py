@@ -16,7 +16,7 @@ from evaluation.downstream.task_evaluation import Job, TaskEvaluation
 from evaluation.grounding.grounding import By, evaluate_grounding
 from evaluation.item_results import EvaluatedItems, TaskResult
 from evaluation.options import EvalOptions
-from vlp.data.image.ablated_views import View
+from vlp.data.image.transforms import View
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
 

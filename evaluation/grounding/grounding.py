@@ -29,8 +29,8 @@ from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.downstream.dataset import Item, Items
-from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
+from vlp.data.image.transforms import View, viewed
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens

@@ -22,8 +22,8 @@ from evaluation.results import untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.downstream.dataset import Item, Items
-from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
+from vlp.data.image.transforms import View, viewed
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.foils import FOIL_KINDS, make_foils

@@ -23,8 +23,8 @@ from evaluation.results import Figure, Table, untrained_match_notes, write_repor
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.downstream.dataset import Item, Items
-from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
+from vlp.data.image.transforms import View, viewed
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.features import ImageFeatures

@@ -33,8 +33,7 @@ from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sourc
 from vlp.data.image.transforms import Preprocessing
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
-from vlp.models.folder import Loaded
-from vlp.models.tower_key import require_tower
+from vlp.models.folder import Loaded, require_tower
 
 CANDIDATES, QUERIES = 1024, 8192
 """Of both sides at a time."""

@@ -29,7 +29,7 @@ from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import LABEL, evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validated
-from vlp.data.image.ablated_views import View
+from vlp.data.image.transforms import View
 from vlp.data.shards.index import INDEX_NAME
 from vlp.io import atomic_folder, parse_json, write_json
 from vlp.models.pretrained.local_copy import local_folder

@@ -35,8 +35,8 @@ from vlp.positions.base import through_call
 from vlp.positions.carry_over import carry_over
 from vlp.positions.zero_start import zero_start
 from vlp.tasks.classification.task import ClassificationConfig
+from vlp.training.config import VisionConfig
 from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
-from vlp.training.vision_config import VisionConfig
 
 BATCH = 50
 TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")

@@ -14,8 +14,7 @@ from broken_images import chunk, photo, png_of
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_image
-from vlp.data.image.jpeg import JpegImage
+from vlp.data.image.decode import JpegImage, decode_image
 from vlp.data.limits import Limits, limits, put_in_force
 from vlp.data.shards.sample_files import BadSample
 

@@ -26,13 +26,13 @@ from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
-from launch import validation
-from launch.validation import HeldOutLosses
+from launch import pretrain as validation
+from launch.pretrain import HeldOutLosses
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.scenes.annotation import annotation
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 from vlp.tasks.pretraining import Pretraining
 

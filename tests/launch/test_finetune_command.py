@@ -16,7 +16,7 @@ from evaluation.options import EvalOptions
 from vlp.config import load_config
 from vlp.tasks.downstream.registry import task_kinds
 from vlp.tasks.downstream.task import load_task
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
 
 COMMAND = [ranks.ROOT / "launch" / "finetune.py", "snli_ve"]
 CONFIGS = ranks.ROOT / "configs" / "finetune"

@@ -13,7 +13,7 @@ from PIL import Image
 from vlp.config import load_config
 from vlp.tasks.detection.data import CocoSource
 from vlp.tasks.vision_only import KINDS, load_task
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 COMMAND = ranks.ROOT / "launch" / "train_vision.py"
 CONFIGS = ranks.ROOT / "configs" / "vision"

@@ -12,7 +12,7 @@ import transformers
 from timm.models import create_feature_extractor
 from torch import nn
 
-from vlp.layers.weight_decay import no_weight_decay
+from vlp.layers.blocks import no_weight_decay
 from vlp.positions import PositionEncoding, attach, drop_absolute
 
 VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}

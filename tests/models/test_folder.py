@@ -20,7 +20,7 @@ from vlp.models.folder import read_model, save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.serving.model_card import model_card
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.options import EvalOptions
 from vlp.serving.model_card import MARK, model_card, push_to_hub, write_model_card
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
     Nlvr2Config,

@@ -31,7 +31,7 @@ from vlp.positions import (
     register_position,
     registry,
 )
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 SOURCE = """
 import torch

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, normalizers
 
 import vlp
-from vlp.data.image.any_image import as_image, as_images
+from vlp.data.image.decode import as_image, as_images
 from vlp.serving.image_processor import VlpImageProcessor
 
 

@@ -10,8 +10,7 @@ from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from vlp.config import ConfigError, validated
 from vlp.models.folder import from_pretrained
 from vlp.tasks.caption.task import CaptionConfig
-from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.task import load_task
+from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, SnliVeConfig
 from vlp.tasks.pair_classification.task import build as build_pairs
 from vlp.tasks.vqa.task import VqaConfig

@@ -8,8 +8,8 @@ from training_toy import toy_config
 
 from vlp import distributed
 from vlp.config import Config, ConfigError
-from vlp.training.config_differences import _leaves, compare, require_same_on_all_ranks, resume_rule
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
+from vlp.training.run_folder import _leaves, compare, require_same_on_all_ranks, resume_rule
 
 CONFIG = toy_config()
 SAVED = CONFIG.model_dump(mode="json")

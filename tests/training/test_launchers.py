@@ -15,7 +15,7 @@ import pytest
 CHILD = """
 import os, time
 from pathlib import Path
-from vlp.training.launchers import Launchers
+from vlp.training.stop_requests import Launchers
 {wait}
 launchers = Launchers()
 Path("child").write_text(str(os.getpid()))

@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vlp.training.log import RunLog, flatten
+from vlp.training.log import RunLog, flatten, open_trackers
 from vlp.training.run_folder import RunFolder
-from vlp.training.trackers import open_trackers
 
 
 def test_nested_names_are_joined_and_what_json_lacks_is_null() -> None:

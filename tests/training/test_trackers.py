@@ -13,15 +13,15 @@ from mlflow import MlflowClient
 from wandb.proto import wandb_internal_pb2
 
 from vlp.config import ConfigError
-from vlp.training import trackers
-from vlp.training.log import RunLog
-from vlp.training.run_folder import RunFolder, read_record
-from vlp.training.trackers import (
+from vlp.training import log as trackers
+from vlp.training.log import (
+    RunLog,
     TrackerName,
     open_trackers,
     require_access,
     require_trackers,
 )
+from vlp.training.run_folder import RunFolder, read_record
 
 
 def two_starts(folder: RunFolder, name: TrackerName) -> None:

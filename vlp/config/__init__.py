@@ -8,16 +8,27 @@ and the nearest valid key.
 
 from vlp.config.files import (
     config_file,
+    dump_yaml,
     load_config,
     merged,
     overridden,
+    parse_yaml,
     read_values,
     save_config,
     validated,
 )
-from vlp.config.plugins import PLUGINS, load_plugins, plugin_of, require_plugins
-from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, LocalPath, Precision
-from vlp.config.yaml_text import dump_yaml, parse_yaml
+from vlp.config.schema import (
+    PLUGINS,
+    AnyConfig,
+    Choice,
+    Config,
+    ConfigError,
+    LocalPath,
+    Precision,
+    load_plugins,
+    plugin_of,
+    require_plugins,
+)
 
 __all__ = [
     "PLUGINS",

@@ -2,20 +2,220 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from vlp.config.messages import explain
-from vlp.config.plugins import load_plugins
-from vlp.config.schema import AnyConfig, Config, ConfigError
-from vlp.config.yaml_text import dump_yaml, parse_yaml, where_and_what
+from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, load_plugins
 from vlp.io import write_text
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_NUMBERS = {
+    _INT: re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    _FLOAT: re.compile(
+        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+}
+"""Plain scalars by tag, as YAML 1.2's core schema has them."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 safe loader with the numbers of 1.2, which refuses a key given twice.
+
+    A merge (`<<: *name`) brings defaults, which keys of the mapping's own replace.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` would read as a number."""
+
+
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        start: [(tag, pattern) for tag, pattern in pairs if tag not in _NUMBERS]
+        for start, pairs in _kind.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in _NUMBERS.items():
+        _kind.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML as configurations are read: a number may be written `1e-4`.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or names a key twice.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # lists as keys, dates that are none, nests too deep
+        raise yaml.YAMLError(str(error) or type(error).__name__) from error
+
+
+def where_and_what(error: yaml.YAMLError) -> str:
+    """Say in a line what is wrong, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def dump_yaml(values: Any) -> str:
+    """Write values as YAML that `parse_yaml` reads back unchanged."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
+    "wd": "weight_decay",
+    **dict.fromkeys(("batch_size", "bs", "per_device_train_batch_size"), "batch"),
+    "num_workers": "workers",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "warmup": "warmup_steps",
+    **dict.fromkeys(("amp", "dtype", "bf16", "fp16", "mixed_precision"), "precision"),
+    **dict.fromkeys(("output_dir", "save_dir", "name"), "output"),
+    **dict.fromkeys(("pretrained", "checkpoint"), "init_from"),
+    **dict.fromkeys(("train_data", "dataset", "shards"), "sources"),
+    "img_size": "image_size",
+}
+"""Keys of this package by their names in others."""
+
+
+def explain(
+    error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
+) -> str:
+    """Say what is wrong with values, a line for each.
+
+    Args:
+        error: of the validation.
+        schema: what they should be.
+        origins: where a dotted key stands, if not in the file.
+        path: the file.
+    """
+    lines = []
+    for problem in error.errors():
+        location, fields = _location(problem["loc"], schema)
+        key = ".".join(location)
+        named = next(
+            (
+                origins[".".join(location[:n])]
+                for n in range(len(location), 0, -1)
+                if ".".join(location[:n]) in origins
+            ),
+            str(path),
+        )
+        if problem["type"] == "extra_forbidden":
+            near = _nearest(".".join([*fields, location[-1]]), schema)
+            lines.append(f"{named}: unknown key '{key}'; {near}")
+        elif problem["type"] == "missing":
+            lines.append(f"{named}: the key '{key}' is required")
+        else:
+            lines.append(": ".join(filter(None, [named, key and f"'{key}'", _said(key, problem)])))
+    return "\n".join(lines)
+
+
+def _said(key: str, problem: Mapping[str, Any]) -> str:
+    """Say what is wrong with a value, with the value where it is short."""
+    given, said = problem["input"], problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("tuple_type", "list_type") and isinstance(given, str | int | float):
+        return f"should be a list, as in {key}='[{given}]'"
+    if problem["type"] == "value_error" or isinstance(given, Mapping | list | tuple):
+        return said
+    return f"{said} (given: {given!r})"
+
+
+def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
+    """The key as it is written, and the fields of the schema in it, as in `_schema_paths`.
+
+    Of a choice by `kind`, the chosen kind is no part of it; a place in a list is no field.
+    """
+    types: list[type[Config]] = [schema]
+    location, names = [], []
+    for part in parts:
+        fields = [kind.model_fields[part] for kind in types if part in kind.model_fields]
+        if not fields and len(types) > 1:
+            chosen = [kind for kind in types if _kind_of(kind) == part]
+            if chosen:
+                types = chosen
+                continue
+        location.append(str(part))
+        if fields:
+            types = [inner for field in fields for inner in _field_types(field)]
+            names.append(str(part))
+    return location, names
+
+
+def _kind_of(schema: type[Config]) -> Any:
+    field = schema.model_fields.get("kind")
+    return None if field is None else field.default
+
+
+def _nearest(key: str, schema: type[Config]) -> str:
+    # A choice by `kind` lists the keys of all kinds: the key itself may be one of another kind.
+    known = [path for path in _schema_paths(schema) if path != key]
+    parent, _, leaf = key.rpartition(".")
+    siblings = [path for path in known if path.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
+    if near:
+        return f"did you mean '{parent + '.' if parent else ''}{near[0]}'?"
+    leaf = _ELSEWHERE.get(leaf, leaf)
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return f"did you mean '{same_leaf[0]}'?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"the nearest valid key is '{near[0]}'" if near else "no key is valid here"
+
+
+def _schema_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in _field_types(field):
+            yield from _schema_paths(inner, f"{prefix}{name}.")
+
+
+def _field_types(field: FieldInfo) -> Iterator[type[Config]]:
+    for part in (field.annotation, *field.metadata):
+        yield from _config_types(part)
+
+
+def _config_types(annotation: Any) -> Iterator[type[Config]]:
+    """The configurations in a type: alone, in a choice, or as elements of a tuple, list or dict."""
+    if isinstance(annotation, Choice):
+        yield from annotation.classes()
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _config_types(inner)
+
 
 INHERIT = "inherit"
 

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
-from vlp.data.image.any_image import as_images
+from vlp.data.image.decode import as_images
 from vlp.data.image.transforms import MEAN, STD, Preprocessing
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.serving.config import OF_PROCESSORS, VlpConfig, known_options

@@ -52,7 +52,7 @@ class VlpProcessor(ProcessorMixin):
         """Prepare images, texts or both for `VlpModel`.
 
         Args:
-            images: one or several, as `vlp.data.image.any_image.as_images` takes them.
+            images: one or several, as `vlp.data.image.decode.as_images` takes them.
             text: one or several.
             return_tensors: "pt", "np" or None, which gives "pt".
             options: ignored, such as `padding`: texts always have the length they had in training.

@@ -40,10 +40,9 @@ from vlp.io import (
 )
 from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
-from vlp.training.config_differences import compare
 from vlp.training.engines.engine import Engine
 from vlp.training.progress import Progress
-from vlp.training.run_folder import this_host, versions
+from vlp.training.run_folder import compare, this_host, versions
 
 logger = logging.getLogger(__name__)
 

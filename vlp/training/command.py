@@ -27,8 +27,7 @@ from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import RunConfig, TrainingConfig
-from vlp.training.config_differences import require_same_on_all_ranks
-from vlp.training.engines.blocks import checkpoint_activations
+from vlp.training.engines.compile import checkpoint_activations
 from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import (
     advise,
@@ -36,8 +35,9 @@ from vlp.training.engines.environment import (
     prepare_environment,
     start_deepspeed,
 )
+from vlp.training.log import require_access
+from vlp.training.run_folder import require_same_on_all_ranks
 from vlp.training.stop_requests import REQUEUE, StopSignals, leave
-from vlp.training.trackers import require_access
 
 # What PyTorch says of memory that loader processes lack, and what helps.
 _SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"

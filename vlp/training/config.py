@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from vlp.config import Config, ConfigError, LocalPath, Precision
+from vlp.config import Choice, Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.batch import Inputs, PatchMasking
@@ -16,8 +17,15 @@ from vlp.models.config import ModelConfig
 from vlp.models.towers import require_maskable
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import require_whole_groups
+from vlp.tasks.classification.task import ClassificationConfig
+from vlp.tasks.detection.task import DetectionConfig
+from vlp.tasks.downstream.registry import get_task, task_kinds
+from vlp.tasks.downstream.task import TaskConfig
+from vlp.tasks.grids.task import GridsConfig
+from vlp.tasks.pixels.task import PixelsConfig
+from vlp.tasks.widgets.task import WidgetsConfig
+from vlp.training.log import TrackerName, require_trackers
 from vlp.training.optimiser import OptimiserConfig
-from vlp.training.trackers import TrackerName, require_trackers
 
 
 def _blocks(given: Any) -> Any:
@@ -280,3 +288,56 @@ class PretrainConfig(RunConfig):
                 f"training.batch {batch} is not a multiple of data.canonical_streams {streams}"
             )
         return self
+
+
+AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | WidgetsConfig
+
+
+class VisionConfig(RunConfig):
+    """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
+
+    output: LocalPath = Field(
+        "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
+    task: Annotated[AnyTask, Field(discriminator="kind")] = Field(
+        description="task, selected by its `kind`"
+    )
+
+
+class FinetuneTrainingConfig(ValidatedTrainingConfig):
+    """A fine-tuning, on DDP unless `engine` says otherwise."""
+
+    engine: Literal["ddp", "deepspeed"] = Field(
+        "ddp", description=ValidatedTrainingConfig.model_fields["engine"].description
+    )
+    metric: str | None = Field(
+        None,
+        description="metric that decides which model is the best, of `loss/...` the lowest value, "
+        "of others the highest; null: the task's own",
+    )
+    patience: int | None = Field(
+        None, ge=1, description="validations without a better result after which the run ends"
+    )
+
+
+class FinetuneConfig(RunConfig):
+    """Everything a script `launch/finetune.py` needs."""
+
+    output: LocalPath = Field(
+        "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
+    init_from: str = Field(
+        description="model folder or hub name that the run starts from",
+        json_schema_extra={"resume": "path"},
+    )
+    model: Mapping[str, Any] = Field(
+        {},
+        description="changes to the configuration of `init_from`, as {image: {image_size: 384}}",
+    )
+    task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
+        Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")
+    )
+    training: FinetuneTrainingConfig = Field(
+        FinetuneTrainingConfig(),
+        description="length, batch, optimiser, validation, checkpoints and logs",
+    )

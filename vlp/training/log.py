@@ -2,19 +2,207 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import secrets
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+from vlp.config import ConfigError, parse_yaml
 from vlp.io import redacted, unfollowed, write_text
-from vlp.training.run_folder import RunFolder, flatten, read_log
-from vlp.training.trackers import Tracker, TrackerName
+from vlp.training.run_folder import RunFolder, flatten, read_log, tracker_id
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+PROJECT = "vlp"
+"""Group of runs at Weights & Biases and MLflow; a run has its folder's name there."""
+
+
+class Tracker(Protocol):
+    """A store of numbers by name and step, for one run."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Store figures of a step."""
+
+    def close(self, failed: bool) -> None:
+        """Write what is left; the run has ended, or failed."""
+
+
+class TensorBoardTracker:
+    """Event files in the run's folder."""
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Store figures of a step."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases, offline where WANDB_MODE says so; a resumed run goes on in it."""
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=PROJECT,
+            name=_name(folder),
+            id=tracker_id(folder, "wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            dir=str(folder.path),
+            config=_settings(folder),
+            # `run.json` says these without what a URL hides.
+            settings=wandb.Settings(
+                console="off", x_disable_meta=True, save_code=False, disable_git=True
+            ),
+        )
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Store figures of a step."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Upload what is left."""
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowTracker:
+    """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        place = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"
+        self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or place)
+
+        def begin() -> str:
+            found = self._client.get_experiment_by_name(PROJECT)
+            experiment = found.experiment_id if found else self._client.create_experiment(PROJECT)
+            run = self._client.create_run(experiment, run_name=_name(folder))
+            return str(run.info.run_id)
+
+        self._run_id = tracker_id(folder, "mlflow", begin)
+        self._client.update_run(self._run_id, status="RUNNING")
+        for name, value in _flat(_settings(folder)):
+            self._client.set_tag(self._run_id, name, value)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Store figures of a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id,
+            metrics=[Metric(_allowed(name), value, now, step) for name, value in figures.items()],
+        )
+
+    def close(self, failed: bool) -> None:
+        """Mark the run as ended or failed."""
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+_KINDS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+
+
+def require_trackers(names: Sequence[TrackerName]) -> None:
+    """Require that the packages of trackers are installed.
+
+    Raises:
+        ValueError: one is not; the message says how to install it.
+    """
+    for name in names:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is no package
+            raise ValueError(f"{name} is not installed: pip install 'vlp[track]'")
+
+
+def require_access(names: Sequence[TrackerName]) -> None:
+    """Ask trackers, before a run writes anything, whether they let it in."""
+    for name in names:
+        with _usable(name):
+            place = os.environ.get("MLFLOW_TRACKING_URI")
+            if name == "wandb":
+                import wandb
+
+                if wandb.setup().settings.mode == "online":
+                    wandb.login(verify=True)
+            elif name == "mlflow" and place:
+                _mlflow(place).search_experiments(max_results=1)
+
+
+def open_trackers(
+    names: Sequence[TrackerName], folder: RunFolder, step: int
+) -> dict[TrackerName, Tracker]:
+    """Open a run's trackers by name.
+
+    Args:
+        names: which.
+        folder: the run's folder, whose `config.yaml` is there.
+        step: steps already done; later figures are of an earlier start that was killed.
+    """
+    opened: dict[TrackerName, Tracker] = {}
+    for name in names:
+        with _usable(name):
+            opened[name] = _KINDS[name](folder, step)
+    return opened
+
+
+@contextmanager
+def _usable(name: TrackerName) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"training.trackers: {name} cannot be used ({said})") from error
+
+
+def _mlflow(place: str) -> Any:
+    from mlflow import MlflowClient
+
+    # A server that is lost must not stop the training for minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    return MlflowClient(place)
+
+
+def _name(folder: RunFolder) -> str:
+    return folder.path.resolve().name
+
+
+def _settings(folder: RunFolder) -> dict[str, Any]:
+    """Return the resolved configuration as it was saved, without secrets."""
+    return dict(parse_yaml(folder.config.read_text(encoding="utf-8")))
+
+
+def _flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Return dotted keys and their values, as MLflow takes them."""
+    if not isinstance(values, Mapping):
+        return [(_allowed(prefix.rstrip(".")), str(values)[:5000])]
+    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]
+
+
+def _allowed(name: str) -> str:
+    """Replace characters that MLflow refuses in a name, as the @ of R@1."""
+    return "".join(one if one.isalnum() or one in "_-. /:" else "_" for one in name)
+
 
 _VALIDATION = "validation/"
 

@@ -33,12 +33,11 @@ from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoints import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.engine import Engine
-from vlp.training.log import RunLog
+from vlp.training.log import RunLog, open_trackers
 from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Meter, Outcome, Progress, on_cpu
 from vlp.training.run_folder import RunFolder, device_name, record_start, this_host, write_report
 from vlp.training.stop_requests import StopSignals, StopTogether
-from vlp.training.trackers import open_trackers
 from vlp.training.watchdog import Watchdog
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vlp.config import Config, ConfigError
-from vlp.layers.weight_decay import no_weight_decay
+from vlp.layers.blocks import no_weight_decay
 
 # Names of AdamW's state, also in checkpoints.
 MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"

@@ -16,8 +16,7 @@ import pytest
 from broken_images import bombs, chunk, photo, png_of
 from PIL import Image, ImageOps
 
-from vlp.data.image.decode import decode_image
-from vlp.data.image.jpeg import JpegImage
+from vlp.data.image.decode import JpegImage, decode_image
 from vlp.data.shards.sample_files import BadSample
 
 

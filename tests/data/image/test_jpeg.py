@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from vlp.data.image.decode import decode_image
-from vlp.data.image.jpeg import JpegImage, levels_of
+from vlp.data.image.decode import JpegImage, decode_image, levels_of
 from vlp.data.shards.sample_files import BadSample
 
 

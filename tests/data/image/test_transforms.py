@@ -16,15 +16,14 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.ablated_views import viewed
-from vlp.data.image.decode import decode_image, upright_rgb
-from vlp.data.image.jpeg import JpegImage, levels_of
+from vlp.data.image.decode import JpegImage, decode_image, levels_of, upright_rgb
 from vlp.data.image.transforms import (
     Preprocessing,
     TrainTransform,
     _least_size,
     normalise,
     random_crop,
+    viewed,
 )
 
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)

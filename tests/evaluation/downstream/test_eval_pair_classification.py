@@ -15,7 +15,7 @@ from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,

@@ -37,7 +37,7 @@ from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.caption import task as caption
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,

@@ -30,13 +30,13 @@ from vlp.config import ConfigError, load_config
 from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_summary
 from vlp.tasks.downstream.task import load_task
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
 
 RUN = """
 import sys, colour_task
 from launch.finetune import build_task, select
 from vlp.training.command import run_training
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
 code = run_training(sys.argv[1], FinetuneConfig, [], False, build_task, select)
 sys.exit(code)
 """

@@ -12,7 +12,7 @@ from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from launch import finetune
 from vlp.config import ConfigError
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
 
 
 def config(**training: Any) -> FinetuneConfig:

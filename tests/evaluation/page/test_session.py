@@ -28,7 +28,7 @@ from evaluation.page.session import TryIt
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.tasks.caption import task as caption
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from evaluation.probes.position_card import disc, position_map
 from launch.__main__ import main
-from vlp.config.plugins import PLUGINS
+from vlp.config.schema import PLUGINS
 from vlp.positions import registry
 
 GRID, QUERY = (9, 11), (4, 5)

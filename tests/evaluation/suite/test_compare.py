@@ -18,7 +18,7 @@ from evaluation.results import write_lines
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare, item_difference, sign_flip_p
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification
 
 

@@ -27,7 +27,7 @@ from vlp.config import load_config
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 
 ROOT = Path(__file__).resolve().parents[3]

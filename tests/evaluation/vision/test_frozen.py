@@ -15,7 +15,7 @@ from evaluation.vision.frozen import FrozenConfig, Tail, fit, stored_tokens
 from vlp.config import ConfigError, load_config
 from vlp.data.labelled_images import open_labelled
 from vlp.models.vision.backbone import create_backbone
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 TOKENS = "tokens.safetensors"
 FROZEN = FrozenConfig(blocks=1, sizes=(8, 16, 24), encoding_rate=10)

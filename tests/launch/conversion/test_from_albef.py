@@ -13,7 +13,7 @@ from tests_support import launch_script, tiny_text
 import vlp
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from data_tools.__main__ import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
 from vlp.data.features.store import StoredFeatures
-from vlp.models.tower_key import require_tower
+from vlp.models.folder import require_tower
 from vlp.training.config import PretrainConfig
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"

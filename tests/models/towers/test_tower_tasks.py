@@ -26,7 +26,7 @@ from vlp.scenes.annotation import annotation
 from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import encode_png, render
 from vlp.serving.model_card import model_card
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification import task as pair_classification
 from vlp.tasks.pretraining import Pretraining
 

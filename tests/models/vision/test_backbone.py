@@ -9,7 +9,7 @@ import torch
 
 from vlp.config import ConfigError, load_config
 from vlp.models.vision.backbone import BackboneConfig, create_backbone
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "vision"
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}

@@ -19,7 +19,7 @@ from vlp.tasks.pixels.model import (
     _draw,
     sequence_context,
 )
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "vision"
 SIZE, LENGTH = 3, 27

@@ -12,7 +12,7 @@ import torch
 from vlp.config import ConfigError, load_config
 from vlp.tasks.widgets.data import WidgetBatch
 from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
-from vlp.training.vision_config import VisionConfig
+from vlp.training.config import VisionConfig
 
 RICO = Path(__file__).parents[3] / "configs" / "vision" / "widgets_rico.yaml"
 

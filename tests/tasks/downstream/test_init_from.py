@@ -14,7 +14,7 @@ from vlp.config import PLUGINS, ConfigError, load_plugins
 from vlp.models.folder import WEIGHTS
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.positions import registry
-from vlp.tasks.downstream.init_from import DELTA, start_parts
+from vlp.tasks.downstream.task import DELTA, start_parts
 
 SOURCE = """
 from torch import nn

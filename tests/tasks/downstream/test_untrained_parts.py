@@ -8,8 +8,8 @@ from pair_shards import entailment_shards, statement_shards, tiny_folder
 from question_shards import AUGMENT, coloured, write_shards
 
 from vlp.models.folder import from_pretrained
-from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
+from vlp.tasks.downstream.task import start_parts
 
 DECODER = {"decoder": {"layers": 2}}
 

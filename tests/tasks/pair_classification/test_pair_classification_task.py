@@ -13,8 +13,7 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import from_pretrained
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.task import load_task
+from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.pair_classification.data import NLVR2_LABELS
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,

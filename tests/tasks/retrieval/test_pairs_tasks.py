@@ -18,7 +18,7 @@ from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.config import FinetuneConfig
 from vlp.training.progress import Progress
 
 OBJECTIVES = {"mlm": None, "mim": None, "teacher": None, "itm": {"group": 4}}

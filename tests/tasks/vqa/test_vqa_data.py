@@ -15,7 +15,7 @@ from vlp.data.config import AugmentConfig
 from vlp.data.downstream.dataset import ImagePreparation, Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
-from vlp.data.stream.map_dataset import IndexedSamples
+from vlp.data.stream.loader import IndexedSamples
 from vlp.data.stream.sampler import Element, Request
 from vlp.tasks.vqa.data import (
     VqaDataConfig,

@@ -11,8 +11,7 @@ from question_shards import AUGMENT, coloured, photo, question, toy_parts, write
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.models.folder import from_pretrained
-from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.task import load_task
+from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.vqa.task import VqaConfig, build
 
 

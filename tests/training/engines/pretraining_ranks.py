@@ -21,7 +21,7 @@ from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.checkpoints import Checkpoints
-from vlp.training.engines.blocks import checkpoint_activations
+from vlp.training.engines.compile import checkpoint_activations
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
 from vlp.training.engines.engine import Engine

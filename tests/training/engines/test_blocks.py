@@ -10,7 +10,7 @@ from torch import nn
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
-from vlp.training.engines.blocks import block_stacks, checkpoint_activations
+from vlp.training.engines.compile import block_stacks, checkpoint_activations
 
 TOWERS = {
     "image": {

@@ -16,15 +16,13 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.features.store import shards_sha256
-from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
-from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.image.transforms import Preprocessing, TrainTransform, View, viewed
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Slots
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor
 
 

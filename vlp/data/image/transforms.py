@@ -7,19 +7,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import grid_sample, interpolate
+from torch.nn.functional import fold, grid_sample, interpolate, unfold
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.any_image import as_image
-from vlp.data.image.decode import upright_rgb
-from vlp.data.image.jpeg import JpegImage, levels_of
+from vlp.data.image.decode import JpegImage, as_image, levels_of, upright_rgb
 from vlp.io import parse_json, write_json
 
 # ALBEF shifts by at most 10 px of 256.
@@ -200,7 +198,7 @@ class Preprocessing:
         """Prepare an image, a path, an array or a tensor -> (3, image_size, image_size) float32.
 
         Raises:
-            TypeError, ValueError, OSError: as `vlp.data.image.any_image.as_images` raises them.
+            TypeError, ValueError, OSError: as `vlp.data.image.decode.as_images` raises them.
         """
         return self.normalise(self.squash(as_image(image)))
 
@@ -391,3 +389,33 @@ def random_crop(
             upper = int(rng.integers(height - h + 1))
             return left, upper, left + w, upper + h
     return 0, 0, width, height
+
+
+View = Literal["image", "shuffled", "blank"]
+"""The image; patches of it in random order, so that nothing is where it was; a plain grey."""
+
+
+def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
+    """Show images as the view wants them; each one's patches have an order of their own.
+
+    Before it is cut to be shuffled, an image is moved by a random part of a patch, out at one side
+    and in at the other: where the grid cuts a thing would tell where the thing lay.
+
+    Args:
+        pixels: (images, 3, height, width).
+        view: what is shown.
+        patch_size: side of a patch in pixels.
+        seed: of the moves and orders.
+    """
+    if view == "blank":
+        return torch.zeros_like(pixels)
+    if view == "image":
+        return pixels
+    generator = torch.Generator().manual_seed(seed)
+    shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
+    moved = torch.stack([torch.roll(one, by, (-2, -1)) for one, by in zip(pixels, shifts)])
+    patches = unfold(moved, patch_size, stride=patch_size)  # (images, values, patches)
+    count = patches.shape[-1]
+    orders = [torch.randperm(count, generator=generator) for _ in patches]
+    mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
+    return fold(mixed, pixels.shape[-2:], patch_size, stride=patch_size)

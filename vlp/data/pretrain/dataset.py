@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from vlp.data.features.store import SourceFeatures
-from vlp.data.image.jpeg import JpegImage
+from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import TrainTransform, names_a_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.schema import texts_of

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vlp.layers.backbones import attention
 from vlp.layers.backbones.attention import Places, Positioned, TokenEncodings
-from vlp.layers.weight_decay import no_weight_decay
+from vlp.layers.blocks import no_weight_decay
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 

@@ -20,8 +20,7 @@ from vlp.data.image.transforms import Preprocessing, random_crop
 from vlp.data.labelled_images import LabelledImages, some_of
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 
 
 class ImageAugmentConfig(Config):

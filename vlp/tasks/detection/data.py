@@ -23,8 +23,7 @@ from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.stream.batch import moved
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.io import parse_json
 from vlp.scenes.graph import SHAPES
 from vlp.scenes.render import render

@@ -11,16 +11,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import Tensor
 
-from vlp.config import Config, plugin_of, require_plugins, validated
+from vlp.config import Config, ConfigError, merged, plugin_of, require_plugins, validated
 from vlp.data.downstream.dataset import DownstreamDataConfig, DownstreamDataset, ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json
-from vlp.models.folder import Loaded, from_pretrained, save_pretrained
-from vlp.models.pretrained.local_copy import local_folder
+from vlp.models.config import ModelConfig
+from vlp.models.folder import (
+    Loaded,
+    from_pretrained,
+    plain_config,
+    read_heads,
+    save_pretrained,
+    start_from,
+)
+from vlp.models.lora import add_lora
+from vlp.models.pretrained.load import LoadReport
+from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.task import PlainTask, Precision
@@ -203,3 +213,51 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
         return config, said["known"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r})") from error
+
+
+DELTA = 0.05
+"""Anchor threshold where the folder has none: the paper of ACE-RPE has this one (Table 7)."""
+
+
+def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
+    """Load a model folder, some of its configuration changed, as the start of fine-tuning.
+
+    Args:
+        start: model folder, or a name on the hub.
+        changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
+            positions are resampled; encodings and projections that the folder lacks start anew.
+            Tasks with a head leave the anchor threshold as it is, retrieval and grounding move it
+            on: one that never ran becomes `DELTA`.
+    """
+    try:
+        folder = local_folder(start)
+        plain = plain_config(folder / CONFIG)
+    except OSError as error:
+        raise ConfigError(f"start: {start} is no model folder ({error})") from error
+    try:
+        config = ModelConfig.model_validate(merged(plain, changes))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(
+            f"model: with these changes {start} has no valid configuration: {key or 'the model'}: "
+            f"{problem['msg']}"
+        ) from error
+    for part in ("text", "image", "cross"):
+        if (changes.get(part) or {}).get("weights"):
+            raise ConfigError(
+                f"model.{part}.weights: fine-tuning takes all weights from {start}; leave it out"
+            )
+    model = VLPModel(config)
+    try:
+        report = start_from(model, folder)
+        add_lora(model)
+        heads = read_heads(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"start: {error}") from error
+    if "anchor" in config.cross.position and model.anchor_threshold == 0:
+        model.anchor_threshold.fill_(DELTA)
+    text = TextProcessor.load(folder, config.text.max_tokens)
+    before = Preprocessing.load(folder)
+    preprocess = Preprocessing(config.image.image_size, before.mean, before.std)
+    return Loaded(model, text, preprocess, heads, folder), report

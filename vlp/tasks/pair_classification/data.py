@@ -20,7 +20,7 @@ from vlp.data.downstream.dataset import (
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import RngFactory
+from vlp.data.stream.loader import RngFactory
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, TextTokens
 

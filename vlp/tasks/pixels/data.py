@@ -14,8 +14,7 @@ from torch import Tensor
 from vlp.data.labelled_images import LabelledImages, some_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 
 CHANNELS = 3
 

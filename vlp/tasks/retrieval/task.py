@@ -16,8 +16,7 @@ from vlp import distributed
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.stream.batch import Inputs
-from vlp.models.folder import Loaded, save_pretrained
-from vlp.models.tower_key import require_frozen_tower
+from vlp.models.folder import Loaded, require_frozen_tower, save_pretrained
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import require_whole_groups
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task

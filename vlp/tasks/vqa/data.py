@@ -26,7 +26,7 @@ from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import RngFactory
+from vlp.data.stream.loader import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
 from vlp.io import parse_json
 from vlp.scenes.annotation import SOURCE

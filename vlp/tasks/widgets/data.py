@@ -18,8 +18,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import stored_files
 from vlp.data.stream.batch import moved
-from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.io import parse_json
