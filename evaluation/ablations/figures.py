@@ -42,7 +42,7 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
     else:
         from evaluation.vision import evaluate_folder
 
-        figures = evaluate_folder(folder / "model", config.limit)
+        figures = evaluate_folder(folder / "model", EvalOptions(limit=config.limit))
     trained = parse_json((folder / "report.json").read_text(encoding="utf-8"))
     cost = {"training/steps": trained["step"], "training/minutes": trained["seconds"] / 60}
     return {"evaluation": config.evaluation(), "figures": {**figures, **cost}}

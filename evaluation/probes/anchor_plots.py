@@ -106,7 +106,7 @@ def draw_anchor_detail(
             _draw_path(panel, detail, row, group, longest)
         for panel in panels:
             _frame(panel, boxes)
-    scales = [
+    scales: list[tuple[str, str, float, float, slice]] = [
         ("anchors", SHARE_COLOURS, 0, 1, slice(1)),
         ("Grad-CAM", GRADCAM_COLOURS, 0, 1, slice(1, 2)),
     ]
@@ -130,8 +130,16 @@ def draw_anchor_detail(
 
 
 def _label(panel: Axes, word: str) -> None:
-    place = {"transform": panel.transAxes, "ha": "right", "va": "center"}
-    panel.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **place)
+    panel.text(
+        -0.06,
+        0.5,
+        textwrap.fill(word, 10),
+        fontsize=9,
+        parse_math=False,
+        transform=panel.transAxes,
+        ha="right",
+        va="center",
+    )
 
 
 def _draw_word(panel: Axes, row: AnchorMap, word: WordMap) -> AxesImage:
