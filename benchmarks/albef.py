@@ -149,11 +149,7 @@ class OwnStep:
 
 
 class AlbefStep:
-    """ALBEF's: the model of its checkout with the optimiser of its recipe.
-
-    Raises:
-        ConfigError: the folder holds no checkout of ALBEF.
-    """
+    """ALBEF's: the model of its checkout with the optimiser of its recipe."""
 
     def __init__(self, folder: Path, sizes: StepSizes, batch: Batch, device: torch.device) -> None:
         module, self.device = import_albef(folder), device
@@ -187,11 +183,7 @@ class AlbefStep:
 
 
 def import_albef(folder: Path) -> types.ModuleType:
-    """Import `models.model_pretrain` of a checkout, with stand-ins for what is gone since.
-
-    Raises:
-        ConfigError: the folder holds no checkout of ALBEF.
-    """
+    """Import `models.model_pretrain` of a checkout, with stand-ins for what is gone since."""
     if not (folder / "models" / "model_pretrain.py").is_file():
         raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
     with ExitStack() as stack:

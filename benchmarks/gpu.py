@@ -531,9 +531,6 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
 
     Returns:
         0; 1 where a part failed or a result is wrong; 2 without a GPU.
-
-    Raises:
-        ConfigError: the configuration cannot be used.
     """
     if not dry and not torch.cuda.is_available():
         print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)

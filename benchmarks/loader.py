@@ -480,11 +480,7 @@ def report(title: str, found: dict[str, LoaderTurns], workers: int) -> None:
 def prepared(
     shards: Path | None, samples: int, size: int, batch: int, workers: int
 ) -> Iterator[tuple[Settings, Path]]:
-    """Give settings with shards and a vocabulary, and a folder that is deleted afterwards.
-
-    Raises:
-        ConfigError: this machine or these shards will not do, or a package is missing.
-    """
+    """Give settings with shards and a vocabulary, and a folder that is deleted afterwards."""
     if not hasattr(os, "sched_setaffinity") or not Path("/proc/self/stat").exists():
         raise ConfigError("this benchmark pins processes to cores and reads /proc: it needs Linux")
     if workers > len(os.sched_getaffinity(0)):

@@ -174,11 +174,7 @@ class Overhead(NamedTuple):
 
 
 def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
-    """The configuration without public weights and with a short queue: with ACE-RPE and without.
-
-    Raises:
-        ConfigError: the configuration has no ACE-RPE.
-    """
+    """The configuration without public weights and with a short queue: with ACE-RPE and without."""
     if "anchor" not in config.model.cross.position:
         raise ConfigError(
             "model.cross.position does not name `anchor`: there is nothing to measure"
