@@ -8,7 +8,6 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from evaluation.ablations.config import AblationConfig, FineTunedConfig, MeasuredConfig
-from evaluation.ablations.grid import QUERIES
 from evaluation.options import EvalOptions
 from vlp.config import parse_yaml
 from vlp.io import parse_json
@@ -16,6 +15,8 @@ from vlp.training.run_folder import read_log
 
 if TYPE_CHECKING:
     from evaluation.retrieval.retrieval import RetrievalResult
+
+QUERIES = "queries.csv"
 
 
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:

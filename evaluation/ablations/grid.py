@@ -29,7 +29,7 @@ from vlp.training.config import FinetuneConfig, PretrainConfig, RunConfig, Visio
 from vlp.training.run_folder import compare
 
 VLP = (sys.executable, "-m", "launch")
-RESULT, QUERIES = "result.json", "queries.csv"
+RESULT = "result.json"
 _WATCH_SECONDS = 0.2
 
 Results = dict[tuple[str, int], dict[str, float]]

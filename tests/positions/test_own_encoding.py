@@ -192,7 +192,16 @@ def test_a_model_folder_names_its_plugin_and_runs_none_by_itself(tmp_path, monke
     }
     forget()
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    ask = ["predict", "--model", str(folder), "--image", "a.png", "--text", "a red circle"]
+    ask = [
+        "evaluate",
+        "predict",
+        "--model",
+        str(folder),
+        "--image",
+        "a.png",
+        "--text",
+        "a red circle",
+    ]
     assert main(ask) == 2
     assert "which is not imported" in capsys.readouterr().err
     assert main(["--plugin", file, *ask]) == 0

@@ -40,7 +40,7 @@ def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path:
 
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, resume=False)
-    with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, "vlp", 0)) as log:
+    with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, 0)) as log:
         log.write({"step": 1, "loss/total": 3.0, "skipped": {"total": 0}, "norm": float("nan")})
         log.write({"step": 2, "loss/total": 2.0, "skipped": {"total": 1}, "norm": 1.0})
     events = EventAccumulator(str(folder.tensorboard))
@@ -54,7 +54,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
 def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path: Path, resumed_at: int) -> None:
     folder = RunFolder(tmp_path, resume=False)
     for step in (0, resumed_at):
-        with RunLog(folder, step, 2, open_trackers(["tensorboard"], folder, "vlp", step)) as log:
+        with RunLog(folder, step, 2, open_trackers(["tensorboard"], folder, step)) as log:
             for number in range(step + 1, 3):
                 log.write({"step": number, "loss": 1.0})
     events = EventAccumulator(str(folder.tensorboard))

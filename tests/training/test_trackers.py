@@ -28,7 +28,7 @@ def two_starts(folder: RunFolder, name: TrackerName) -> None:
     """Steps 1 and 2, and after a resume at 2 step 3."""
     folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
     for step, more in ((0, (1, 2)), (2, (3,))):
-        with RunLog(folder, step, 3, open_trackers([name], folder, "toys", step)) as log:
+        with RunLog(folder, step, 3, open_trackers([name], folder, step)) as log:
             for number in more:
                 log.write({"step": number, "loss/total": 1.0 / number, "epoch": None})
             log.validated(number, {"text_to_image R@1": number / 10})
@@ -59,7 +59,7 @@ def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
     for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}/*.wandb")):
         for record in records(file):
             if record.run.run_id:
-                assert (record.run.run_id, record.run.project) == (one, "toys")
+                assert (record.run.run_id, record.run.project) == (one, "vlp")
                 assert record.run.display_name == "run"
             if record.history.item:
                 items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
@@ -100,7 +100,7 @@ def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run.data.tags["training.batch"] == "8"
     with (
         pytest.raises(FloatingPointError),
-        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, "toys", 3)),
+        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, 3)),
     ):
         raise FloatingPointError
     assert client.get_run(one).info.status == "FAILED"
@@ -136,4 +136,4 @@ def test_what_cannot_be_used_is_said_before_the_training(
         require_access(["mlflow"])
     folder = RunFolder(tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
-        open_trackers(["mlflow"], folder, "toys", 0)
+        open_trackers(["mlflow"], folder, 0)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
 from vlp.config import Config, LocalPath
+from vlp.data.schema import TextKind
 from vlp.data.shards.remote import OutageConfig
 
 
@@ -104,6 +105,9 @@ class DataConfig(Config):
         "one",
         description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
     )
+    texts: TextKind = Field(
+        "captions", description="expressions: referring expressions take the place of captions"
+    )
     epoch_samples: int | None = Field(
         None,
         ge=1,
@@ -150,6 +154,8 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
+        if self.texts == "expressions" and self.captions == "all":
+            raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
         if self.epoch_samples is not None and self.captions == "all":
             raise ValueError("epoch_samples draws one caption of a sample, not captions: all")
         if self.epoch_samples is not None and self.features is not None:

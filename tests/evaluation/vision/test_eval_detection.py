@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from evaluation.options import EvalOptions
 from evaluation.vision.detection import evaluate
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
@@ -70,7 +71,7 @@ def test_right_answers_have_full_precision_at_every_size(limit, workers):
     images = open_objects(task.config.data.test, 48)
     order = range(21) if limit is None else (0, 5, 10, 15, 20)
     task.model = Oracle(images, [*order, *order])
-    figures = evaluate(task, limit, "cpu", workers=workers)
+    figures = evaluate(task, EvalOptions(limit=limit, device="cpu", workers=workers))
     for name in ("AP", "AP50", "AP75", "AP@80", "AR100@80"):
         assert figures[name] == pytest.approx(100)
     count = limit or 21
@@ -86,13 +87,13 @@ def test_a_trained_model_finds_what_it_was_trained_on_and_other_sizes_work():
     settings = config("sine-2d", test_sizes=[48, 64], sizes=[48])
     task, data = build(settings, 8, 0, "float32")
     optimiser = torch.optim.AdamW(task.parameters(), lr=2e-3)
-    before = evaluate(task)
+    before = evaluate(task, EvalOptions())
     for step, (given, _) in enumerate(data.batches(stop_after=100)):
         optimiser.zero_grad()
         task(given, step).loss.backward()
         torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
         optimiser.step()
-    figures = evaluate(task)
+    figures = evaluate(task, EvalOptions())
     assert before["AP50"] < 10
     assert figures["AP50"] > 60
     assert task.training  # the mode is as before
@@ -104,14 +105,16 @@ def test_a_trained_model_finds_what_it_was_trained_on_and_other_sizes_work():
 def test_sizes_that_an_encoding_cannot_serve_are_refused_by_name(name):
     task = DetectionTask(config(name, test_sizes=[64]), CLASSES)
     with pytest.raises(ConfigError, match=f"images of size 64: {name} "):
-        evaluate(task, 2)
+        evaluate(task, EvalOptions(limit=2))
 
 
 @pytest.mark.parametrize(
     "name", ["irpe-product", "sine-2d", "fourier", "mlp", "rope-axial", "alibi-2d", "sape"]
 )
 def test_sizes_not_trained_on_work_where_an_encoding_extrapolates(name):
-    figures = evaluate(DetectionTask(config(name, test_sizes=[48, 64, 80]), CLASSES), 2)
+    figures = evaluate(
+        DetectionTask(config(name, test_sizes=[48, 64, 80]), CLASSES), EvalOptions(limit=2)
+    )
     assert {"AP", "AP@64", "AP@80"} <= set(figures)
 
 
@@ -125,7 +128,7 @@ def test_real_images_are_judged_in_their_own_pixels(shared):
     settings = config("irpe-product", source, sizes=[64], longest=120)
     images = open_objects(settings.data.test, 64)
     task = DetectionTask(settings, images.classes)
-    assert evaluate(task, 20)["AP"] < 5
+    assert evaluate(task, EvalOptions(limit=20))["AP"] < 5
 
     class Largest(torch.nn.Module):
         """One box, the whole image, as a person."""
@@ -150,7 +153,7 @@ def test_real_images_are_judged_in_their_own_pixels(shared):
         int(((read.labels == 0) & ~read.crowds).sum())
         for read in map(images.read, range(len(images)))
     )
-    figures = evaluate(task)
+    figures = evaluate(task, EvalOptions())
     classes = {int(label) for read in map(images.read, range(len(images)))
                for label in read.labels[~read.crowds]}  # fmt: skip
     assert 0 < figures["AR1"] <= 100 * sum(expected) / people / len(classes) + 1e-6
@@ -171,11 +174,11 @@ def test_bad_test_images_are_named(tmp_path):
     }
     task = DetectionTask(config("irpe-product", source, longest=64), CLASSES)
     with pytest.raises(BadSample, match=r"outside the image: .*annotation 5 \[60, 0, 40, 10\]"):
-        evaluate(task)
+        evaluate(task, EvalOptions())
     content["annotations"] = []
     (tmp_path / "instances.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="no object in 1 images"):
-        evaluate(task)
+        evaluate(task, EvalOptions())
     task.classes = ("circle", "square", "cat", "dog", "cross")
     with pytest.raises(ConfigError, match=r"unknown categories triangle, star \(2 of 5\)"):
-        evaluate(task)
+        evaluate(task, EvalOptions())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.vision import grids as evaluation_grids
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
@@ -53,13 +54,13 @@ class Knowing(GridTransformer):
 def test_right_answers_are_counted_task_by_task(archive):
     judged = task(archive, *NAMES, variants=7)
     judged.model.__class__ = Knowing
-    assert evaluate(judged) == {
+    assert evaluate(judged, EvalOptions()) == {
         f"{kind}{name}": 100.0
         for kind in ("exact", "original")
         for name in ("", *(f"/{one}" for one in NAMES))
     }
     judged.model.wrong = ("74dd1130",)
-    figures = evaluate(judged)
+    figures = evaluate(judged, EvalOptions())
     assert (figures["exact"], figures["exact/74dd1130"], figures["exact/25ff71a9"]) == (50, 0, 100)
 
 
@@ -97,21 +98,21 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
         for tokens, grid in zip(one.sample[:2], tasks[NAMES[0]].test[0], strict=True):
             assert np.array_equal(to_grid(tokens.numpy(), 3), variant(grid))
     # Batches of every size give the same.
-    figures = evaluate(judged)
+    figures = evaluate(judged, EvalOptions())
     monkeypatch.setattr(evaluation_grids, "TOKENS", 1)
-    assert evaluate(judged) == figures
+    assert evaluate(judged, EvalOptions()) == figures
 
 
 def test_limit_spreads_over_the_tasks(archive):
-    figures = evaluate(task(archive, *NAMES, variants=5), limit=2)
+    figures = evaluate(task(archive, *NAMES, variants=5), EvalOptions(limit=2))
     assert set(figures) == {"original", "original/74dd1130", "exact", "exact/25ff71a9"}
 
 
 def test_tasks_without_held_out_variants_have_no_figure_of_them(archive):
-    figures = evaluate(task(archive, "74dd1130", variants=0))
+    figures = evaluate(task(archive, "74dd1130", variants=0), EvalOptions())
     assert set(figures) == {"original", "original/74dd1130"}
 
 
 def test_missing_data_is_refused():
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
-        evaluate(task("nowhere", "74dd1130"))
+        evaluate(task("nowhere", "74dd1130"), EvalOptions())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from evaluation.options import EvalOptions
 from evaluation.vision import pixels as evaluation_pixels
 from evaluation.vision.pixels import evaluate
 from vlp.data.shards.sample_files import BadSample
@@ -57,24 +58,24 @@ def test_bits_are_those_of_every_image_in_batches_of_any_size(folder, monkeypatc
         few, _ = by_hand(made.model, folder, [0, 3, 6])
     for tokens in (1, 3 * 48, 2**14):
         monkeypatch.setattr(evaluation_pixels, "TOKENS", tokens)
-        figures = evaluate(made)
+        figures = evaluate(made, EvalOptions())
         assert figures["bits_per_dim"] == pytest.approx(whole, rel=1e-5)
         assert figures["bits_red"] == pytest.approx(red, rel=1e-5)
     monkeypatch.setattr(evaluation_pixels, "TOKENS", 3 * 48)
-    assert evaluate(made, workers=2) == evaluate(made)
+    assert evaluate(made, EvalOptions(workers=2)) == evaluate(made, EvalOptions())
     colours = [figures[f"bits_{colour}"] for colour in ("red", "green", "blue")]
     assert sum(colours) / 3 == pytest.approx(whole, rel=1e-5)
-    assert evaluate(made, limit=3)["bits_per_dim"] == pytest.approx(few, rel=1e-5)
+    assert evaluate(made, EvalOptions(limit=3))["bits_per_dim"] == pytest.approx(few, rel=1e-5)
 
 
 def test_a_test_image_that_is_too_small_is_named(folder):
     with pytest.raises(BadSample, match=r"0.png \(4 x 4\)"):
-        evaluate(task(folder, size=5))
+        evaluate(task(folder, size=5), EvalOptions())
 
 
 def test_an_untrained_model_on_cifar10(shared):
     file = shared / "data_tasks" / "cifar10" / "test.tar.xz"
-    figures = evaluate(task(file, size=8), limit=20)
+    figures = evaluate(task(file, size=8), EvalOptions(limit=20))
     assert set(figures) == {"bits_per_dim", "bits_red", "bits_green", "bits_blue"}
     assert all(math.isclose(bits, 8, abs_tol=0.1) for bits in figures.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evaluation.options import EvalOptions
 from evaluation.vision import widgets
 from evaluation.vision.widgets import evaluate
 from vlp.tasks.caption.metrics import caption_scores
@@ -43,7 +44,7 @@ def answers(monkeypatch, task, what):
         return [what(screen, both) for screen in screens for both in screen.captions.values()]
 
     monkeypatch.setattr(widgets, "_said", said)
-    return evaluate(task)
+    return evaluate(task, EvalOptions())
 
 
 def test_right_answers_are_perfect(monkeypatch, task) -> None:
@@ -83,9 +84,9 @@ def test_the_papers_table_4_is_a_mean_over_captions() -> None:
 
 def test_a_model_is_judged_by_what_it_generates(task) -> None:
     kept = task.training
-    figures = evaluate(task, limit=4)
+    figures = evaluate(task, EvalOptions(limit=4))
     assert task.training == kept
-    assert figures == evaluate(task, limit=4)
+    assert figures == evaluate(task, EvalOptions(limit=4))
     assert figures["bleu1"] < 50
     screens = open_screens(task.config.data.screens, "test")
     read = [screens.read(n) for n in (0, 3, 5, 8)]

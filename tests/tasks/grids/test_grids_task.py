@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from evaluation.options import EvalOptions
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
 from vlp.tasks.grids.data import collate_grids
@@ -58,7 +59,7 @@ def test_an_empty_share_has_loss_zero_and_gradients(archive):
 def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
     torch.manual_seed(0)
     task, data = build(config(archive, "25ff71a9"), 32, 0, "float32")
-    assert evaluate(task)["exact"] < 20
+    assert evaluate(task, EvalOptions())["exact"] < 20
     optimiser = torch.optim.Adam(task.parameters(), lr=3e-3)
     losses = []
     for step, (batch, _) in enumerate(data.batches(stop_after=250)):
@@ -68,14 +69,14 @@ def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
         optimiser.step()
         losses.append(float(out.loss.detach()))
     assert losses[-1] < 0.1 * losses[0]
-    after = evaluate(task)
+    after = evaluate(task, EvalOptions())
     assert after["exact"] > 80
 
     task.save_model(tmp_path / "model", task.state_dict())
     plain, known, state = read_task(tmp_path / "model")
     again = load(plain, known)
     again.load_state_dict(state)
-    assert evaluate(again.eval()) == after
+    assert evaluate(again.eval(), EvalOptions()) == after
 
 
 def test_what_cannot_be_trained_is_refused(archive):

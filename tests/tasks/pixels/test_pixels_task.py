@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from evaluation.options import EvalOptions
 from evaluation.vision.pixels import evaluate
 from vlp.config import ConfigError
 from vlp.tasks.pixels.data import PixelBatch
@@ -63,7 +64,7 @@ def test_an_empty_share_has_loss_zero_and_gradients():
 @pytest.mark.parametrize("name", ["learned-2d", "fourier"])
 def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp_path, name):
     task, data = build(config(planes, name), batch=16, seed=0, precision="float32")
-    before = evaluate(task)
+    before = evaluate(task, EvalOptions())
     assert before["bits_per_dim"] == pytest.approx(8, abs=0.05)
     optimiser = torch.optim.Adam(task.parameters(), lr=5e-3)
     for step, (given, _) in enumerate(data.batches(stop_after=60)):
@@ -71,7 +72,7 @@ def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp
         optimiser.zero_grad()
         out.loss.backward()
         optimiser.step()
-    after = evaluate(task)
+    after = evaluate(task, EvalOptions())
     # One bit tells both images apart: 1 / 48 bits a dimension is all there is.
     assert after["bits_per_dim"] < 0.5
     assert after["bits_red"] > after["bits_blue"]  # the first channel is the open question
@@ -80,7 +81,7 @@ def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp
     plain, known, state = read_task(tmp_path / "model")
     again = load(plain, known)
     again.load_state_dict(state)
-    assert evaluate(again.eval()) == pytest.approx(after)
+    assert evaluate(again.eval(), EvalOptions()) == pytest.approx(after)
     drawn = again.model.generate(4, np.random.default_rng(0), temperature=0.2)
     kinds = {tuple(corner) for corner in drawn[:, 0, 0].tolist()}
     assert kinds <= {(250, 20, 90), (10, 130, 240)}

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import ExifTags, Image
 from simplejpeg import decode_jpeg
-from torch import Tensor
 
 from vlp.data.limits import MAX_ASPECT, MAX_IMAGE_BYTES, MAX_SCAN_PIXELS, MAX_SIDE, limits
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import redacted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Whatever the file is called. Pillow knows many more; some run other programs (EPS), none is met in
 # the corpora.
@@ -232,6 +233,8 @@ class JpegImage:
                     min_height=height,
                     min_factor=2,
                 )
+                import torch  # takes a second; data tools read images without it
+
                 return torch.from_numpy(data).permute(2, 0, 1)
             except ValueError:
                 pass  # damaged somewhere: what is bad and what can pass is for Pillow to say
@@ -240,6 +243,8 @@ class JpegImage:
 
 def levels_of(image: Image.Image) -> Tensor:
     """Return an RGB image's levels, (3, height, width) uint8."""
+    import torch  # takes a second; data tools read images without it
+
     return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)
 
 

@@ -16,7 +16,7 @@ from vlp.data.features.store import SourceFeatures
 from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import TrainTransform, names_a_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
-from vlp.data.schema import texts_of
+from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Batch, Inputs
@@ -62,6 +62,7 @@ class CaptionedSamples(Dataset[Slot]):
         transform: images to pixels.
         inputs: patch grid and masking.
         seed: of the run.
+        texts: which texts of a sample are its captions.
         features: of each source's images, in place of their pixels; None decodes the images.
     """
 
@@ -73,11 +74,13 @@ class CaptionedSamples(Dataset[Slot]):
         transform: TrainTransform,
         inputs: Inputs,
         seed: int,
+        texts: TextKind = "captions",
         features: Sequence[SourceFeatures] | None = None,
     ) -> None:
         self.sources, self.features = sources, features
         side = transform.preprocessing.image_size
         self._blank = features[0].blank if features else _GREY.expand(3, side, side)
+        self.texts = texts
         self.text = text
         self.transform = transform
         self.grid = inputs.grid
@@ -144,7 +147,7 @@ class CaptionedSamples(Dataset[Slot]):
         def rng(purpose: str) -> np.random.Generator:
             return make_rng(self.seed, epoch, name, purpose)
 
-        captions = texts_of(raw.annotation)
+        captions = texts_of(raw.annotation, self.texts)
         if caption_number is None and captions:
             several = len(captions) > 1
             caption_number = int(rng("caption").integers(len(captions))) if several else 0
@@ -227,6 +230,8 @@ class CaptionedSamples(Dataset[Slot]):
     ) -> Tensor | None:
         if not self.transform.keeps_places:
             return None
+        if self.texts != "captions":
+            return self._no_words()
         pieces = self.text.words(caption)
         shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
         return torch.from_numpy(shown)

@@ -82,6 +82,7 @@ class PretrainData(OrderedData):
             TrainTransform(config.augment, self.preprocessing),
             inputs,
             seed,
+            config.texts,
             features,
         )
         remote = any(index.is_remote for index in self.sources)
