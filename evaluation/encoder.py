@@ -1,4 +1,4 @@
-"""Global features of all images and captions of an evaluation, and blocks for re-ranking."""
+"""Features of all images and captions of an evaluation, with a cache of token states."""
 
 from __future__ import annotations
 

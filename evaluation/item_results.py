@@ -1,4 +1,4 @@
-"""Items of shards evaluated in blocks that ranks share, and the result of a model on one set."""
+"""Evaluation of items in blocks that ranks share, and the result of a model on one set."""
 
 from __future__ import annotations
 

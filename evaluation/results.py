@@ -1,4 +1,4 @@
-"""Figures with chance level and interval, and the tables that show them."""
+"""Figures with chance level and interval, tables, and result files as JSON and JSON lines."""
 
 from __future__ import annotations
 

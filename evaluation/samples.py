@@ -1,4 +1,4 @@
-"""Samples of several shard folders in a fixed order, with bad ones counted instead of fatal."""
+"""Samples of shard folders in a fixed order, read in blocks by workers; bad ones are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every loss is a local sum with a local count; one collective turns them into global means."""
+"""Losses as local sums with local counts, and fixed sample groups of a global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of the windowed anchor path (Eq. 7): one forward and one backward.
+"""Triton kernels of ACE-RPE: the windowed path (Eq. 7), and cross-attention with paths.
 
 A program finds the paths of a block of (patch, token, group) entries of one pair. It looks at every
 source in the window of each entry; neighbours share most of them, so they come from the cache and

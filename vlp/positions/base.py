@@ -1,4 +1,4 @@
-"""The one interface of all position encodings: five hooks, each a no-op by default."""
+"""The interface of all position encodings: five hooks, and faster forms that some offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run and how it is optimised; of pretraining also model, data and objectives."""
+"""Configuration of runs: pretraining, fine-tuning and vision-only training."""
 
 from __future__ import annotations
 

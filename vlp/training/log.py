@@ -1,4 +1,4 @@
-"""Logs of a run: JSON lines, trackers, and a progress bar."""
+"""Logs of a run: JSON lines, TensorBoard, Weights & Biases, MLflow, and a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in the training order, read by worker processes."""
+"""Batches in the training order or of a numbered data set, read by worker processes."""
 
 from __future__ import annotations
 

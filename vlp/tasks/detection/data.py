@@ -1,4 +1,4 @@
-"""Detection: images of several sizes with boxes and classes, for training and for judging."""
+"""Detection data: COCO or generated scenes, as images of several sizes with boxes and classes."""
 
 from __future__ import annotations
 

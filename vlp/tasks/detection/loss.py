@@ -1,4 +1,4 @@
-"""DETR's loss of a set of predictions against a set of objects (Carion et al. 2020, Eq. 2)."""
+"""DETR's set prediction loss (Carion et al. 2020, Eq. 2) with Hungarian matching."""
 
 from __future__ import annotations
 

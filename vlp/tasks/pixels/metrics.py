@@ -1,4 +1,4 @@
-"""Units for reporting a model's likelihood."""
+"""Bits per dimension of a likelihood."""
 
 from __future__ import annotations
 

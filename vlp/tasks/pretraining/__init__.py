@@ -1,4 +1,4 @@
-"""Pretraining: one file per objective, composed in `task.py`.
+"""Pretraining: `objectives.py` holds the objectives, `task.py` composes them.
 
 A new objective is a subclass of `Objective` and a line `register_objective(...)`, here or in a
 module outside the package that is imported before the configuration is read. Objectives run, and

@@ -1,4 +1,4 @@
-"""Screens with captioned widgets as batches of tensors."""
+"""Screens with captioned widgets as batches of tensors: Rico or generated, with their words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generated corpus of screens whose captions are a matter of where a widget lies.
+"""Generated screens with captioned widgets, and the view hierarchies of Rico.
 
 A screen has a toolbar, a body and tabs, at places drawn anew each time, as a view hierarchy in
 RICO's format. Its icons look alike: none has a text, and siblings stand in random order. What one
