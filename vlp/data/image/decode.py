@@ -290,7 +290,9 @@ def as_image(given: Any) -> Image.Image:
         if "://" in (text := os.fspath(given)):
             raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
         return _opened(Path(given))
-    if isinstance(given, Tensor):
+    import torch
+
+    if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
         array = (given.float() if given.is_floating_point() else given).numpy()
     elif isinstance(given, np.ndarray):
