@@ -16,7 +16,9 @@ import pytest
 from broken_images import bombs, chunk, photo, png_of
 from PIL import Image, ImageOps
 
+from vlp.config import ConfigError
 from vlp.data.image.decode import JpegImage, decode_image
+from vlp.data.limits import Limits, limits, put_in_force
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -319,3 +321,38 @@ def test_what_is_merely_unusual_decodes(data: bytes) -> None:
     assert decode_image(data, "x").size == expected.size
     assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
     assert JpegImage(data, "x").levels().shape[1:] == expected.size[::-1]
+
+
+def test_pixels_are_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = photo("jpeg", progressive=True)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
+    assert decode_image(data, "x").size == JpegImage(data, "x").size == (20, 16)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 319}")
+    for decode in (decode_image, JpegImage):
+        with pytest.raises(BadSample, match=r"too large: x \(20 x 16 .* limits\.pixels 319\)"):
+            decode(data, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("MAX_IMAGE_BYTES", 300), ("MAX_SIDE", 19), ("MAX_ASPECT", 1.2), ("MAX_SCAN_PIXELS", 3199)],
+)
+def test_other_limits(monkeypatch: pytest.MonkeyPatch, name: str, most: float) -> None:
+    data = photo("jpeg", progressive=True)
+    decode_image(data, "x")
+    monkeypatch.setattr(f"vlp.data.image.decode.{name}", most)
+    for decode in (decode_image, JpegImage):
+        with pytest.raises(BadSample, match="image too large: x"):
+            decode(data, "x")
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLP_LIMITS", raising=False)
+    assert limits() == Limits()
+    monkeypatch.setenv("VLP_LIMITS", "")
+    put_in_force(Limits(pixels=7))
+    assert limits() == Limits(pixels=7)
+    for text, told in (("{pixel: 7}", "did you mean 'pixels'"), ("7", "a mapping"), ("{", "YAML")):
+        monkeypatch.setenv("VLP_LIMITS", text)
+        with pytest.raises(ConfigError, match=f"VLP_LIMITS: .*{told}"):
+            limits()

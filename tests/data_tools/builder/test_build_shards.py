@@ -599,3 +599,22 @@ def test_killed_again_and_again(command: list[str], tmp_path: Path) -> None:
     assert finished == sorted(finished)
     assert main([*command, "--processes", "2", "--out", str(out)]) == 0
     assert files_of(out) == files_of(whole)
+
+
+def test_ctrl_c(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    full = [sys.executable, "-m", "data_tools", *command, "--processes", "2", "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        full, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for = time.monotonic() + 60
+    while not list(out.glob("train/*.tar")) and time.monotonic() < wait_for:
+        time.sleep(0.005)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "run the same command again to go on" in said
+    assert "Traceback" not in said
+    assert not list(out.rglob("*.tmp"))
+    assert list(out.glob("train/*.tar"))
