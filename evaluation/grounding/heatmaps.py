@@ -25,7 +25,7 @@ SHARE_COLOURS, GRADCAM_COLOURS = "inferno", "turbo"
 Drawn = tuple[Sequence[float], str]
 """A box [x, y, width, height] in pixels of the image, and a colour."""
 
-OWN_BOX, CHOSEN_BOX = "#19d419", "#ff40d9"
+OWN_BOX = "#19d419"
 
 
 def anchors_over(

@@ -12,9 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evaluation.retrieval.rerank import (
-    similarity,
-)
+from evaluation.retrieval.rerank import similarity
 
 CANDIDATES, QUERIES = 1024, 8192
 """Of both sides at a time."""

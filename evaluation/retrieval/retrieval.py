@@ -35,10 +35,6 @@ from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
 from vlp.models.folder import Loaded, require_tower
 
-CANDIDATES, QUERIES = 1024, 8192
-"""Of both sides at a time."""
-
-
 Direction = Literal["text_to_image", "image_to_text"]
 BANK_TEMPERATURE = 0.1
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
