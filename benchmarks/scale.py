@@ -37,7 +37,7 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.step import random_batch
 from data_tools.executor import Executor
-from launch.plan import meta_task
+from launch.cli.plan import meta_task
 from vlp.compilation import gpu_form
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData

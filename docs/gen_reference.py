@@ -316,7 +316,7 @@ def _meaning(kind: type[BaseModel], name: str) -> str:
 
 def _commands_page() -> str:
     """Return the help of every command."""
-    from launch.__main__ import commands
+    from launch.cli.main import commands
 
     os.environ |= {"COLUMNS": HELP_COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}
     root = commands()

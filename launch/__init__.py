@@ -1,1 +1,1 @@
-"""`vlp` (launch.training_commands) and the scripts that launchers run by their path."""
+"""`vlp` (launch.cli) and the scripts that launchers run by their path."""

@@ -157,7 +157,7 @@ def _part(title: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp demo`; returns the exit code."""
-    from launch.__main__ import run_script
+    from launch.cli.main import run_script
 
     return run_script("demo", arguments)
 

@@ -154,7 +154,7 @@ def _epoch_steps(config: FinetuneConfig, data: Any) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp finetune` as one rank; returns the exit code."""
-    from launch.__main__ import run_script
+    from launch.cli.main import run_script
 
     return run_script("finetune", arguments)
 

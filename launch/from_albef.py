@@ -22,7 +22,7 @@ from vlp.models.vlp import VLPModel
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp convert-albef`; returns the exit code (2: wrong input)."""
-    from launch.__main__ import run_script
+    from launch.cli.main import run_script
 
     return run_script("convert-albef", arguments)
 

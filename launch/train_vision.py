@@ -45,7 +45,7 @@ def run_vision(config: Path, overrides: Sequence[str] = (), resume: bool = False
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp train` as one rank; returns the exit code."""
-    from launch.__main__ import run_script
+    from launch.cli.main import run_script
 
     return run_script("train", arguments)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config import ConfigError, load_config
 from vlp.io import as_url, atomic_folder, write_text
 from vlp.lock import FolderLock

@@ -9,7 +9,7 @@ from pathlib import Path
 from product import PRODUCT, tree_of
 
 # A script's `main` runs `vlp COMMAND`; the command imports the script when it runs.
-DOOR = "launch.__main__"
+DOOR = "launch.cli.main"
 
 
 def imported_by(name: str, path: Path) -> set[str]:

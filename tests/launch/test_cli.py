@@ -16,8 +16,8 @@ import pytest
 import launch.pretrain
 import launch.train_vision
 from launch import demo
-from launch.__main__ import main
-from launch.training_commands import train
+from launch.cli.main import main
+from launch.cli.train import train
 from vlp.lock import FolderLock
 from vlp.training.run_folder import RunFolder, record_start
 
@@ -30,7 +30,7 @@ MOST_SECONDS = 5.0
 def without_torch(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a command, in a process of its own where PyTorch cannot be used."""
     program = (
-        "import sys; from launch.__main__ import main\n"
+        "import sys; from launch.cli.main import main\n"
         "try: code = main(sys.argv[1:])\n"
         "except SystemExit as leaving: code = leaving.code\n"
         "print('torch' in sys.modules); sys.exit(code)"

@@ -16,7 +16,7 @@ from launch_lab import Lab
 from PIL import Image
 
 import vlp
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from tests_support import TINY_MODEL
 
-from launch.__main__ import main
-from launch.plan import meta_task, stage_memory
+from launch.cli.main import main
+from launch.cli.plan import meta_task, stage_memory
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 

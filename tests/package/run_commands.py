@@ -22,7 +22,7 @@ from typing import IO
 
 from made_shards import jpeg
 
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.training.engines.environment import free_port
 
 # All that commands import, once for all of them.

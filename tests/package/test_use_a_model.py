@@ -14,7 +14,7 @@ from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
-from launch.__main__ import commands, main
+from launch.cli.main import commands, main
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig

@@ -15,7 +15,7 @@ from tests_support import TINY_MODEL, tiny_text
 from torch import nn
 
 import vlp
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config import PLUGINS, ConfigError, load_config, load_plugins
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 from tests_support import TINY_MODEL, ace, tiny_text
 
 import vlp
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded

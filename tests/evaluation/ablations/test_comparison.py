@@ -126,7 +126,7 @@ def test_the_page_leads_to_a_table(folder):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(folder, change, message, capsys):
-    from launch.__main__ import main
+    from launch.cli.main import main
 
     words = ["positions", "compare", "--model", "vit_tiny_patch16_224", "--encodings", "rope-mixed"]
     data = ["--train", "images/train", "--test", "images/test"]

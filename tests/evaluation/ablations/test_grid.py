@@ -28,7 +28,7 @@ from evaluation.ablations.grid import (
     run_ablation,
 )
 from evaluation.ablations.tables import report, to_frame
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config import ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parents[3]

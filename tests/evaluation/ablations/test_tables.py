@@ -29,7 +29,7 @@ from evaluation.ablations.tables import (
 )
 from evaluation.commands import ablations as module
 from evaluation.latex import latex_table
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config import load_config
 from vlp.training.run_folder import read_log
 

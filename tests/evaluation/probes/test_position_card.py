@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from evaluation.probes.position_card import disc, position_map
-from launch.__main__ import main
+from launch.cli.main import main
 from vlp.config.schema import PLUGINS
 from vlp.positions import registry
 

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import vlp
 from data_tools.feature_writer import feature_writer
-from launch.__main__ import main
 from launch.align import SHRINKAGES, _HeldOut, align
+from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import load_config
 from vlp.lock import FolderLock

@@ -1,0 +1,1 @@
+"""The command-line interface: `vlp` (`launch.cli.main`) and its commands."""
