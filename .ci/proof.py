@@ -72,7 +72,8 @@ pretrain soft | 8 | pretrain/scenes_tiny | model.cross.position=[anchor-soft]
 pretrain bias | 8 | pretrain/scenes_tiny | model.cross.position=[anchor, cope]
     | model.cross.options.anchor.mode=bias
 pretrain flickr8k_small | 12 | pretrain/flickr8k_small
-pretrain ace_paper | 30 | pretrain/ace_paper | data.canonical_streams=8
+pretrain ace_paper | 30 | pretrain/paper | data.canonical_streams=8
+    | data.captions=one | data.augment.crop_scale=[0.5,1.0]
     | model.text={weights: null, width: 96, layers: 2, heads: 4, intermediate: 192, vocab_size: 256}
     | model.image={weights: null, width: 96, layers: 2, heads: 4, intermediate: 192}
     | model.text.max_tokens=20 | model.image.image_size=64 | model.image.patch_size=8

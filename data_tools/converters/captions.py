@@ -228,6 +228,18 @@ def visual_genome(
         Option(metavar="FILE", help="image_data.json: sizes, URLs and COCO's numbers"),
     ] = None,
     max_words: MaxWords = MAX_WORDS,
+    min_words: Annotated[int, Option(min=1, metavar="N", help="shorter phrases are left out")] = 1,
+    min_area: Annotated[
+        float,
+        Option(min=0, max=1, metavar="SHARE", help="of the image; smaller regions are left out"),
+    ] = 0,
+    exclude: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FILE",
+            help="images of evaluation sets: COCO's image numbers, one a line; needs --image-data",
+        ),
+    ] = None,
 ) -> int:
     """Turn Visual Genome's regions and images into shards.
 
@@ -237,13 +249,23 @@ def visual_genome(
     Each region's phrase is a caption, and a referring expression with the region's box.
     image_data.json (optional) says which images are COCO's: those get COCO's identity (`source`
     coco, `image_id` the number there), so that one image in both corpora is known as one.
+
+    ALBEF keeps 769 k of 5 M phrases by four filters: images of evaluation sets, phrases that an
+    image has twice (never kept here), small regions, short phrases.
     """
+    if image_data is None and (min_area or exclude):
+        raise ConfigError("--min-area and --exclude need --image-data: it has sizes and numbers")
+    excluded = {line.strip() for file in exclude or () for line in text_lines(file)}
+    limits = _GenomeLimits(max_words, min_words, min_area, frozenset(excluded))
     faults: Faults = []
     data: dict[int, _GenomeData] = {}
     if image_data is not None:
         data = {row.id: row for row in parsed(streamed_list(image_data), _GenomeData, faults)}
-    part = CorpusPart("", _genome_samples(regions, data, faults, max_words), len(data) or None)
-    target = Target(out, build, "Visual Genome regions", VISUAL_GENOME, {"max_words": max_words})
+    part = CorpusPart("", _genome_samples(regions, data, faults, limits), len(data) or None)
+    how = {"max_words": max_words, "min_words": min_words, "min_area": min_area}
+    if excluded:
+        how["excluded"] = len(excluded)
+    target = Target(out, build, "Visual Genome regions", VISUAL_GENOME, how)
     return make_corpus(target, images, [part])
 
 
@@ -365,12 +387,30 @@ def _official_part(
     return CorpusPart(name, samples(), len(images))
 
 
+class _GenomeLimits(NamedTuple):
+    """Which phrases of Visual Genome are kept.
+
+    max_words, min_words: of a phrase.
+    min_area: share of the image that a region covers at least.
+    excluded: COCO's numbers of images that are left out.
+    """
+
+    max_words: int
+    min_words: int
+    min_area: float
+    excluded: frozenset[str]
+
+
 def _genome_samples(
-    path: Path, known: dict[int, _GenomeData], faults: Faults, max_words: int
+    path: Path, known: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
 ) -> Iterator[SampleSpec | Refused]:
     """Yield a sample for each image of region_descriptions.json."""
     for image in parsed(streamed_list(path), _GenomeImage, faults):
         key = f"vg-{image.id}"
+        data = known.get(image.id)
+        if data is not None and str(data.coco_id) in limits.excluded:
+            yield Refused("image of an evaluation set", key)
+            continue
         captions: list[str] = []
         expressions: list[Expression] = []
         for content in image.regions:
@@ -381,7 +421,12 @@ def _genome_samples(
                 yield Refused("region of another layout", f"{key}/region {which}")
                 continue
             phrase = clean_caption(region.phrase)
-            reason = why_dropped(phrase, max_words)
+            reason = why_dropped(phrase, limits.max_words)
+            if reason is None and len(phrase.split()) < limits.min_words:
+                reason = "shorter than --min-words"
+            least = limits.min_area * data.width * data.height if data else 0
+            if reason is None and region.width * region.height < least:
+                reason = "region smaller than --min-area"
             if reason is not None:
                 yield Refused(reason, f"{key}/region {region.region_id}")
                 continue
@@ -391,7 +436,6 @@ def _genome_samples(
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
             except ValidationError:  # a negative side
                 yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
-        data = known.get(image.id)
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(
             captions=list(dict.fromkeys(captions)),

@@ -280,3 +280,30 @@ def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
     assert failures_of(tmp_path / "out") == {
         "box cut at the edge of its image (kept)": ["vg-3/expression 30"]
     }
+
+
+def test_albefs_filters_of_regions(tmp_path: Path) -> None:
+    """Images of evaluation sets, small regions, short phrases; duplicates go without an option."""
+    sizes = [("a dog", 40, 30), ("dog", 40, 30), ("a tiny cat", 20, 9), ("a dog", 50, 50)]
+    phrases = list(enumerate(sizes))
+    regions = [
+        {"id": n, "regions": [region(10 * n + k, t, 0, 0, w, h) for k, (t, w, h) in phrases]}
+        for n in (1, 2)
+    ]
+    data = [{"image_id": n, "width": 100, "height": 100, "coco_id": 138 + n} for n in (1, 2)]
+    (tmp_path / "excluded.txt").write_text("140\n")
+    for number in (1, 2):
+        (tmp_path / f"{number}.jpg").write_bytes(raw_image(number, (100, 100)))
+    arguments = ["visual_genome", "--images", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--regions", str(json_of(tmp_path / "regions.json", regions))]
+    limits = ["--min-words", "2", "--min-area", "0.02", "--exclude", str(tmp_path / "excluded.txt")]
+    assert main([*arguments, *limits]) == 2  # sizes and COCO's numbers are missing
+    arguments += ["--image-data", str(json_of(tmp_path / "data.json", data)), *limits]
+    assert main(arguments) == 0
+    [(key, sample)] = samples_of(tmp_path / "out").items()
+    assert (key, captions_of(sample.annotation)) == ("vg-1", ["a dog"])
+    assert failures_of(tmp_path / "out") == {
+        "shorter than --min-words": ["vg-1/region 11"],
+        "region smaller than --min-area": ["vg-1/region 12"],
+        "image of an evaluation set": ["vg-2"],
+    }

@@ -1,0 +1,98 @@
+"""Shipped configurations of the paper's size against the paper's and ALBEF's settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.ablations.config import AblationConfig
+from evaluation.ablations.grid import check, plan
+from vlp.config import load_config
+from vlp.training.config import FinetuneConfig, PretrainConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# ACE-RPE, "Implementation Details"; where it is silent, ALBEF's Pretrain.yaml and transforms.
+PAPER = {
+    "model.image.image_size": 256,
+    "model.embed_dim": 256,
+    "model.cross.position": ("anchor",),
+    "model.cross.anchor.text_window": 5,
+    "model.cross.anchor.patch_window": 9,
+    "model.cross.anchor.threshold": 0.05,
+    "model.cross.anchor.groups": 8,
+    "data.captions": "all",
+    "data.augment.randaugment": True,
+    "data.augment.crop_scale": (0.2, 1.0),
+    "objectives.contrastive.kind": "paper",
+    "objectives.contrastive.scale": 2.0,
+    "objectives.itm.group": 64,
+    "objectives.itm.negatives": 1,
+    "objectives.mlm.probability": 0.15,
+    "objectives.teacher.queue": 65536,
+    "objectives.teacher.momentum": 0.995,
+    "training.batch": 512,
+    "training.epochs": 30,
+    "training.optimiser.learning_rate": 1e-4,
+    "training.optimiser.final_learning_rate": 1e-6,
+    "training.optimiser.weight_decay": 0.02,
+}
+# ALBEF's Retrieval_flickr, VE, VQA, NLVR_pretrain, NLVR and Grounding: epochs, batch, rate, pixels.
+FINETUNED = {
+    "flickr30k": (10, 256, 1e-5, 384),
+    "snli_ve": (5, 256, 2e-5, 384),
+    "vqa_v2": (8, 256, 2e-5, 384),
+    "nlvr2_assignment": (1, 512, 2e-5, 256),
+    "nlvr2": (10, 128, 2e-5, 384),
+    "refcoco_plus": (5, 256, 1e-5, 384),
+}
+
+
+def at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def test_paper_yaml_has_the_papers_settings() -> None:
+    config = load_config(CONFIGS / "pretrain/paper.yaml", PretrainConfig)
+    assert {path: at(config, path) for path in PAPER} == PAPER
+    assert 8 in config.world_sizes()
+    sizes = (config.model.text, config.model.image, config.model.cross)
+    assert [one.layers for one in sizes] == [6, 6, 6]
+    assert [one.heads for one in sizes] == [12, 12, 12]
+    assert (config.model.text.width, config.model.image.width) == (768, 768)
+
+
+@pytest.mark.parametrize("name", FINETUNED)
+def test_fine_tunings_have_albefs_settings(name: str) -> None:
+    config = load_config(CONFIGS / f"finetune/{name}.yaml", FinetuneConfig)
+    training = config.training
+    pixels = config.model.get("image", {}).get("image_size", 256)
+    rate = training.optimiser.learning_rate
+    assert (training.epochs, training.batch, rate, pixels) == FINETUNED[name]
+
+
+def test_grounding_does_not_crop() -> None:
+    config = load_config(CONFIGS / "finetune/refcoco_plus.yaml", FinetuneConfig)
+    assert at(config.task, "data.augment.crop_scale") == (1.0, 1.0)
+
+
+def test_seven_rows_of_table_1() -> None:
+    source = CONFIGS / "ablation/paper_table1.yaml"
+    config = load_config(source, AblationConfig)
+    runs = plan(config, source)
+    check(runs)
+    read = {run.variant: run.read() for run in runs}
+    assert len(read) == 7
+    assert {
+        name: (at(one, "model.cross.position"), at(one, "objectives.contrastive.kind"))
+        for name, one in read.items()
+    } == {
+        "none": ((), "itc"),
+        "ape": (("ape",), "itc"),
+        "rpe": (("rpe",), "itc"),
+        "ape-rpe": (("ape", "rpe"), "itc"),
+        "uniform": (("uniform",), "itc"),
+        "ace": (("anchor",), "itc"),
+        "ace-l_ace": (("anchor",), "paper"),
+    }
