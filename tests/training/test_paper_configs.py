@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.ablations.config import AblationConfig
+from evaluation.ablations.config import AblationConfig, ResultsConfig
 from evaluation.ablations.grid import check, plan
 from vlp.config import load_config
 from vlp.training.config import FinetuneConfig, PretrainConfig
@@ -96,3 +96,22 @@ def test_seven_rows_of_table_1() -> None:
         "ace": (("anchor",), "itc"),
         "ace-l_ace": (("anchor",), "paper"),
     }
+
+
+def test_sapes_table_1_as_printed() -> None:
+    """SaPE^2, section 4: ViT with hidden size 384, patches of 4, batch 128, 400 epochs."""
+    registry = load_config(CONFIGS / "ablation/results/tables.yaml", ResultsConfig).tables
+    for name in ("sape_cifar10_400", "sape_cifar100_400"):
+        result = registry[name]
+        source = CONFIGS / "ablation" / str(result.ablation)
+        config = load_config(source, AblationConfig, result.overrides)
+        for run in plan(config, source, result.variants):
+            read = run.read()
+            assert (read.training.epochs, read.training.batch, read.training.steps) == (
+                400,
+                128,
+                None,
+            )
+            model = at(read, "task.model")
+            assert (model.name, model.options) == ("vit_small_patch16_224", {"patch_size": 4})
+            assert name.split("_")[1] in at(read, "task.data.train")
