@@ -41,7 +41,7 @@ from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.shards.tar import append_member, close_tar

@@ -39,7 +39,7 @@ from evaluation.retrieval.retrieval import DIRECTIONS, Direction
 from evaluation.work_sharding import Ranks, inference
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 

@@ -40,7 +40,7 @@ from data_tools.executor import Executor
 from launch.cli.plan import meta_task
 from vlp.compilation import gpu_form
 from vlp.data.config import DataConfig, SourceConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.index import ROW, ShardEntry, write_table
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter

@@ -25,7 +25,7 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch, Inputs
-from vlp.metrics.bootstrap import percentile_interval
+from vlp.metrics import percentile_interval
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import Compile, PretrainConfig
 from vlp.training.engines.compile import Backend, compile_task

@@ -26,7 +26,7 @@ from evaluation.samples import (
 from evaluation.work_sharding import Ranks, inference
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
-from vlp.models.features import ImageFeatures
+from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 

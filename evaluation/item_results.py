@@ -20,7 +20,7 @@ from evaluation.work_sharding import Ranks
 from vlp.data.downstream.dataset import Item
 from vlp.data.image.transforms import View
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.metrics import bootstrap_means, percentile_interval
 
 Made = TypeVar("Made")
 

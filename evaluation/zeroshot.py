@@ -33,7 +33,7 @@ from vlp.data.image.decode import decode_image
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import INDEX_NAME
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 

@@ -29,9 +29,9 @@ from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, SourceConfig
 from vlp.data.features.store import StoredFeatures
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.shards.shard_reader import ShardIndex
-from vlp.metrics.recall import RECALL_AT
+from vlp.metrics import RECALL_AT
 from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.teacher import strip_prefix
@@ -43,7 +43,7 @@ from vlp.training.engines.deepspeed import shards_parameters
 
 def build(config: PretrainConfig) -> tuple[Any, Any]:
     """The pretraining task and its data."""
-    from vlp.data.pretrain.loader import PretrainData
+    from vlp.data.pretrain import PretrainData
     from vlp.models.folder import require_frozen_tower
     from vlp.tasks.pretraining import Pretraining
 

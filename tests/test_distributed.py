@@ -11,9 +11,9 @@ from vlp.distributed import gather, global_sum, is_distributed, rank, world_size
 from vlp.objectives.contrastive import itc_loss, positives
 from vlp.objectives.itm import hard_negatives, itm_loss
 from vlp.objectives.loss import normalise
-from vlp.objectives.monitors import anchor_statistics
 from vlp.objectives.queue import KeyQueue
 from vlp.objectives.token import token_losses
+from vlp.tasks.pretraining.statistics import anchor_statistics
 
 ROWS, GROUP = 16, 4
 

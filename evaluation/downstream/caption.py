@@ -36,7 +36,7 @@ from vlp.tasks.caption.metrics import (
     spice_scores,
 )
 from vlp.tasks.caption.task import CaptionTask
-from vlp.tasks.downstream.answer_task import text_probability
+from vlp.tasks.downstream.task import text_probability
 
 _WITHOUT_JAVA = "`task.java: false`, of a trained model `java` in its task.json, goes without both"
 _CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")

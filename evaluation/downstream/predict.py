@@ -28,7 +28,7 @@ from evaluation.results import NEVER_MATCHED
 from evaluation.samples import EvaluationError, said_in_one_line
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
-from vlp.models.features import ImageFeatures
+from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, has_task, load_task

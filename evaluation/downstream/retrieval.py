@@ -14,7 +14,7 @@ from evaluation.downstream.task_evaluation import Job, TaskEvaluation
 from evaluation.item_results import TaskResult
 from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
-from vlp.metrics.recall import RECALL_AT
+from vlp.metrics import RECALL_AT
 from vlp.tasks.retrieval.task import Retrieval
 
 

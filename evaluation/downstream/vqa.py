@@ -27,7 +27,7 @@ from evaluation.item_results import (
     keep_scores,
 )
 from vlp.data.downstream.dataset import Item
-from vlp.tasks.downstream.answer_task import text_probability
+from vlp.tasks.downstream.task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
 from vlp.tasks.vqa.task import Predict, Vqa

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evaluation.work_sharding import evaluating
 from vlp.layers.attention import Attention
 from vlp.layers.blocks import CrossLayer
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -17,7 +17,7 @@ from evaluation.encoder import encode_one
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating
-from vlp.models.features import ImageFeatures
+from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 
 SHARE_COLOURS, GRADCAM_COLOURS = "inferno", "turbo"

@@ -31,7 +31,7 @@ from vlp.data.limits import MAX_IMAGE_BYTES, limits
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
-from vlp.models.features import ImageFeatures
+from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 

@@ -22,7 +22,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_words, word_positions, word_text
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import group_similarity

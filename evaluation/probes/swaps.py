@@ -26,8 +26,8 @@ from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, viewed
 from vlp.data.text.tokenizer import TextTokens
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.models.features import ImageFeatures
+from vlp.metrics import bootstrap_means, percentile_interval
+from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
 from vlp.scenes.negatives import SWAP_KINDS

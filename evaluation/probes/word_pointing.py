@@ -42,14 +42,13 @@ from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, patches_in_box, word_positions
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.models.cross_encoder import PairIndices
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.metrics import bootstrap_means, percentile_interval
+from vlp.models.cross_encoder import ImageFeatures, PairIndices, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.objectives.monitors import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField
+from vlp.tasks.pretraining.statistics import anchor_sums, from_sums
 
 POINTERS = ("cosine", "anchors", "path", "Grad-CAM")
 CONTROLS = ("image attention", "mean box", "centre")

@@ -14,7 +14,7 @@ from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.shards.sample_files import SkippedSample
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 
 _TOGETHER = 4

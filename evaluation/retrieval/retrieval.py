@@ -31,8 +31,7 @@ from evaluation.samples import EvaluationError, Samples, kinds_in_words
 from evaluation.work_sharding import Ranks, evaluating
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.metrics.recall import RECALL_AT, chance_recall
+from vlp.metrics import RECALL_AT, bootstrap_means, chance_recall, percentile_interval
 from vlp.models.folder import Loaded, require_tower
 
 Direction = Literal["text_to_image", "image_to_text"]

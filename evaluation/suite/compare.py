@@ -15,8 +15,7 @@ from scipy import stats
 from evaluation.downstream.task_evaluation import sentence_of
 from evaluation.results import Table, read_lines, write_report
 from evaluation.samples import EvaluationError
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.metrics.recall import RECALL_AT
+from vlp.metrics import RECALL_AT, bootstrap_means, percentile_interval
 from vlp.models.pretrained.local_copy import RESULTS, results_folder
 
 _AT_ONCE = 2**24

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.metrics import bootstrap_means, percentile_interval
 
 
 def test_means_equal_a_plain_loop_over_the_same_draws():

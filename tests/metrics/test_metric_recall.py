@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.metrics.recall import chance_recall, pessimistic_ranks, recall_at
+from vlp.metrics import chance_recall, pessimistic_ranks, recall_at
 
 
 def slow_rank(scores, positive):

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlp.objectives.anchor import anchor_loss, paper_anchor_loss
-from vlp.objectives.monitors import CollapseWatch, anchor_statistics, feature_spread, token_cosine
-from vlp.objectives.running_quantile import BINS, _histogram, similarity_quantile
+from vlp.tasks.pretraining.statistics import (
+    BINS,
+    CollapseWatch,
+    _histogram,
+    anchor_statistics,
+    feature_spread,
+    similarity_quantile,
+    token_cosine,
+)
 
 
 def unit(*shape, seed=0):

@@ -29,7 +29,7 @@ from vlp.training.engines.environment import free_port
 MODULES = (
     *("launch.align", "launch.finetune", "launch.pretrain", "vlp.training.loop"),
     *("vlp.training.engines.deepspeed", "vlp.training.engines.ddp"),
-    *("vlp.data.pretrain.loader", "vlp.tasks.pretraining", "vlp.models.folder"),
+    *("vlp.data.pretrain", "vlp.tasks.pretraining", "vlp.models.folder"),
 )
 COUNT = 40
 OWN = 300

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.shards.remote import DEFAULT_OUTAGES, CachedFile, OutageConfig, RemoteFolder
 from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 

@@ -26,7 +26,7 @@ _server = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "deepspeed",
     "torch.utils.tensorboard",
-    "vlp.data.pretrain.loader",
+    "vlp.data.pretrain",
     "vlp.tasks.pretraining",
     "vlp.training.command",
     "vlp.training.engines.deepspeed",

@@ -303,7 +303,7 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_dead_features_are_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vlp.objectives import monitors as collapse
+    from vlp.tasks.pretraining import statistics as collapse
 
     monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
     forward = ToyTask.forward

@@ -12,7 +12,7 @@ from torch.nn import functional
 from vlp.compilation import off_cpu
 from vlp.layers.attention import Attention, attend, mask_bias
 from vlp.layers.blocks import CrossLayer, pool_states
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity

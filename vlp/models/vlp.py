@@ -12,8 +12,14 @@ from torch.profiler import record_function
 from vlp.layers.blocks import BERT_DEVIATION, pool_states, pooled_width
 from vlp.layers.temperature import Temperature
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import CrossEncoder, ImageKeys, PairIndices
-from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import (
+    CrossEncoder,
+    CrossFeatures,
+    ImageFeatures,
+    ImageKeys,
+    PairIndices,
+    TextFeatures,
+)
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder, require_ids
 from vlp.models.towers import with_architecture

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.metrics.recall import pessimistic_ranks
+from vlp.metrics import pessimistic_ranks
 
 
 class Affine(NamedTuple):

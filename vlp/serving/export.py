@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vlp.config import ConfigError
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import placed, read_model, save_model
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vlp.data.stream.batch import Batch
 from vlp.distributed import gather, start_gather
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MomentumConfig, TeacherConfig
 from vlp.objectives.queue import KeyQueue

@@ -27,7 +27,7 @@ from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import identity
 from vlp.io import atomic_folder, keep_others, restore_folder
-from vlp.objectives.monitors import CollapseWatch
+from vlp.tasks.pretraining.statistics import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoints import CheckpointError, Checkpoints
@@ -42,7 +42,7 @@ from vlp.training.watchdog import Watchdog
 
 
 class StreamedData(Protocol):
-    """Interface of the data that the loop needs (`vlp.data.pretrain.loader.PretrainData`)."""
+    """Interface of the data that the loop needs (`vlp.data.pretrain.PretrainData`)."""
 
     fingerprint: dict[str, str]
     """Hashes of the data's parts by name, which a checkpoint remembers."""

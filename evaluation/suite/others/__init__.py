@@ -16,7 +16,7 @@ from evaluation.samples import EvaluationError
 from vlp.data.image.decode import upright_rgb
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 
 

@@ -14,7 +14,7 @@ from made_shards import encoded, photo
 from vlp.config import ConfigError, load_config
 from vlp.data.features.store import FLIPPED, HEADER_NAME, StoredFeatures, TowerKey
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Batch

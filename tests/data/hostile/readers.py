@@ -33,7 +33,7 @@ from vlp.data.features.store import (
     shards_sha256,
 )
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.shards.index import survey
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import KINDS, BadSample

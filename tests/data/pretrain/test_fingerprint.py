@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.shards.shard_reader import index_folder
 from vlp.data.stream.batch import Inputs
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain.loader import DataError, PretrainData
+from vlp.data.pretrain import DataError, PretrainData
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.data.stream.batch import Batch, Inputs, PatchMasking

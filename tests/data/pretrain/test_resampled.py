@@ -14,8 +14,7 @@ from shard_server import serve
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import DataError, PretrainData
-from vlp.data.pretrain.resampled import ListedShards
+from vlp.data.pretrain import DataError, ListedShards, PretrainData
 from vlp.data.shards import remote as outages_module
 from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 from vlp.data.stream.rng import identity

@@ -23,7 +23,7 @@ from shard_server import MB, ShardServer, batches, content, file_of, manifest, s
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import DataError
+from vlp.data.pretrain import DataError
 from vlp.data.shards import remote as cache_module
 from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import CachedFile, OutageConfig, RemoteFolder, ShardCache

@@ -14,8 +14,7 @@ from broken_shards import BYTES, TARS, Damage, full_annotation, plain_tar, splic
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.pretrain.dataset import Slot
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData, Slot
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_reader import index_folder

@@ -15,7 +15,7 @@ from shard_server import MB, ShardServer, batches, content, file_of, manifest, s
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import (
     FETCHED_AHEAD,

@@ -31,7 +31,7 @@ from data_tools.__main__ import main
 from data_tools.own import forms
 from data_tools.own.content import SPLITS
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.shards.tar import readable

@@ -10,7 +10,7 @@ from PIL import Image
 
 from evaluation.probes.position_card import disc, position_map
 from launch.cli.main import main
-from vlp.config.schema import PLUGINS
+from vlp.config import PLUGINS
 from vlp.positions import registry
 
 GRID, QUERY = (9, 11), (4, 5)

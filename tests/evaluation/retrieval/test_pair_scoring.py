@@ -25,7 +25,7 @@ from evaluation.retrieval.rerank import (
 )
 from evaluation.samples import Samples
 from evaluation.work_sharding import Ranks
-from vlp.metrics.recall import pessimistic_ranks
+from vlp.metrics import pessimistic_ranks
 
 ALL = 2**30
 

@@ -14,7 +14,7 @@ from evaluation.retrieval import query_bank
 from evaluation.retrieval.query_bank import log_mass, normalised_sides
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
-from vlp.metrics.recall import pessimistic_ranks
+from vlp.metrics import pessimistic_ranks
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4]
 

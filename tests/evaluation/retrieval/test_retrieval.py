@@ -20,7 +20,7 @@ from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
-from vlp.metrics.recall import pessimistic_ranks
+from vlp.metrics import pessimistic_ranks
 from vlp.models.itm_scorer import ITMScorer
 from vlp.scenes.annotation import annotation
 from vlp.scenes.distinct import distinct_scenes

@@ -17,7 +17,7 @@ from vlp.config import Config
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import Loss
 from vlp.tasks.pretraining import Objective, Term, register_objective
-from vlp.tasks.pretraining import registry as objective
+from vlp.tasks.pretraining import objectives as objective
 from vlp.tasks.pretraining import task as pretraining_task
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-an-objective.md"

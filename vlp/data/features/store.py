@@ -24,8 +24,7 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.shards.index import ShardTable
-from vlp.data.shards.lru import LRUCache
+from vlp.data.shards.index import LRUCache, ShardTable
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import write_json

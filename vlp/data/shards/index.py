@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
@@ -386,3 +387,38 @@ def _write(folder: Path, surveys: Iterable[Survey]) -> list[str]:
         shards.append(shard)
     write_index(folder, shards)
     return problems
+
+
+Value = TypeVar("Value")
+
+
+class LRUCache(Generic[Value]):
+    """At most `bound` values by key; the one unused for longest goes first, through `dispose`."""
+
+    def __init__(self, bound: int, dispose: Callable[[Value], object] | None = None) -> None:
+        self._bound = bound
+        self._dispose = dispose
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value of `key`, made if missing; an exception of `make` keeps nothing."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        value = make()
+        self._values[key] = value
+        if len(self._values) > self._bound:
+            _, oldest = self._values.popitem(last=False)
+            if self._dispose is not None:
+                self._dispose(oldest)
+        return value
+
+    def clear(self) -> None:
+        """Dispose of every value."""
+        while self._values:
+            _, value = self._values.popitem()
+            if self._dispose is not None:
+                self._dispose(value)
+
+    def __len__(self) -> int:
+        return len(self._values)

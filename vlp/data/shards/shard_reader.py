@@ -25,6 +25,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards.index import (
     BLOCK,
     INDEX_NAME,
+    LRUCache,
     ShardEntry,
     ShardTable,
     index_folder,
@@ -34,7 +35,6 @@ from vlp.data.shards.index import (
     sample_rows,
     table_bytes,
 )
-from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.remote import (
     DEFAULT_OUTAGES,
     CachedFile,

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.config import ConfigError
-from vlp.data.shards.index import narrow
-from vlp.data.shards.lru import LRUCache
+from vlp.data.shards.index import LRUCache, narrow
 from vlp.data.stream.rng import make_rng
 
 

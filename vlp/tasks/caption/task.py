@@ -21,15 +21,17 @@ from vlp.models.decoder import AnswerDecoderConfig, Memory, answer_likelihood, g
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.caption.data import CaptionBatch, CaptionDataConfig, CaptionDataset, captions_in
-from vlp.tasks.downstream.answer_task import (
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import (
+    SCORES,
+    Downstream,
+    DownstreamConfig,
     Sentences,
     create_decoder,
     marks,
     start,
     trained_decoder_starts,
 )
-from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import SCORES, Downstream, DownstreamConfig
 from vlp.tasks.task import Precision, StepOutput
 
 

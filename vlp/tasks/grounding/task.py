@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vlp.config import Config, validated
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.io import parse_json, write_json
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task

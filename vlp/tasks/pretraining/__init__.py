@@ -10,10 +10,13 @@ from vlp.tasks.pretraining.objectives import (
     ImageTextMatching,
     MaskedImageModelling,
     MaskedLanguageModelling,
+    Objective,
     SigmoidContrastive,
+    Step,
+    Term,
     TokenTerms,
+    register_objective,
 )
-from vlp.tasks.pretraining.registry import Objective, Step, Term, register_objective
 from vlp.tasks.pretraining.task import Pretraining
 
 __all__ = ["Objective", "Pretraining", "Step", "Term", "register_objective"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vlp.objectives.loss import Loss
-from vlp.tasks.pretraining.registry import Objective, Step, Term
+from vlp.tasks.pretraining.objectives import Objective, Step, Term
 
 Rows = TypeVar("Rows", bound=NamedTuple)
 Result = TypeVar("Result")

@@ -15,16 +15,15 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import load_start, save_pretrained
 from vlp.models.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.running_quantile import move_threshold
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
-from vlp.tasks.pretraining.registry import OBJECTIVES, Objective, Step, Term
-from vlp.tasks.pretraining.statistics import anchor_shares, collapse, word_cosines
+from vlp.tasks.pretraining.objectives import OBJECTIVES, Objective, Step, Term
+from vlp.tasks.pretraining.statistics import anchor_shares, collapse, move_threshold, word_cosines
 from vlp.tasks.task import AUTOCAST, PlainTask, Precision, StepOutput
 from vlp.tasks.teacher import MomentumTeacher, strip_prefix
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlp import distributed
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import PretrainData
+from vlp.data.pretrain import PretrainData
 from vlp.data.stream.batch import Inputs
 from vlp.models.folder import Loaded, require_frozen_tower, save_pretrained
 from vlp.objectives.config import ObjectivesConfig

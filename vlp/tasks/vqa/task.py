@@ -32,15 +32,15 @@ from vlp.models.decoder import (
 from vlp.models.folder import Loaded
 from vlp.models.vlp import pairs_of
 from vlp.objectives.loss import Loss
-from vlp.tasks.downstream.answer_task import (
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import (
+    SCORES,
     Sentences,
     create_decoder,
     marks,
     start,
     trained_decoder_starts,
 )
-from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import SCORES
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.teacher import Distilled, DistilledConfig
 from vlp.tasks.vqa.data import (

@@ -1,0 +1,600 @@
+"""Batches of pretraining: sources, order and preparation as the configuration says.
+
+Shards without an index are drawn with replacement and read front to back, in webdataset's
+pipeline. A sample may come twice in an epoch, or not at all. A resumed run starts at fresh shards,
+drawn by (seed, samples consumed, rank and worker): it is not exactly resumable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import webdataset
+from braceexpand import braceexpand
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from vlp.config import ConfigError
+from vlp.data.config import DataConfig, SourceConfig
+from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures, shards_sha256
+from vlp.data.image.decode import JpegImage
+from vlp.data.image.transforms import Preprocessing, TrainTransform, names_a_side
+from vlp.data.masking import IGNORED, mask_patches, mask_words
+from vlp.data.schema import TextKind, texts_of
+from vlp.data.shards.remote import (
+    DEFAULT_OUTAGES,
+    OutageConfig,
+    RemoteFolder,
+    ShardCache,
+    Unreachable,
+    file_of,
+    given_up,
+    is_url,
+    patiently,
+)
+from vlp.data.shards.sample_files import (
+    BadSample,
+    DataError,
+    RawSample,
+    SkippedSample,
+    grouped,
+    parse,
+)
+from vlp.data.shards.shard_reader import ShardIndex
+from vlp.data.shards.tar import members_in, section
+from vlp.data.stream.batch import Batch, Inputs
+from vlp.data.stream.loader import OrderedData, read_at_once
+from vlp.data.stream.rng import identity, make_rng
+from vlp.data.stream.sampler import (
+    Element,
+    EndlessSampler,
+    Pool,
+    Request,
+    SlidingSampler,
+    TrainingSampler,
+)
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.data.text.word_boxes import named_patches
+from vlp.io import redacted, sha256_of
+
+NO_ID = -1
+_BEGUN_AT_ONCE = 16  # whose encoded images are held
+_GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
+
+
+class Slot(NamedTuple):
+    """One row of a `Batch`, and the slot's element in one epoch as asked for.
+
+    levels: pixels before they are normalised, (3, height, width) uint8, or stored features
+    (tokens, width); None in an empty slot.
+    """
+
+    levels: Tensor | None
+    text_ids: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+    mlm_ids: Tensor
+    mlm_labels: Tensor
+    mim_mask: Tensor
+    image_id: int
+    uniform: Tensor
+    valid: bool
+    sample_id: int
+    word_patches: Tensor | None = None
+    skip: SkippedSample | None = None
+
+
+class CaptionedSamples(Dataset[Slot]):
+    """Prepares slots; every random choice is drawn from (seed, epoch, element, purpose).
+
+    Args:
+        sources: the folders of shards, in the order of the configuration.
+        every_caption: whether each caption makes an element; else one is drawn on each visit.
+        text: captions to ids.
+        transform: images to pixels.
+        inputs: patch grid and masking.
+        seed: of the run.
+        texts: which texts of a sample are its captions.
+        features: of each source's images, in place of their pixels; None decodes the images.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ShardIndex],
+        every_caption: bool,
+        text: TextProcessor,
+        transform: TrainTransform,
+        inputs: Inputs,
+        seed: int,
+        texts: TextKind = "captions",
+        features: Sequence[SourceFeatures] | None = None,
+    ) -> None:
+        self.sources, self.features = sources, features
+        side = transform.preprocessing.image_size
+        self._blank = features[0].blank if features else _GREY.expand(3, side, side)
+        self.texts = texts
+        self.text = text
+        self.transform = transform
+        self.grid = inputs.grid
+        self.inputs = inputs
+        self.seed = seed
+        self.every_caption = every_caption
+
+    def __getitem__(self, request: Request) -> Slot:
+        """Return the slot of a request; a bad sample gives an empty one that says why."""
+        return self.__getitems__([request])[0]
+
+    def __getitems__(self, requests: Sequence[Request]) -> list[Slot]:
+        """Return the slots of requests, each as `__getitem__` does.
+
+        Of some slots, all else is done before an image is decoded: a decoder leaves none of
+        Python's code and data in the CPU's caches, and what stands between two of its calls takes
+        three times as long.
+        """
+        slots: list[Slot] = []
+        for start in range(0, len(requests), _BEGUN_AT_ONCE):
+            begun = [
+                self._begun(request.epoch, request.element)
+                if request.element is not None
+                else partial(self._empty, None)
+                for request in requests[start : start + _BEGUN_AT_ONCE]
+            ]
+            slots.extend(finish() for finish in begun)
+        return slots
+
+    def slot(self, epoch: int, element: Element, raw: RawSample | BadSample | None = None) -> Slot:
+        """Return the slot of an element; `raw` is its sample where that was read already."""
+        return self._begun(epoch, element, raw)()
+
+    def _begun(
+        self, epoch: int, element: Element, raw: RawSample | BadSample | None = None
+    ) -> Callable[[], Slot]:
+        """Prepare a slot but for the pixels; what is returned decodes them and completes it."""
+        try:
+            if isinstance(raw, BadSample):
+                raise raw
+            slot, levels = self._without_levels(epoch, element, raw)
+        except BadSample as bad:
+            return partial(self._empty, SkippedSample(bad.kind, bad.where))
+
+        def finish() -> Slot:
+            try:
+                return slot._replace(levels=levels())
+            except BadSample as bad:
+                return self._empty(SkippedSample(bad.kind, bad.where))
+
+        return finish
+
+    def _without_levels(
+        self, epoch: int, element: Element, raw: RawSample | None
+    ) -> tuple[Slot, Callable[[], Tensor]]:
+        """Return a slot and what decodes its levels; either raises BadSample."""
+        source, shard, _, visit = element
+        sample, caption_number = self._sample(element)
+        if raw is None:
+            raw = self.sources[source].read(shard, sample)
+        where = f"{self.sources[source].path(shard)}, {raw.key}"
+        name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
+
+        def rng(purpose: str) -> np.random.Generator:
+            return make_rng(self.seed, epoch, name, purpose)
+
+        captions = texts_of(raw.annotation, self.texts)
+        if caption_number is None and captions:
+            several = len(captions) > 1
+            caption_number = int(rng("caption").integers(len(captions))) if several else 0
+        if caption_number is None or caption_number >= len(captions):
+            raise BadSample("no text", where)
+        caption = captions[caption_number]
+        image = JpegImage(raw.image, where)
+        tokens = self.text([caption])
+        ids, words = tokens.text_ids[0], tokens.word_mask[0]
+        masked, labels = self._mask_words(ids, words, rng)
+        levels = self._levels((source, shard, sample), image, caption, where, rng)
+        slot = Slot(
+            levels=None,
+            text_ids=ids,
+            attention_mask=tokens.attention_mask[0],
+            word_mask=words,
+            mlm_ids=masked,
+            mlm_labels=labels,
+            mim_mask=self._mask_patches(rng),
+            image_id=self._image_id(source, shard, raw),
+            uniform=torch.from_numpy(rng("itm").random(2)),
+            valid=True,
+            sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
+            word_patches=self._word_patches(raw, caption_number, caption, image.size),
+        )
+        return slot, levels
+
+    def _levels(
+        self,
+        place: tuple[int, int, int],
+        image: JpegImage,
+        caption: str,
+        where: str,
+        rng: Callable[[str], np.random.Generator],
+    ) -> Callable[[], Tensor]:
+        """Make all choices; what is returned decodes the image, or reads stored features."""
+        if self.features is None:
+            return self.transform.later(image, rng("augment"), caption)
+        source, shard, sample = place
+        stored = self.features[source]
+        views = stored.views(shard, sample, not names_a_side(caption), where)
+        return partial(stored.read, shard, sample, int(rng("view").choice(views)))
+
+    def _sample(self, element: Element) -> tuple[int, int | None]:
+        """Return the sample's number in its shard; the caption's where each pair is an element."""
+        if not self.every_caption:
+            return element.position, None
+        ends = self.sources[element.source].caption_ends(element.shard)
+        sample = int(np.searchsorted(ends, element.position, side="right"))
+        return sample, element.position - (int(ends[sample - 1]) if sample else 0)
+
+    def _image_id(self, source: int, shard: int, raw: RawSample) -> int:
+        annotation = raw.annotation
+        if annotation.image_id is None:
+            name = self.sources[source].shards[shard].name
+            return identity("place", source, name, raw.key)
+        # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
+        # source name comes before the folder's number.
+        # (The word is hashed: another one would give every image another number.)
+        return identity("picture", annotation.source or source, annotation.image_id)
+
+    def _mask_words(
+        self, ids: Tensor, words: Tensor, rng: Callable[[str], np.random.Generator]
+    ) -> tuple[Tensor, Tensor]:
+        if self.inputs.word_masking is None:
+            return ids.clone(), torch.full_like(ids, IGNORED)
+        masked, labels = mask_words(
+            ids.numpy(),
+            words.numpy(),
+            self.inputs.word_masking,
+            self.text.vocab_size,
+            self.text.mask_id,
+            self.text.special_ids,
+            rng("mlm"),
+        )
+        return torch.from_numpy(masked), torch.from_numpy(labels)
+
+    def _word_patches(
+        self, raw: RawSample, number: int, caption: str, size: tuple[int, int]
+    ) -> Tensor | None:
+        if not self.transform.keeps_places:
+            return None
+        if self.texts != "captions":
+            return self._no_words()
+        pieces = self.text.words(caption)
+        shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
+        return torch.from_numpy(shown)
+
+    def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:
+        if self.inputs.patch_masking is None:
+            return torch.zeros(self.grid, dtype=torch.bool)
+        masked = mask_patches(self.grid, *self.inputs.patch_masking, rng("mim"))
+        return torch.from_numpy(masked)
+
+    def _no_words(self) -> Tensor:
+        patches = self.grid[0] * self.grid[1]
+        return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
+
+    def _empty(self, skip: SkippedSample | None) -> Slot:
+        tokens = self.text([""])
+        ids = tokens.text_ids[0]
+        return Slot(
+            levels=None,
+            text_ids=ids,
+            attention_mask=tokens.attention_mask[0],
+            word_mask=tokens.word_mask[0],
+            mlm_ids=ids.clone(),
+            mlm_labels=torch.full_like(ids, IGNORED),
+            mim_mask=torch.zeros(self.grid, dtype=torch.bool),
+            image_id=NO_ID,
+            uniform=torch.zeros(2, dtype=torch.float64),
+            valid=False,
+            sample_id=NO_ID,
+            word_patches=self._no_words() if self.transform.keeps_places else None,
+            skip=skip,
+        )
+
+    def collate(self, slots: Sequence[Slot]) -> Batch:
+        """Stack slots into a batch."""
+        return Batch(
+            pixels=self._pixels(slots),
+            text_ids=torch.stack([slot.text_ids for slot in slots]),
+            attention_mask=torch.stack([slot.attention_mask for slot in slots]),
+            word_mask=torch.stack([slot.word_mask for slot in slots]),
+            mlm_ids=torch.stack([slot.mlm_ids for slot in slots]),
+            mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
+            mim_mask=torch.stack([slot.mim_mask for slot in slots]),
+            image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
+            uniform=torch.stack([slot.uniform for slot in slots]),
+            valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
+            sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
+            word_patches=_optional([slot.word_patches for slot in slots]),
+            skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
+            statistics=self.inputs.statistics,
+        )
+
+    def _pixels(self, slots: Sequence[Slot]) -> Tensor:
+        pixels = _empty((len(slots), *self._blank.shape), self._blank.dtype)
+        for slot, row in zip(slots, pixels):
+            row.copy_(self._blank if slot.levels is None else slot.levels)
+        return pixels
+
+
+def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
+    there = [field for field in fields if field is not None]
+    return torch.stack(there) if there else None
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    # The memory that the main process will read: a batch of images is megabytes, and a worker
+    # would otherwise write it twice.
+    storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
+
+
+# So many shards in a row without one good sample are not the shards' fault.
+_MOST_BAD_SHARDS = 16
+
+Drawn = tuple[Element, RawSample | BadSample]
+
+
+class ListedShards:
+    """Shards by name: of a folder, a pattern like `cc/{00000..00331}.tar`, or a `.txt` list."""
+
+    def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
+        self.outages = outages
+        self.shards = [SimpleNamespace(name=name) for name in _names(path)]
+        if not self.shards:
+            raise ConfigError(f"{path}: names no shards (*.tar)")
+
+    def path(self, shard: int) -> str:
+        """Return what messages call a shard."""
+        return redacted(self.shards[shard].name)
+
+    def sha256(self) -> str:
+        """Return a hash of the shards' names, wherever they lie."""
+        names = [file_of(shard.name)[1] for shard in self.shards]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+class ResampledSamples(IterableDataset[Slot]):
+    """One rank's endless slots, shared out among its workers; `buffer` samples are shuffled."""
+
+    def __init__(
+        self,
+        sources: Sequence[ListedShards],
+        weights: Sequence[float],
+        samples: CaptionedSamples,
+        buffer: int,
+        start: tuple[int, int, int, int],  # seed, samples consumed, rank, ranks
+    ) -> None:
+        self.sources, self.samples, self.buffer, self.start = sources, samples, buffer, start
+        self._shards = [(n, k) for n, one in enumerate(sources) for k in range(len(one.shards))]
+        self._weights = [weights[source] for source, _ in self._shards]
+
+    def __iter__(self) -> Iterator[Slot]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        seed, consumed, rank, ranks = self.start
+        rng = random.Random(f"{seed} {consumed} {rank * workers + number} of {ranks * workers}")
+        visits = range(rank * workers + number, 2**62, ranks * workers)
+        shuffled = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
+        for element, sample in webdataset.DataPipeline(partial(self._read, rng, visits), shuffled):
+            yield self.samples.slot(consumed, element, sample)
+
+    def _read(self, rng: random.Random, visits: range) -> Iterator[Drawn]:
+        bad_shards, last = 0, ""
+        for visit in visits:
+            if bad_shards == _MOST_BAD_SHARDS:
+                raise DataError(f"{bad_shards} shards in a row gave nothing, the last one: {last}")
+            source, shard = rng.choices(self._shards, self._weights)[0]
+            bad_shards, last = bad_shards + 1, self.sources[source].path(shard)
+            for position, sample in enumerate(_samples(self.sources[source], shard)):
+                if isinstance(sample, RawSample):
+                    bad_shards = 0
+                else:
+                    last = str(sample)
+                yield Element(source, shard, position, visit), sample
+
+
+def _names(path: str) -> list[str]:
+    if path.endswith(".txt") and not is_url(path):
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot read this list of shards ({error})") from error
+        return [name for line in lines if line.strip() for name in _names(line.strip())]
+    if not is_url(path) and Path(path).is_dir():
+        return sorted(str(file) for file in Path(path).glob("*.tar"))
+    try:
+        names = list(braceexpand(path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for place in {file_of(name)[0] for name in names if is_url(name)}:
+        RemoteFolder(place)  # complains now when nothing can read it
+    for name in names:
+        if not (file_of(name)[1] if is_url(name) else name).endswith(".tar"):
+            raise ConfigError(f"{name}: name tars, as in cc/{{00000..00331}}.tar, or their folder")
+        if not is_url(name) and not Path(name).is_file():
+            raise ConfigError(f"{name}: there is no such shard")
+    return names
+
+
+def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample]:
+    """Yield the samples of a shard, and a bad one where it is damaged, empty or cannot be had."""
+    name, told = source.shards[shard].name, source.path(shard)
+    try:
+        # A copy without a name: whatever ends this process, nothing of it stays behind.
+        with tempfile.TemporaryFile() if is_url(name) else open(name, "rb") as file:
+            if is_url(name):
+                place, remote = file_of(name)
+                target = f"/proc/self/fd/{file.fileno()}"
+                fetch = partial(RemoteFolder(place, source.outages).fetch, remote, target)
+                patiently(fetch, source.outages.seconds, told)
+            size = os.fstat(file.fileno()).st_size
+            members, problem = members_in(section(file.fileno(), 0, size), size)
+            for sample in grouped(members):
+                try:
+                    yield parse(
+                        sample,
+                        lambda m: os.pread(file.fileno(), m.size, m.offset),
+                        f"{told}, {sample.key}",
+                    )
+                except BadSample as bad:
+                    yield bad
+            if problem or not members:
+                yield BadSample("corrupt shard", f"{told} ({problem or 'it holds nothing'})")
+    except (OSError, Unreachable) as error:
+        missing = BadSample("missing shard", f"{told} ({error})")
+        if is_url(name) and source.outages.policy != "skip":
+            down = isinstance(error, Unreachable)
+            raise given_up(missing, source.outages.policy, down) from error
+        yield missing
+
+
+__all__ = ["DataError", "PretrainData"]
+
+
+class PretrainData(OrderedData):
+    """The batches of one pretraining run, the same for any number of ranks and workers.
+
+    Args:
+        config: sources, order and preparation.
+        inputs: sizes of text and image, and which masks are drawn.
+        batch: slots of a global batch (all ranks).
+        seed: of the run.
+        text: tokenizer; None is the one that the configuration names.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        inputs: Inputs,
+        batch: int,
+        seed: int,
+        text: TextProcessor | None = None,
+    ) -> None:
+        self.config, self.seed = config, seed
+        self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
+        _require_fit(config, inputs, self.text)
+        self.preprocessing = Preprocessing(inputs.image_size, *inputs.statistics)
+        self.cache = None
+        if config.cache is not None:
+            self.cache = ShardCache(config.cache.folder, config.cache.limit)
+        self.sources: list[ShardIndex] = []
+        self.listed: list[ListedShards] = []
+        sampler: TrainingSampler | EndlessSampler
+        if config.epoch_samples is not None:
+            self.listed = [ListedShards(one.path, config.outages) for one in config.sources]
+            sampler = EndlessSampler(config.epoch_samples, batch)
+        else:
+            self.sources = [
+                ShardIndex.open(source.path, self.cache, config.outages)
+                for source in config.sources
+            ]
+            order = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
+            sampler = order(
+                [_pool(config, *both) for both in zip(config.sources, self.sources)],
+                config.canonical_streams,
+                config.shuffle_window,
+                seed,
+            )
+        self.features = features = None
+        if config.features is not None:
+            self.features = StoredFeatures(config.features)
+            augment = None if config.augment.keeps_images else config.augment
+            features = self.features.require(self.preprocessing, self.sources, augment)
+        self.captioned = CaptionedSamples(
+            self.sources or cast("Sequence[ShardIndex]", self.listed),
+            config.captions == "all",
+            self.text,
+            TrainTransform(config.augment, self.preprocessing),
+            inputs,
+            seed,
+            config.texts,
+            features,
+        )
+        remote = any(index.is_remote for index in self.sources)
+        super().__init__(
+            sampler,
+            self.captioned,
+            self.captioned.collate,
+            batch,
+            config.workers,
+            prefetch=partial(_prefetch, self.sources) if remote else None,
+        )
+        parts = {f"source {n}": shards_sha256(one.shards) for n, one in enumerate(self.sources)}
+        parts |= {f"source {n}": one.sha256() for n, one in enumerate(self.listed)}
+        parts["vocabulary"] = self.text.sha256()
+        if self.features is not None:
+            parts["features"] = sha256_of(self.features.folder / HEADER_NAME)
+        self.fingerprint = parts
+
+    def _loader(
+        self, consumed: int, rank: int, world_size: int, stop_after: int | None
+    ) -> DataLoader[Any]:
+        if self.config.epoch_samples is None:
+            self._require_room(consumed, rank, world_size)
+            return super()._loader(consumed, rank, world_size, stop_after)
+        config = self.config
+        samples = ResampledSamples(
+            self.listed,
+            [source.weight for source in config.sources],
+            self.captioned,
+            config.shuffle_window,
+            (self.seed, consumed, rank, world_size),
+        )
+        return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
+
+    def _require_room(self, consumed: int, rank: int, world_size: int) -> None:
+        """Complain now if the cache cannot hold what one rank reads at a time."""
+        if self.cache is None:
+            return
+        assert isinstance(self.sampler, TrainingSampler)
+        needed = 0
+        for source, shard in read_at_once(self.sampler, self.batch, consumed, rank, world_size):
+            index = self.sources[source]
+            needed += int(index.shards.bytes[shard]) if index.is_remote else 0
+        if needed > self.cache.limit:
+            raise ConfigError(
+                f"data.cache.limit {self.cache.limit:,} bytes is too small: one rank alone reads "
+                f"from {needed:,} bytes of shards at a time (two windows of each of its streams); "
+                "raise it, or lower data.shuffle_window or data.canonical_streams"
+            )
+
+
+def _pool(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Pool:
+    if not len(index):
+        raise ConfigError(f"{source.path}: its shards hold no samples")
+    if config.captions == "one":
+        return Pool(index.shards.samples, source.weight)
+    index.require_captions()
+    return Pool(index.shards.pairs, source.weight)
+
+
+def _prefetch(sources: Sequence[ShardIndex], source: int, shard: int) -> None:
+    sources[source].prefetch(shard)
+
+
+def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> None:
+    if text.vocab_size > inputs.vocab_size:
+        raise ConfigError(
+            f"the vocabulary {config.vocabulary} has {text.vocab_size} tokens, but "
+            f"model.text.vocab_size is {inputs.vocab_size}"
+        )
