@@ -16,8 +16,6 @@ from vlp.training.run_folder import read_log
 if TYPE_CHECKING:
     from evaluation.retrieval.retrieval import RetrievalResult
 
-QUERIES = "queries.csv"
-
 
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
     """Evaluate a run's model, and write the ranks of its queries where it retrieves.
@@ -145,7 +143,7 @@ def write_queries(folder: Path, recall: RetrievalResult) -> None:
 
     Ranks are those of the first right answer, from 1; a bootstrap over images and seeds reads them.
     """
-    from evaluation.ablations.tables import pd
+    from evaluation.ablations.tables import QUERIES, pd
 
     rows = [{**query, **query["ranks"]} for query in recall.predictions]
     columns = ["direction", "image", "caption", *recall.stages]

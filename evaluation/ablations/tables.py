@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,14 @@ except ImportError as error:
 NOTES = (
     "Mean ± standard deviation over seeds. A difference without a name is that of the first "
     "column; differences are paired by seed, in brackets their 95 % interval (Student's t), p by a "
-    "two-sided t-test, Holm: p corrected for all {tests} tests of this table."
+    "two-sided t-test, Holm: p corrected for all {tests} tests of this table. Where the ranks of "
+    "all queries are stored, interval and p of a recall are those of a bootstrap over seeds and "
+    "images."
 )
+RECALL = re.compile(r"(match|rerank|dual)/(\w+)/R@(\d+)")
+RESAMPLES = 10_000
+QUERIES = "queries.csv"
+"""Ranks of the first right answer of every query, from 1, beside `result.json`."""
 
 
 def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataFrame:
@@ -47,11 +54,11 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
     """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    tables = [lay_out(table, figures) for table in config.tables]
+    tables = [lay_out(table, figures, folder) for table in config.tables]
     (folder / "report.md").write_text("\n\n".join(t.markdown() for t in tables), "utf-8")
     (folder / "report.tex").write_text("\n".join(map(latex_table, tables)), "utf-8")
     figures.to_csv(folder / "figures.csv")
-    pd.concat([paired_tests(table, figures) for table in config.tables]).to_csv(
+    pd.concat([paired_tests(table, figures, folder) for table in config.tables]).to_csv(
         folder / "tests.csv", index=False
     )
     if len(figures):
@@ -70,12 +77,20 @@ def values_of(
     return values.droplevel("variant") if len(values) else pd.Series(dtype=float)
 
 
-def paired_tests(table: TableConfig, figures: pd.DataFrame) -> pd.DataFrame:
+def paired_tests(
+    table: TableConfig, figures: pd.DataFrame, output: Path | None = None
+) -> pd.DataFrame:
     """Compare each row with the table's reference over the seeds that both have.
+
+    Args:
+        table: rows and figures.
+        figures: by variant and seed.
+        output: folder of the runs; a recall whose ranks lie there is bootstrapped over seeds and
+            images, every other figure has a paired t-test over seeds.
 
     Returns:
         A line for each row and tested figure with two seeds or more: `mean`, `deviation`, `low` and
-        `high` (the 95 % interval) of the differences, `p` of the paired t-test, `holm`.
+        `high` (the 95 % interval) of the differences, `p`, `holm`.
     """
     lines = []
     for row in table.rows:
@@ -88,10 +103,67 @@ def paired_tests(table: TableConfig, figures: pd.DataFrame) -> pd.DataFrame:
             gap = (own - values_of(figures, table.reference, names)).dropna()
             if len(gap) > 1:
                 labels = {"table": table.title, "row": row.label, "figure": head}
-                lines.append({**labels, "reference": table.reference, **difference(gap)})
+                found = difference(gap)
+                if output is not None and all(map(RECALL.fullmatch, names)):
+                    pair = [
+                        image_recall(output, variant, gap.index, names)
+                        for variant in (row.variant, table.reference)
+                    ]
+                    if pair[0] is not None and pair[1] is not None:
+                        found |= bootstrap(pair[0] - pair[1])
+                lines.append({**labels, "reference": table.reference, **found})
     columns = ["table", "row", "figure", "reference", "seeds", "mean", "deviation", "low", "high"]
-    found = pd.DataFrame(lines, columns=[*columns, "p"])
-    return found.assign(holm=holm(found["p"].tolist()))
+    tests = pd.DataFrame(lines, columns=[*columns, "p"])
+    return tests.assign(holm=holm(tests["p"].tolist()))
+
+
+def image_recall(
+    output: Path, variant: str, seeds: Sequence[int], names: Sequence[str]
+) -> np.ndarray | None:
+    """Read recall in percent by seed and image, the mean of `names`; None without stored ranks.
+
+    Args:
+        output: folder of the runs, with VARIANT/SEED/queries.csv.
+        variant: of the runs.
+        seeds: of the rows.
+        names: such as `match/text_to_image/R@1`.
+    """
+    files = [output / variant / str(seed) / QUERIES for seed in seeds]
+    if not all(file.is_file() for file in files):
+        return None
+    rows = []
+    for queries in map(pd.read_csv, files):
+        recalls = []
+        for name in names:
+            stage, direction, k = RECALL.fullmatch(name).groups()  # type: ignore[union-attr]
+            own = queries[queries["direction"] == direction]
+            recalls.append((own[stage] <= int(k)).groupby(own["image"]).mean())
+        rows.append(100 * pd.concat(recalls, axis=1).mean(axis=1).sort_index().to_numpy())
+    return np.stack(rows)
+
+
+def bootstrap(gaps: np.ndarray) -> dict[str, float]:
+    """Compute interval and p of a mean by resampling seeds, and images within each resample.
+
+    Args:
+        gaps: (seeds, images) differences; all captions of an image are resampled with it.
+
+    Returns:
+        `low` and `high`, the 2.5 and 97.5 percentiles, and the two-sided `p` of a mean of 0.
+    """
+    random = np.random.default_rng(0)
+    seeds, images = gaps.shape
+    means = np.array(
+        [
+            gaps[random.integers(seeds, size=seeds)]
+            .mean(0)[random.integers(images, size=images)]
+            .mean()
+            for _ in range(RESAMPLES)
+        ]
+    )
+    low, high = np.percentile(means, [2.5, 97.5])
+    tail = min((means <= 0).sum(), (means >= 0).sum())
+    return {"low": float(low), "high": float(high), "p": min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))}
 
 
 def difference(gap: Sequence[float]) -> dict[str, float]:
@@ -127,9 +199,9 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(each) for each in adjusted]
 
 
-def lay_out(table: TableConfig, figures: pd.DataFrame) -> Table:
+def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = None) -> Table:
     """Lay out means, differences from the reference, and the paper's figures."""
-    tests = paired_tests(table, figures)
+    tests = paired_tests(table, figures, output)
     known = tests.set_index(["row", "figure"])
     tested = _tested(table)
     rows: list[list[str]] = []

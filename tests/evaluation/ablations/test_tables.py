@@ -17,9 +17,12 @@ from evaluation.ablations.config import AblationConfig, MeasuredConfig, ResultsC
 from evaluation.ablations.figures import evaluate_images, last_losses
 from evaluation.ablations.grid import results
 from evaluation.ablations.tables import (
+    QUERIES,
+    bootstrap,
     difference,
     half_interval,
     holm,
+    image_recall,
     lay_out,
     paired_tests,
     read_figures,
@@ -115,6 +118,40 @@ def test_a_difference_is_tested_by_students_t():
     three = half_interval([1.0, 2.0, 4.0])
     assert three == pytest.approx(T_TWO_DEGREES * statistics.stdev([1, 2, 4]) / 3**0.5)
     assert (difference([0.0, 0.0])["p"], difference([1.0, 1.0])["p"]) == (1.0, 0.0)
+
+
+def test_recall_is_read_by_seed_and_image(tmp_path):
+    """A mean over an image's queries first, then over directions."""
+    for seed, ranks in ((0, [1, 9, 2, 1, 7]), (1, [1, 1, 1, 1, 1])):
+        rows = ["direction,image,caption,match"]
+        kinds = ["text_to_image,a,0", "text_to_image,a,1", "image_to_text,a,"]
+        kinds += ["text_to_image,b,0", "image_to_text,b,"]
+        rows += [f"{kind},{rank}" for kind, rank in zip(kinds, ranks)]
+        folder = tmp_path / "ace" / str(seed)
+        folder.mkdir(parents=True)
+        (folder / QUERIES).write_text("\n".join(rows))
+    names = ["match/text_to_image/R@1", "match/image_to_text/R@1"]
+    assert image_recall(tmp_path, "ace", [0, 1], names).tolist() == [[25, 50], [100, 100]]
+    assert image_recall(tmp_path, "ace", [1, 2], names) is None
+
+
+def test_a_bootstrap_covers_seeds_and_images():
+    random = np.random.default_rng(1)
+    images = random.normal(1, 10, (1, 400)).repeat(3, axis=0)
+    found = bootstrap(images)  # seeds agree: the interval is that of images
+    half = 1.96 * images[0].std() / 20
+    assert found["low"] == pytest.approx(images.mean() - half, abs=0.1)
+    assert found["high"] == pytest.approx(images.mean() + half, abs=0.1)
+    assert found["p"] == pytest.approx(
+        2 * statistics.NormalDist().cdf(-images.mean() / half * 1.96), abs=0.02
+    )
+    apart = images + np.array([[-6.0], [0.0], [6.0]])
+    assert bootstrap(apart)["high"] - bootstrap(apart)["low"] > 2.5 * (found["high"] - found["low"])
+    assert bootstrap(np.full((2, 5), 3.0)) == {
+        "low": 3.0,
+        "high": 3.0,
+        "p": pytest.approx(2e-4, rel=1e-3),
+    }
 
 
 def test_rows_are_paired_with_the_reference_in_their_own_view(config):
