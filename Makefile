@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-commands test-nightly test-gpu test-lowest lint types contracts docs resume-check proof lock clean
+.PHONY: demo test test-commands test-nightly test-gpu test-lowest lint types contracts docs resume-check proof prose lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -59,6 +59,10 @@ resume-check: $(READY)
 # `make proof AGAINST=build/old.json`; `QUICK=1` leaves the demo out.
 proof: $(READY)
 	$(BIN)/python .ci/proof.py --out $(or $(OUT),build/proof.json) $(if $(AGAINST),--against $(AGAINST)) $(if $(QUICK),--quick)
+
+# Words that make names and docstrings slow to read; a report, never a gate. `PATHS=vlp/data` lists places.
+prose: $(READY)
+	$(BIN)/python .ci/prose.py $(PATHS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
