@@ -1,11 +1,9 @@
-"""Evaluation of items in blocks that ranks share, and the result of a model on one set."""
+"""Evaluation of items in blocks that ranks share, and figures over their images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -14,11 +12,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Table, write_lines, write_report
-from evaluation.samples import BlockReader, EvaluationError, count_kinds, kinds_in_words
+from evaluation.results import Figure
+from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks
 from vlp.data.downstream.dataset import Item
-from vlp.data.image.transforms import View
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics import bootstrap_means, percentile_interval
 
@@ -134,61 +131,6 @@ def image_of(item: Item) -> tuple[str, str]:
 def image_name(item: Item) -> str:
     """Return the name of an item's image as rows have it."""
     return "/".join(image_of(item))
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """Result of one model on one set.
-
-    figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
-    item, with the ids that a submission needs; those with truth have `scores`, the item's
-    value by figure, and `image`, which items of one image share. skipped: bad samples by kind.
-    notes: what belongs under the table. view: what the model was shown, where there is a choice.
-    """
-
-    kind: str
-    items: int
-    shards: tuple[str, ...]
-    figures: dict[str, Figure]
-    predictions: list[dict[str, Any]]
-    skipped: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    view: View | None = None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the figures' values, by which a run chooses its best model."""
-        return {name: figure.value for name, figure in self.figures.items()}
-
-    def table(self) -> Table:
-        """Return percent with intervals, and chance where there is one."""
-        rows = [
-            [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
-            for name, figure in self.figures.items()
-        ]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over images.", *self.notes]
-        if self.skipped:
-            kinds = kinds_in_words(self.skipped)
-            notes.append(f"Skipped items: {kinds}.")
-        return Table(f"{self.kind}: {self.items} items", ["", "value", "chance"], rows, notes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but the predictions, as plain JSON values; figures are shares."""
-        return {
-            "task": self.kind,
-            "shards": list(self.shards),
-            "items": self.items,
-            "skipped": self.skipped,
-            "notes": list(self.notes),
-            **({} if self.view is None else {"view": self.view}),
-            "figures": {name: figure._asdict() for name, figure in self.figures.items()},
-        }
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `KIND.json`, `KIND.md` and `KIND.predictions.jsonl`."""
-        path = write_report(folder, self.kind, self.table(), self.to_json())
-        write_lines(path / f"{self.kind}.predictions.jsonl", self.predictions)
-        return path
 
 
 def clustered_figures(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, kinds_in_words
+from vlp.data.image.transforms import View
 from vlp.io import atomic_write, parse_json, write_json
 
 
@@ -103,6 +105,82 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise
         raise EvaluationError(f"{path}, line {len(rows) + 1}: not JSON ({error})") from error
     return rows
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one model on one set; `kind` names its files.
+
+    counts: of what was evaluated, by name. figures: shares between 0 and 1 by name, the first is
+    the main one. predictions: one row an item, with the ids that a submission needs; those with
+    truth have `scores`, the item's value by figure, and `image`, which items of one image share;
+    None where no rows are kept. skipped: bad samples by kind. notes: of the table. view: what the
+    model was shown, where there is a choice. facts: further values of the JSON file.
+    """
+
+    kind: str
+    counts: dict[str, int]
+    shards: tuple[str, ...]
+    figures: dict[Any, Figure]
+    predictions: list[dict[str, Any]] | None = None
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    view: View | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the figures' values, by which a run chooses its best model."""
+        return {name: figure.value for name, figure in self.figures.items()}
+
+    def table(self) -> Table:
+        """Return percent with intervals, and chance where there is one."""
+        rows = [
+            [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
+            for name, figure in self.figures.items()
+        ]
+        title = f"{self.kind}: {self.counts['items']} items"
+        return Table(title, ["", "value", "chance"], rows, self.table_notes(skipped="items"))
+
+    def table_notes(self, over: str = "images", skipped: str | None = None) -> list[str]:
+        """Return what stands under the table.
+
+        Args:
+            over: what is drawn again for intervals.
+            skipped: plural of the samples whose number is told where some were left out.
+        """
+        notes = [f"Percent; in brackets 95 % bootstrap intervals over {over}.", *self.notes]
+        if skipped is not None and self.skipped:
+            notes.append(f"Skipped {skipped}: {kinds_in_words(self.skipped)}.")
+        return notes
+
+    def plain_figures(self) -> dict[str, Any]:
+        """Return the part of the JSON file that holds figures."""
+        named = {
+            name if isinstance(name, str) else "/".join(name): figure._asdict()
+            for name, figure in self.figures.items()
+        }
+        return {"figures": named}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the predictions, as plain JSON values; figures are shares."""
+        return {
+            "task": self.kind,
+            "shards": list(self.shards),
+            **self.counts,
+            **self.facts,
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            **({} if self.view is None else {"view": self.view}),
+            **self.plain_figures(),
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `KIND.json`, `KIND.md` and, of predictions, `KIND.predictions.jsonl`."""
+        path = write_report(folder, self.kind, self.table(), self.to_json())
+        if self.predictions is not None:
+            write_lines(path / f"{self.kind}.predictions.jsonl", self.predictions)
+        return path
 
 
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}

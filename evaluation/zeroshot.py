@@ -18,14 +18,13 @@ from torch import Tensor
 
 from evaluation.encoder import GIBIBYTE, Block, BlockCache
 from evaluation.item_results import (
-    TaskResult,
     clustered_figures,
     evaluate_blocks,
     image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Table, untrained_match_notes
+from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.downstream.dataset import Items
@@ -211,7 +210,7 @@ _PAIRS = 256
 
 
 @dataclass(frozen=True)
-class ZeroShotResult(TaskResult):
+class ZeroShotResult(Result):
     """`classes`: accuracy of the final stage by class, of those that there are images of."""
 
     classes: dict[str, Figure] = field(default_factory=dict)
@@ -228,10 +227,10 @@ class ZeroShotResult(TaskResult):
         rows = [[f"class {name}", figure.percent(), ""] for name, figure in named]
         return table._replace(rows=[*table.rows, *rows], notes=notes)
 
-    def to_json(self) -> dict[str, Any]:
-        """As of every task, and the classes."""
+    def plain_figures(self) -> dict[str, Any]:
+        """Return the figures of every task, and the classes."""
         named = {name: figure._asdict() for name, figure in self.classes.items()}
-        return {**super().to_json(), "classes": named}
+        return {**super().plain_figures(), "classes": named}
 
 
 def evaluate_zeroshot(
@@ -391,7 +390,7 @@ def _result(
         notes.append(f"There are images of {len(own)} classes.")
     return ZeroShotResult(
         kind="zeroshot",
-        items=len(rows),
+        counts={"items": len(rows)},
         shards=folders,
         figures=figures,
         predictions=rows,

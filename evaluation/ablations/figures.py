@@ -145,6 +145,6 @@ def write_queries(folder: Path, recall: RetrievalResult) -> None:
     """
     from evaluation.ablations.tables import QUERIES, pd
 
-    rows = [{**query, **query["ranks"]} for query in recall.predictions]
+    rows = [{**query, **query["ranks"]} for query in recall.predictions or ()]
     columns = ["direction", "image", "caption", *recall.stages]
     pd.DataFrame(rows, columns=columns).to_csv(folder / QUERIES, index=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Option
@@ -14,7 +14,7 @@ from vlp.command_line import Command, positive
 from vlp.config import Precision
 
 if TYPE_CHECKING:
-    from evaluation.results import Table
+    from evaluation.results import Result
     from vlp.models.folder import Loaded
 
 
@@ -101,20 +101,10 @@ class EvaluationCommand(Command):
             return 1
 
 
-class CommandResult(Protocol):
-    """A measurement that can be printed and saved."""
-
-    def table(self) -> Table:
-        """Return the table to print."""
-
-    def save(self, folder: str | Path) -> Path:
-        """Write JSON and Markdown; returns the folder."""
-
-
 _SHARED = ("limit", "batch", "device", "precision", "workers")
 
 
-def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult]], Any]:
+def measurement(items: str = "samples") -> Callable[[Callable[..., Result]], Any]:
     """Make a command of a measurement over shards: it prints the table and saves the result.
 
     The decorated function takes `model`, its own options and `**measured`: `shards`, and the shared
@@ -124,7 +114,7 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
         items: plural of what --limit and --batch count.
     """
 
-    def declare(measure: Callable[..., CommandResult]) -> Callable[..., None]:
+    def declare(measure: Callable[..., Result]) -> Callable[..., None]:
         def command(model: str, out: Path | None, **options: Any) -> None:
             from evaluation.options import EvalOptions
 
@@ -209,7 +199,7 @@ def one_process(what: str) -> None:
         raise typer.BadParameter(what)
 
 
-def report(result: CommandResult, model: str, out: Path | None) -> None:
+def report(result: Result, model: str, out: Path | None) -> None:
     """Print and save a result, on the first rank."""
     from vlp.models.pretrained.local_copy import results_folder
 

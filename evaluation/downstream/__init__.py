@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.registry import get_evaluation
-from evaluation.item_results import TaskResult
 from evaluation.options import EvalOptions
+from evaluation.results import Result
 from vlp.tasks.downstream.task import Downstream
 from vlp.tasks.retrieval.task import PairsTask
 
@@ -18,7 +18,7 @@ def evaluate_task(
     shards: Sequence[str | Path],
     options: EvalOptions = EvalOptions(),
     **own: Any,
-) -> TaskResult:
+) -> Result:
     """Evaluate a task on shards; the same for any number of ranks.
 
     Args:

@@ -14,8 +14,9 @@ from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
 from evaluation.downstream.task_evaluation import Job, TaskEvaluation
 from evaluation.grounding.grounding import By, evaluate_grounding
-from evaluation.item_results import EvaluatedItems, TaskResult
+from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
+from evaluation.results import Result
 from vlp.data.image.transforms import View
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
@@ -62,7 +63,7 @@ class GroundingEvaluation(TaskEvaluation):
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
         **own: Any,
-    ) -> TaskResult:
+    ) -> Result:
         """Evaluate with the map of the task's settings."""
         made = task.settings
         return evaluate_grounding(

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 import vlp
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Job, TaskEvaluation
-from evaluation.item_results import TaskResult
 from evaluation.options import EvalOptions
+from evaluation.results import Result
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.metrics import RECALL_AT
 from vlp.tasks.retrieval.task import Retrieval
@@ -56,7 +56,7 @@ class RetrievalEvaluation(TaskEvaluation):
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
         **own: Any,
-    ) -> TaskResult:
+    ) -> Result:
         """Compute `mean` of all recalls, then each, after the task's re-ranking if it has one."""
         found = evaluate_retrieval(task.loaded, shards, options, rerank=task.settings.rerank, **own)
         stage = found.stages[-1]
@@ -64,9 +64,9 @@ class RetrievalEvaluation(TaskEvaluation):
         for direction in DIRECTIONS:
             for k in (1, 5, 10):
                 figures[f"{direction} R@{k}"] = found.recall(stage, direction, k)
-        return TaskResult(
+        return Result(
             kind=task.kind,
-            items=found.texts,
+            counts={"items": found.counts["texts"]},
             shards=found.shards,
             figures=figures,
             predictions=found.predictions,

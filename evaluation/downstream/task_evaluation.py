@@ -13,9 +13,9 @@ from PIL import Image
 from pydantic import Field, model_validator
 
 from evaluation.downstream.submissions import Submission
-from evaluation.item_results import EvaluatedItems, TaskResult, evaluate_blocks
+from evaluation.item_results import EvaluatedItems, evaluate_blocks
 from evaluation.options import EvalOptions
-from evaluation.results import Figure
+from evaluation.results import Figure, Result
 from evaluation.samples import (
     EvaluationError,
     said_in_one_line,
@@ -160,7 +160,7 @@ class TaskEvaluation:
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
         **own: Any,
-    ) -> TaskResult:
+    ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
         Items without truth, as in a test set, are predicted and not counted.
@@ -180,9 +180,9 @@ class TaskEvaluation:
             notes = (*notes, f"{unjudged} of the items have no truth: predicted, and not judged.")
         if seen := trained_on(task, folders):
             notes = (*notes, f"Careful: the model was trained on {', '.join(seen)}.")
-        return TaskResult(
+        return Result(
             kind=task.kind,
-            items=len(rows),
+            counts={"items": len(rows)},
             shards=folders,
             figures=figures,
             predictions=without(rows, self.hidden),

@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.item_results import (
-    TaskResult,
     clustered_figures,
     evaluate_blocks,
     image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
-from evaluation.results import untrained_match_notes
+from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
@@ -60,7 +59,7 @@ def evaluate_grounding(
     layer: int | None = None,
     head: int | None = None,
     view: View = "image",
-) -> TaskResult:
+) -> Result:
     """Judge every expression of every sample; the same for any number of ranks.
 
     `pointing`: the highest patch of the map lies in the box (all of them, where several are equal).
@@ -126,9 +125,9 @@ def evaluate_grounding(
     trained = loaded.model.match_is_trained or by != "gradcam"
     first = "" if head is None else f", first {head} word pieces"
     made_by = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
-    return TaskResult(
+    return Result(
         kind="grounding",
-        items=len(rows),
+        counts={"items": len(rows)},
         shards=items.folders,
         figures=figures,
         predictions=[{name: row[name] for name in SAID if name in row} for row in rows],

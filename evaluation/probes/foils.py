@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from evaluation.item_results import (
-    TaskResult,
     clustered_figures,
     evaluate_blocks,
     image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
-from evaluation.results import untrained_match_notes
+from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.downstream.dataset import Item, Items
@@ -48,7 +47,7 @@ def evaluate_foils(
     *,
     seed: int = 0,
     view: View = "image",
-) -> TaskResult:
+) -> Result:
     """Compare every caption with its foils; the same for any number of ranks.
 
     Figures are named `SCORER, KIND`: the share of pairs whose caption scores higher, ties wrong,
@@ -90,14 +89,15 @@ def evaluate_foils(
         f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",
         *untrained_match_notes(loaded.model.match_is_trained, "`match`"),
     )
-    return TaskResult("foils", len(rows), items.folders, figures, rows, skipped, notes, view)
+    counts = {"items": len(rows)}
+    return Result("foils", counts, items.folders, figures, rows, skipped, notes, view)
 
 
-def examples(result: TaskResult, count: int) -> Iterator[str]:
+def examples(result: Result, count: int) -> Iterator[str]:
     """Yield the first pairs of each kind with their scores, each from another image."""
     for kind in FOIL_KINDS:
         rows: dict[str, dict[str, Any]] = {}
-        for row in result.predictions:
+        for row in result.predictions or ():
             if row["kind"] == kind and len(rows) < count:
                 rows.setdefault(row["image"], row)
         for row in rows.values():

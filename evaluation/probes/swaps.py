@@ -8,7 +8,6 @@ bag of words can answer. The scores are Winoground's (Thrush et al. 2022, sectio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from evaluation.item_results import evaluate_blocks
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Table, untrained_match_notes, write_report
+from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.downstream.dataset import Item, Items
@@ -45,8 +44,7 @@ class Swap(NamedTuple):
     kind: str
 
 
-@dataclass(frozen=True)
-class SwapResult:
+class SwapResult(Result):
     """Figures by (scorer, kind, score); kind `all` is over every swap.
 
     Scorers: `dual`, the cosine of both encoders' features; `match`, the cross-modal encoder's
@@ -54,50 +52,18 @@ class SwapResult:
     log-probability of the words that the captions do not share, all masked. Scores: `pair`, the
     share of the four comparisons (each image's two captions, each caption's two images) that
     come out right; `text`, both images get their caption; `image`, both captions get their
-    image; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
-    them one by one. `view` is what the model was shown, `notes` what belongs under the table.
+    image; `group`, both. Ties count against the model.
     """
 
-    swaps: int
-    shards: tuple[str, ...]
-    figures: dict[tuple[str, str, str], Figure]
-    scores: NDArray[np.float64]
-    kinds: tuple[str, ...]
-    scorers: tuple[str, ...] = SCORERS
-    skipped: dict[str, int] = field(default_factory=dict)
-    view: View = "image"
-    notes: tuple[str, ...] = ()
-
     def table(self) -> Table:
-        """One row for each scorer and kind, in percent."""
+        """Return one row for each scorer and kind, in percent."""
         rows = [
-            [
-                f"{scorer}, {kind}",
-                *(self.figures[scorer, kind, score].percent() for score in SCORES),
-            ]
-            for scorer in self.scorers
-            for kind in (*self.kinds, "all")
+            [f"{scorer}, {kind}", *(self.figures[scorer, kind, s].percent() for s in SCORES)]
+            for scorer, kind in dict.fromkeys(key[:2] for key in self.figures)
         ]
-        chance = ["chance", *(f"{100 * CHANCE[score]:.1f}" for score in SCORES)]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over swaps.", *self.notes]
-        head = ["", "text", "image", "group", "pair"]
-        return Table(f"Swaps, {self.swaps} of them", head, [*rows, chance], notes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; figures are shares."""
-        return {
-            "task": "swaps",
-            "shards": list(self.shards),
-            "swaps": self.swaps,
-            "skipped": self.skipped,
-            "view": self.view,
-            "notes": list(self.notes),
-            "figures": {"/".join(key): figure._asdict() for key, figure in self.figures.items()},
-        }
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `swaps.json` and `swaps.md`."""
-        return write_report(folder, "swaps", self.table(), self.to_json())
+        rows.append(["chance", *(f"{100 * chance:.1f}" for chance in CHANCE.values())])
+        title = f"Swaps, {self.counts['swaps']} of them"
+        return Table(title, ["", *SCORES], rows, self.table_notes("swaps"))
 
 
 def evaluate_swaps(
@@ -143,9 +109,8 @@ def evaluate_swaps(
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
     notes = (f"View: {view}.", *untrained_match_notes(loaded.model.match_is_trained, "`match`"))
-    return SwapResult(
-        len(kinds), items.folders, figures, correct, present, scorers, skipped, view, notes
-    )
+    counts = {"swaps": len(kinds)}
+    return SwapResult("swaps", counts, items.folders, figures, None, skipped, notes, view)
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.item_results import clustered_figures
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Table, untrained_match_notes, write_report
+from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import (
     BlockReader,
     CaptionedSample,
@@ -235,25 +235,22 @@ class PathFigures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PointingResult:
+class PointingResult(Result):
     """Pointing accuracy by kind of word.
 
     Kinds are `colour`, `shape`, `object`, and `objects`: words that may name any of several; with
     controls also `small object`, those of `object` in small boxes.
-    paths: None for a model without ACE-RPE. remarks: notes of the model, under the table.
+    paths: None for a model without ACE-RPE.
     """
 
-    scenes: int
-    shards: tuple[str, ...]
-    kinds: dict[str, KindFigures]
-    skipped: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, KindFigures] = field(default_factory=dict)
     paths: PathFigures | None = None
-    remarks: tuple[str, ...] = ()
 
     def table(self) -> Table:
         """One row for each kind of word, or with controls one column, in percent."""
-        title, notes = f"Pointing, {self.scenes} images", self._notes()
+        scenes, notes = self.counts["scenes"], self.table_notes()
         if any(figures.controls for figures in self.kinds.values()):
+            title = f"Pointing, {scenes} images"
             return Table(title, *self._pointers(), [*notes, *CONTROL_NOTES])
         rows = [
             [
@@ -276,17 +273,19 @@ class PointingResult:
             "chance",
             "anchors in its box",
         ]
-        return Table(f"Pointing of the most similar patch, {self.scenes} images", head, rows, notes)
+        return Table(f"Pointing of the most similar patch, {scenes} images", head, rows, notes)
 
-    def _notes(self) -> list[str]:
-        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
-        if self.paths is not None:
-            notes.append(
-                f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
-                f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
-                f"of {self.paths.spread:.2f}."
-            )
-        return [*notes, *self.remarks]
+    def table_notes(self, over: str = "images", skipped: str | None = None) -> list[str]:
+        """Return what stands under the table, with statistics of the paths."""
+        first, *rest = super().table_notes(over, skipped)
+        if self.paths is None:
+            return [first, *rest]
+        paths = (
+            f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
+            f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
+            f"of {self.paths.spread:.2f}."
+        )
+        return [first, paths, *rest]
 
     def _pointers(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table with controls: two columns for each kind of word."""
@@ -304,8 +303,8 @@ class PointingResult:
             columns[-1] += [""] * len(bars)
         return head, [list(row) for row in zip(*columns)]
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; figures are shares."""
+    def plain_figures(self) -> dict[str, Any]:
+        """Return figures by kind of word, and statistics of the paths."""
         kinds = {}
         for kind, figures in self.kinds.items():
             plain = figures._asdict()
@@ -315,19 +314,7 @@ class PointingResult:
             if controls is not None:
                 plain["controls"] = {name: one._asdict() for name, one in controls.items()}
             kinds[kind] = plain
-        return {
-            "task": "pointing",
-            "shards": list(self.shards),
-            "scenes": self.scenes,
-            "skipped": self.skipped,
-            "notes": list(self.remarks),
-            "kinds": kinds,
-            "paths": None if self.paths is None else self.paths._asdict(),
-        }
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `pointing.json` and `pointing.md`."""
-        return write_report(folder, "pointing", self.table(), self.to_json())
+        return {"kinds": kinds, "paths": None if self.paths is None else self.paths._asdict()}
 
 
 SMALL = 0.1
@@ -418,15 +405,16 @@ def evaluate_pointing(
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     trained = loaded.model.match_is_trained or not controls
+    kinds = {kind: _figures(words, options.resamples) for kind, words in by_kind.items() if words}
     return PointingResult(
-        scenes=len({word.scene for word in scored}),
+        kind="pointing",
+        counts={"scenes": len({word.scene for word in scored})},
         shards=tuple(map(str, shards)),
-        kinds={
-            kind: _figures(words, options.resamples) for kind, words in by_kind.items() if words
-        },
+        figures={kind: figures.pointing for kind, figures in kinds.items()},
         skipped=skipped,
+        notes=untrained_match_notes(trained, "Grad-CAM"),
+        kinds=kinds,
         paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
-        remarks=untrained_match_notes(trained, "Grad-CAM"),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from evaluation.encoder import GIBIBYTE, Collection, Encoder
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Table, untrained_match_notes, write_lines, write_report
+from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import (
     Encoded,
@@ -198,45 +197,23 @@ def query_rows(
 
 
 Stage = Literal["dual", "rerank", "match"]
+STAGES: tuple[Stage, ...] = ("dual", "rerank", "match")
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 MEAN = "mean"
 
 
-@dataclass(frozen=True)
-class RetrievalResult:
-    """Recall of one model on one set of pairs; figures are shares between 0 and 1.
+class RetrievalResult(Result):
+    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"); direction "both" has a mean.
 
-    figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
-    directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
-    the image's first sample and `image`, for a caption its number among the image's and its
-    text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
-    normalised the similarities, at bank_temperature; bank_skipped: samples left out of it;
-    bank_shared: evaluated images that are in it. temperature: re-ranking added its score to
-    similarity / temperature; None: it added to none. match_trained: that score was ever trained.
-    both: the stage "match" is the re-ranking by the match score alone.
+    Predictions are one row a query: its direction, the key of the image's first sample and
+    `image`, for a caption its number among the image's and its text, and the rank of the first
+    right answer by stage, from 1.
     """
-
-    images: int
-    texts: int
-    rerank: int
-    shards: tuple[str, ...]
-    figures: dict[tuple[str, str, str], Figure]
-    skipped: dict[str, int] = field(default_factory=dict)
-    predictions: list[dict[str, Any]] = field(default_factory=list)
-    bank: tuple[str, ...] = ()
-    bank_temperature: float = BANK_TEMPERATURE
-    bank_skipped: dict[str, int] = field(default_factory=dict)
-    bank_shared: int = 0
-    temperature: float | None = None
-    match_trained: bool = True
-    both: bool = False
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """`dual`, and `rerank` where pairs were re-ranked."""
-        if not self.rerank:
-            return ("dual",)
-        return ("dual", "rerank", "match") if self.both else ("dual", "rerank")
+        """Return `dual`, and what re-ranking adds: `rerank`, `match`."""
+        return tuple(stage for stage in STAGES if (stage, "both", MEAN) in self.figures)
 
     def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
         """Recall at k of one stage in one direction."""
@@ -246,36 +223,14 @@ class RetrievalResult:
         """Mean of R@1, R@5 and R@10, of one direction or of both."""
         return self.figures[stage, direction, MEAN]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How the figures were made, as it stands under every table of them."""
-        notes: list[str] = []
-        if self.rerank:
-            by = "the match score alone"
-            if self.temperature is not None:
-                by = f"similarity / {self.temperature:.3g} + match score"
-            notes.append(f"The top {self.rerank} were re-ranked by {by}.")
-            notes += untrained_match_notes(self.match_trained, "re-ranking")
-        if self.bank:
-            left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
-            notes.append(
-                f"Similarities are normalised by the queries of {', '.join(self.bank)} at "
-                f"temperature {self.bank_temperature:g}; skipped there: {left_out}."
-            )
-        if self.bank_shared:
-            notes.append(
-                f"{self.bank_shared} of these images are in the bank, so that their own queries "
-                "are read: recall is higher than that of unseen pairs."
-            )
-        return tuple(notes)
-
     def table(self) -> Table:
-        """Recall in percent with intervals, and chance, for the terminal or Markdown."""
+        """Return recall in percent with intervals, and chance."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        top = self.facts["rerank"]
         labels = {
             "dual": "dual encoder",
-            "rerank": f"re-ranked top {self.rerank}",
-            "match": f"top {self.rerank} by the match score alone",
+            "rerank": f"re-ranked top {top}",
+            "match": f"top {top} by the match score alone",
         }
         rows = []
         for direction in DIRECTIONS:
@@ -283,46 +238,16 @@ class RetrievalResult:
                 cells = [self.figures[stage, direction, column].percent() for column in columns]
                 rows.append([f"{_ARROWS[direction]}, {labels[stage]}", *cells])
             chances = [self.figures["dual", direction, column].chance for column in columns]
-            rows.append(
-                [f"{_ARROWS[direction]}, chance", *(f"{100 * chance:.1f}" for chance in chances)]
-            )
+            rows.append([f"{_ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
-            cells = ["", "", "", self.mean(stage).percent()]
-            rows.append([f"both, {labels[stage]}", *cells])
-        notes = ["Percent; in brackets 95 % bootstrap intervals over images.", *self.notes]
-        if self.skipped:
-            kinds = kinds_in_words(self.skipped)
-            notes.append(f"Skipped samples: {kinds}.")
-        title = f"Retrieval: {self.images} images, {self.texts} captions"
-        return Table(title, ["", *columns], rows, notes)
+            rows.append([f"both, {labels[stage]}", "", "", "", self.mean(stage).percent()])
+        title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"
+        return Table(title, ["", *columns], rows, self.table_notes(skipped="samples"))
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the predictions, as plain JSON values; figures are shares."""
-        return {
-            "task": "retrieval",
-            "shards": list(self.shards),
-            "images": self.images,
-            "texts": self.texts,
-            "rerank": self.rerank,
-            "temperature": self.temperature,
-            "match_trained": self.match_trained,
-            "bank": list(self.bank),
-            "bank_temperature": self.bank_temperature if self.bank else None,
-            "bank_skipped": self.bank_skipped,
-            "bank_shared": self.bank_shared,
-            "skipped": self.skipped,
-            "notes": list(self.notes),
-            "figures": [
-                {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
-                for (stage, direction, name), figure in self.figures.items()
-            ],
-        }
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `retrieval.json`, `retrieval.md` and `retrieval.predictions.jsonl`."""
-        path = write_report(folder, "retrieval", self.table(), self.to_json())
-        write_lines(path / "retrieval.predictions.jsonl", self.predictions)
-        return path
+    def plain_figures(self) -> dict[str, Any]:
+        """Return a list of figures with stage, direction and name."""
+        parts = ("stage", "direction", "name")
+        return {"figures": [dict(zip(parts, k)) | f._asdict() for k, f in self.figures.items()]}
 
 
 def evaluate_retrieval(
@@ -406,20 +331,30 @@ def evaluate_retrieval(
                 bank_temperature,
                 both=rerank_by == "both",
             )
+    notes: list[str] = []
+    if rerank:
+        by = "the match score alone"
+        if temperature is not None:
+            by = f"similarity / {temperature:.3g} + match score"
+        notes.append(f"The top {rerank} were re-ranked by {by}.")
+        notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
+    bank_skipped = {} if queries is None else queries.skipped
+    if bank:
+        left_out = kinds_in_words(bank_skipped) if bank_skipped else "none"
+        notes.append(
+            f"Similarities are normalised by the queries of {', '.join(map(str, bank))} at "
+            f"temperature {bank_temperature:g}; skipped there: {left_out}."
+        )
+    if shared:
+        notes.append(
+            f"{shared} of these images are in the bank, so that their own queries are read: recall "
+            "is higher than that of unseen pairs."
+        )
     return RetrievalResult(
-        images=len(collection.image),
-        texts=len(collection.text),
-        rerank=rerank,
-        shards=tuple(str(folder) for folder in shards),
-        bank=tuple(str(folder) for folder in bank),
-        bank_temperature=bank_temperature,
-        bank_skipped={} if queries is None else queries.skipped,
-        bank_shared=shared,
-        match_trained=loaded.model.match_is_trained,
-        temperature=temperature if rerank else None,
-        both=rerank_by == "both",
+        kind="retrieval",
+        counts={"images": len(collection.image), "texts": len(collection.text)},
+        shards=tuple(map(str, shards)),
         figures=_figures(all_ranks, collection, options.resamples),
-        skipped=collection.skipped,
         predictions=[
             row
             for direction in DIRECTIONS
@@ -429,6 +364,17 @@ def evaluate_retrieval(
                 collection,
             )
         ],
+        skipped=collection.skipped,
+        notes=tuple(notes),
+        facts={
+            "rerank": rerank,
+            "temperature": temperature if rerank else None,
+            "match_trained": loaded.model.match_is_trained,
+            "bank": list(map(str, bank)),
+            "bank_temperature": bank_temperature if bank else None,
+            "bank_skipped": bank_skipped,
+            "bank_shared": shared,
+        },
     )
 
 

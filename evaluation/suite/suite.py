@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,7 +22,7 @@ from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
-from evaluation.results import Saved, Table, attributed, saved_figures
+from evaluation.results import Result, Saved, Table, attributed, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError, kinds_in_words
 from evaluation.suite.others import OtherModel, other_model
@@ -197,19 +197,6 @@ _NOT_THE_MODEL = ("README.md", ".gitattributes")
 _CHUNK = 2**22
 
 
-class JobResult(Protocol):
-    """Result of a job."""
-
-    def table(self) -> Table:
-        """For the person."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For `evaluation.results`."""
-
-    def save(self, folder: str | Path) -> Path:
-        """For files."""
-
-
 BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
 """What needs of a model no more than one vector of an image, and one of a text."""
 
@@ -262,7 +249,7 @@ def run_job(
     device: str | None,
     workers: int | None,
     progress: bool,
-) -> JobResult:
+) -> Result:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks.
 
     Raises:
@@ -274,7 +261,7 @@ def run_job(
     """
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
     own = job.model_dump(include=set(type(job).model_fields) - set(Job.model_fields))
-    result: JobResult
+    result: Result
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
         loaded = folder.load()
@@ -519,7 +506,7 @@ def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
     return content
 
 
-def _save(folder: Path, result: Any, about: dict[str, Any]) -> None:
+def _save(folder: Path, result: Result, about: dict[str, Any]) -> None:
     """Save a result; the folder gets its name when it is complete."""
     with atomic_folder(folder) as partial:
         result.save(partial)

@@ -150,7 +150,7 @@ def test_folders_tars_and_other_fields_are_the_same_images(loaded, shards, tmp_p
         )
         assert other.metrics == pytest.approx(one.metrics), place
     both = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, options=EvalOptions(resamples=5))
-    assert both.items == 14
+    assert both.counts["items"] == 14
     assert both.metrics["top-1"] == pytest.approx(one.metrics["top-1"])
     some = evaluate_zeroshot(
         loaded, [folder, shards], PROMPTS, options=EvalOptions(limit=9, resamples=5)
@@ -165,7 +165,7 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
     result = evaluate_zeroshot(
         loaded, [tmp_path / "odd"], PROMPTS, options=EvalOptions(resamples=5)
     )
-    assert result.items == 1
+    assert result.counts["items"] == 1
     assert result.skipped == {"no class": 1, "unknown class": 1}
     with pytest.raises(EvaluationError, match=r"nothing could be used; the first: no class"):
         evaluate_zeroshot(

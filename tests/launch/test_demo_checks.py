@@ -30,8 +30,8 @@ def results(colour=0.9, shape=0.8, **changed):
         for kind, pointing in (("colour", colour), ("shape", shape))
     }
     return (
-        RetrievalResult(256, 1280, 16, ("val",), figures),
-        PointingResult(256, ("val",), kinds),
+        RetrievalResult("retrieval", {}, ("val",), figures),
+        PointingResult("pointing", {}, ("val",), {}, kinds=kinds),
     )
 
 

@@ -88,13 +88,13 @@ def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path)
         for name, samples in (("whole", whole), ("single", single))
     ]
     assert results[0].metrics == results[1].metrics
-    assert [result.items for result in results] == [4, 4]
+    assert [result.counts["items"] for result in results] == [4, 4]
     write_captions(tmp_path / "results.json", results[1].predictions)
     alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
     assert (
         evaluate_task(
             task, [write_shards(tmp_path / "alone", alone)], options=EvalOptions(resamples=2)
-        ).items
+        ).counts["items"]
         == 3
     )
 

@@ -32,7 +32,7 @@ def test_accuracy_is_the_share_of_right_predictions(tmp_path):
     shards = entailment_shards(tmp_path / "shards", 30)
     result = evaluate_task(task_of(SnliVeConfig, tmp_path), [shards], options=EvalOptions(batch=7))
     rows = result.predictions
-    assert len(rows) == result.items == 30
+    assert len(rows) == result.counts["items"] == 30
     right = [row["prediction"] == row["label"] for row in rows]
     assert result.figures["accuracy"].value == pytest.approx(sum(right) / 30)
     for name in ("entailment", "neutral", "contradiction"):
@@ -100,7 +100,7 @@ def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):
     task = task_of(SnliVeConfig, tmp_path)
     result = evaluate_task(task, [shards])
     assert result.skipped == {"unknown label": 1}
-    assert result.items == 3
+    assert result.counts["items"] == 3
     assert "contradiction" not in result.figures
     unlabelled = annotated_shards(tmp_path / "test", annotations[2:3], image)
     with pytest.raises(EvaluationError, match="no sample has a label"):

@@ -63,7 +63,7 @@ def test_shares_equal_a_loop_over_pairs(loaded, scene_shards):
 
 def test_rows_say_what_was_compared(loaded, scene_shards):
     result = evaluate_foils(loaded, [scene_shards], options=EvalOptions(limit=5))
-    assert result.items == len(result.predictions)
+    assert result.counts["items"] == len(result.predictions)
     for row in result.predictions:
         caption, foil = row["match"]
         assert row["scores"]["match, all"] == row["scores"][f"match, {row['kind']}"]

@@ -114,7 +114,7 @@ def test_accuracy_equals_a_loop_over_words(model_folder, scene_shards):
     loaded.model.anchor_threshold.fill_(0.3)
     result = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(batch=8))
     expected = slow_hits(loaded, scene_shards)
-    assert result.scenes == 21
+    assert result.counts == {"scenes": 21}
     assert list(result.kinds) == ["colour", "shape"]
     for kind in result.kinds:
         figures = result.kinds[kind]

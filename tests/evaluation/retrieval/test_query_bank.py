@@ -87,8 +87,8 @@ def test_the_bank_is_known_however_its_folder_is_spelled(tmp_path, monkeypatch):
     stub = make_stub(CAPTIONS)
     for bank in ("numbered", "./link/"):
         result = evaluate_retrieval(stub, [tmp_path / "numbered"], bank=[bank])
-        assert result.bank_shared == len(CAPTIONS)
+        assert result.facts["bank_shared"] == len(CAPTIONS)
         assert result.to_json()["notes"] == list(result.notes)
         assert len(result.notes) == 2
     twice = evaluate_retrieval(stub, ["numbered", "./link"])
-    assert twice.images == len(CAPTIONS), "the same images"
+    assert twice.counts["images"] == len(CAPTIONS), "the same images"

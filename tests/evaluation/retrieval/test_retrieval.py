@@ -85,7 +85,7 @@ def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
         match_batch=3,
     )
     expected = slow_recalls(stub, CAPTIONS, rerank, rerank_by)
-    assert (result.images, result.texts) == (len(CAPTIONS), sum(CAPTIONS))
+    assert result.counts == {"images": len(CAPTIONS), "texts": sum(CAPTIONS)}
     for key, value in expected.items():
         figure = result.figures[key]
         assert figure.value == pytest.approx(value), key
@@ -142,18 +142,19 @@ def test_samples_of_one_image_become_one_image(tmp_path):
     stub = make_stub(CAPTIONS)
     one = evaluate_retrieval(stub, [apart], rerank=4, options=EvalOptions(batch=3))
     other = evaluate_retrieval(stub, [together], rerank=4, options=EvalOptions(batch=3))
-    assert one.images == len(CAPTIONS)
+    assert one.counts["images"] == len(CAPTIONS)
     assert one.figures == other.figures
 
 
 def test_several_folders_are_one_set_and_limit_cuts_it(tmp_path, numbered):
     stub = make_stub(CAPTIONS)
-    assert evaluate_retrieval(stub, [numbered], options=EvalOptions(limit=5)).images == 5
+    few = evaluate_retrieval(stub, [numbered], options=EvalOptions(limit=5))
+    assert few.counts["images"] == 5
     again = tmp_path / "again"
     with ShardWriter(again) as writer:
         writer.write("x", png((3, 0, 0)), "png", Annotation(captions=["3 0"]))
     result = evaluate_retrieval(stub, [numbered, again])
-    assert (result.images, result.texts) == (len(CAPTIONS) + 1, sum(CAPTIONS) + 1)
+    assert result.counts == {"images": len(CAPTIONS) + 1, "texts": sum(CAPTIONS) + 1}
 
 
 def test_bad_samples_are_counted_and_named(tmp_path):
@@ -164,7 +165,7 @@ def test_bad_samples_are_counted_and_named(tmp_path):
         writer.write("blank", png((1, 0, 0)), "png", Annotation(caption="  "))
         writer.write("broken", png((1, 0, 0))[:-30], "png", Annotation(caption="1 0"))
     result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], options=EvalOptions(batch=2))
-    assert result.images == 3
+    assert result.counts["images"] == 3
     assert result.skipped == {"no text": 1, "unreadable image": 1}
     assert "1 no text, 1 unreadable image" in result.table().text()
 
@@ -218,7 +219,7 @@ def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder
             loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), memory=0
         )
     assert first == second
-    assert first.images == 21
+    assert first.counts["images"] == 21
     assert 0 <= first.recall("rerank", "text_to_image", 10).value <= 1
 
 
@@ -273,7 +274,7 @@ def test_ranks_are_those_of_pixels_but_for_rounding(
     stored = evaluate_retrieval(
         loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), features=[features]
     )
-    assert (stored.images, stored.texts, stored.skipped) == (plain.images, plain.texts, {})
+    assert (stored.counts, stored.skipped) == (plain.counts, {})
     assert [row | {"ranks": 0} for row in stored.predictions] == [
         row | {"ranks": 0} for row in plain.predictions
     ]
