@@ -28,15 +28,7 @@ from vlp.models.folder import Loaded
 
 
 class FeatureFiles:
-    """Writes NAME.npy (rows, width) and NAME.jsonl for some names.
-
-    Args:
-        out: folder to be made; ranks share it.
-        names: of the files.
-        width: of the features.
-        dtype: of the features, "float32" or "float16".
-        ranks: who writes.
-    """
+    """Writes NAME.npy (rows, width) and NAME.jsonl for some names."""
 
     def __init__(
         self, out: Path, names: Sequence[str], width: int, dtype: str, ranks: Ranks | None = None
@@ -180,11 +172,8 @@ def embed(
     in the sample, text, images: row of its image}. No more than a block is held in memory.
 
     Args:
-        loaded: model, text and image preparation.
         shards: shard folders, read as one set; samples without captions have an image all the
             same.
-        out: folder to be made.
-        dtype: of the rows.
     """
     ranks, items = Ranks.current(), Items(shards, limit=options.limit)
     width = loaded.model.config.embed_dim

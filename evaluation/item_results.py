@@ -85,11 +85,9 @@ def evaluate_blocks(
     same however many ranks there are.
 
     Args:
-        items: to evaluate.
         make: prepares an item of a number, in any process; a BadSample is counted.
         evaluate: one picklable row for each prepared item, which comes without its images.
         options: `batch` is the items of a block.
-        device: where `evaluate` computes.
     """
     ranks = Ranks.current()
     blocks = [
@@ -143,10 +141,7 @@ def clustered_figures(
     """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
 
     Args:
-        values: of each item, by figure.
         clusters: what the items of one image have in common.
-        chances: by figure; 0 where there is no such thing.
-        resamples: bootstrap draws.
         counted: by figure, the items that it is about, or their weights; all where it is not named.
     """
     numbers: dict[Hashable, int] = {}
@@ -170,13 +165,7 @@ def keep_scores(
     values: Mapping[str, NDArray[Any]],
     counted: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
-    """Note in each row its value by figure, so that two results can be compared item by item.
-
-    Args:
-        rows: with truth.
-        values: of each row, by figure.
-        counted: as in `clustered_figures`.
-    """
+    """Note in each row its value by figure, so that two results can be compared item by item."""
     about = counted or {}
     for number, row in enumerate(rows):
         row["scores"] = {

@@ -198,9 +198,6 @@ def saved_figures(content: Mapping[str, Any]) -> Saved:
 
     Of retrieval those of the last stage; its `both mean` is the main one. Of swaps the group score
     of the cross-modal encoder over all kinds, of pointing that of colour words.
-
-    Raises:
-        ValueError: it is no such content.
     """
     try:
         if isinstance(content.get("figures"), list):

@@ -39,10 +39,6 @@ class Ranks(NamedTuple):
 
         Returns:
             The results of all blocks in block order, on every rank.
-
-        Raises:
-            RuntimeError: the work failed on another rank; on the rank where it failed, that error.
-                No rank waits for one that has failed.
         """
         mine: dict[int, Result] = {}
         failure: Exception | None = None

@@ -58,8 +58,6 @@ def align(
     """Write the model folder of a configuration with aligned projections.
 
     Args:
-        config: model and data; its objectives and training say nothing, but for the batch.
-        out: model folder, made if missing.
         epochs: passes over the data; with `captions: one` each draws another caption, and of a
             tower that is not frozen another view.
         shrinkage: as `CanonicalCorrelation.projections` takes it; None: what ranks pairs of
@@ -163,11 +161,7 @@ class _HeldOut:
         self.moments.add(x, y)
 
     def best_shrinkage(self, seen: PairMoments, channels: int) -> float:
-        """Return which of `SHRINKAGES` ranks these pairs best by projections of others, `seen`.
-
-        Raises:
-            ValueError: fewer than two pairs were seen.
-        """
+        """Return which of `SHRINKAGES` ranks these pairs best by projections of others, `seen`."""
         if not self._pairs:
             return WITHOUT_HELD_OUT
         x, y, ids = (torch.cat(side) for side in zip(*self._pairs))

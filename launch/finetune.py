@@ -42,11 +42,8 @@ def run_finetuning(
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
     Args:
-        config: the configuration file.
         task: kind of task that it must be for, or the first part of its name: "nlvr2" stands for
             nlvr2_assignment too.
-        overrides: `key.sub=value` of the command line.
-        resume: go on from the newest good checkpoint.
     """
 
     def build(chosen: FinetuneConfig) -> tuple[Any, Any]:

@@ -34,13 +34,7 @@ def convert(
     image_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Write the model folder and print what became of every part of the checkpoint.
-
-    Raises:
-        ConfigError: an override or the vocabulary is of no use.
-        ValueError: the checkpoint is not ALBEF's, or its vocabulary is another one.
-        OSError: the checkpoint is missing, or the folder holds a model already.
-    """
+    """Write the model folder and print what became of every part of the checkpoint."""
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
     state = read_pth(checkpoint)

@@ -71,13 +71,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
 
 
 def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
-    """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`).
-
-    Args:
-        config: the configuration file.
-        overrides: `key.sub=value` of the command line.
-        resume: go on from the newest good checkpoint.
-    """
+    """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`)."""
 
     return run_training(config, PretrainConfig, overrides, resume, build, select)
 

@@ -33,13 +33,7 @@ def build(config: VisionConfig) -> tuple[Any, Any]:
 
 
 def run_vision(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
-    """Run one rank of a vision training; returns the exit code (see `vlp.training.command`).
-
-    Args:
-        config: the configuration file.
-        overrides: `key.sub=value` of the command line.
-        resume: go on from the newest good checkpoint.
-    """
+    """Run one rank of a vision training; returns the exit code (see `vlp.training.command`)."""
     return run_training(config, VisionConfig, overrides, resume, build)
 
 

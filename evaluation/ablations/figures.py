@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
     """Evaluate a run's model, and write the ranks of its queries where it retrieves.
 
-    Args:
-        folder: of the run.
-        threads: of PyTorch.
-        config: the ablation.
-
     Returns:
         What `result.json` says: `evaluation` and `figures`, among them `training/steps` and
         `training/minutes`.

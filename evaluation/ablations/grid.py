@@ -74,9 +74,7 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
     A grid that was stopped then has whole seeds to compare.
 
     Args:
-        config: the ablation.
         source: its file, which the training configuration is relative to.
-        only: these variants; none means all.
     """
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)
@@ -138,9 +136,6 @@ def run_ablation(
     """Do whatever is still to be done; returns the figures of all finished runs.
 
     Args:
-        config: the ablation.
-        source: its file, which the training configuration is relative to.
-        only: variants to train now; none means all.
         say: gets a line for each command and run.
     """
     from evaluation.ablations.figures import evaluate_run

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def usable_device(name: str) -> str:
-    """Return a device's name, once a tensor was made on it.
-
-    Raises:
-        typer.BadParameter: it is no device, or this machine has none of it.
-    """
+    """Return a device's name, once a tensor was made on it."""
     import torch
 
     try:
@@ -188,11 +184,7 @@ def first_rank() -> bool:
 
 
 def one_process(what: str) -> None:
-    """Refuse to run under torchrun.
-
-    Raises:
-        typer.BadParameter: there are several ranks.
-    """
+    """Refuse to run under torchrun."""
     from vlp import distributed
 
     if distributed.world_size() > 1:

@@ -21,10 +21,6 @@ def evaluate_task(
 ) -> Result:
     """Evaluate a task on shards; the same for any number of ranks.
 
-    Args:
-        task: as `vlp.tasks.downstream.task.load_task` gives it, or one in training.
-        shards: shard folders, evaluated as one set.
-        options: what all evaluations share.
-        own: further options of the kind's `TaskEvaluation.evaluate`.
+    `own` are further options of the kind's `TaskEvaluation.evaluate`.
     """
     return get_evaluation(task.kind).evaluate(task, shards, options, **own)

@@ -37,11 +37,6 @@ class PairEvaluation(TaskEvaluation):
 
     Consistency is NLVR2's: the share of sentences with right answers for all their pairs of
     images. The chance of accuracy is the share of the most frequent class.
-
-    Args:
-        kind: of the task.
-        title: of its table in reports.
-        submission: the benchmark's format, None where it has none.
     """
 
     action = PageAction(

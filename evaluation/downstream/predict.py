@@ -47,17 +47,7 @@ def predict(
     shards: Sequence[str | Path],
     options: EvalOptions = EvalOptions(),
 ) -> Predictions:
-    """Predict every item of some shards; the same for any number of ranks.
-
-    Args:
-        folder: model folder or hub name.
-        shards: shard folders, read as one set.
-
-    Raises:
-        EvaluationError: the folder is damaged, or nothing in the shards suits its task.
-        ConfigError: a shard folder cannot be read.
-        FileNotFoundError: there is no such model.
-    """
+    """Predict every item of some shards; the same for any number of ranks."""
     if not has_task(folder):
         kind, (rows, skipped) = WITHOUT_HEAD, _without_head(folder, shards, options)
     else:
@@ -146,17 +136,9 @@ def predict_one(
     """Predict what the folder's task does; without a task, whether text and image match.
 
     Args:
-        folder: model folder or hub name.
         images: image files, two for a task about pairs. One that shows several panels is cut as
             the task was trained to.
         text: question, hypothesis, statement or caption; none for a model that writes captions.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
-
-    Raises:
-        EvaluationError: an image cannot be read, there are too many or too few, or the text is
-            missing or not wanted, or is to match an image by a score that was never trained.
-        FileNotFoundError: there is no such model.
     """
     with said_in_one_line():
         source = load_task(folder) if has_task(folder) else vlp.load(folder)

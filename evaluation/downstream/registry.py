@@ -25,11 +25,7 @@ def register_evaluation(evaluation: TaskEvaluation) -> None:
 
 
 def get_evaluation(kind: str) -> TaskEvaluation:
-    """Return the evaluation of a kind, importing its module on first use.
-
-    Raises:
-        ValueError: there is no such kind of task, or nothing evaluates it.
-    """
+    """Return the evaluation of a kind, importing its module on first use."""
     if kind not in _registered and task_module(kind):
         import_module(f"evaluation.downstream.{task_module(kind)}")
     if kind not in _registered:

@@ -37,31 +37,19 @@ class Submission(NamedTuple):
 
 
 def write_vqa(path: Path, rows: Iterable[Row]) -> None:
-    """VQA's results file, a JSON list of {"question_id": number, "answer": text}.
-
-    Args:
-        path: the file to write.
-        rows: {"question_id", "answer"}.
-    """
+    """VQA's results file, a JSON list of {"question_id": number, "answer": text}."""
     _write_texts(path, rows, "question_id", "answer")
 
 
 def write_captions(path: Path, rows: Iterable[Row]) -> None:
-    """COCO's caption results, a JSON list of {"image_id": number, "caption": text}.
-
-    Args:
-        path: the file to write.
-        rows: {"image_id", "caption"}.
-    """
+    """COCO's caption results, a JSON list of {"image_id": number, "caption": text}."""
     _write_texts(path, rows, "image_id", "caption")
 
 
 def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
     """NLVR2's predictions, CSV lines `identifier,True` or `identifier,False` without a header.
 
-    Args:
-        path: the file to write.
-        rows: {"identifier", "label": bool}.
+    Rows are {"identifier", "label": bool}.
     """
     ready = []
     for row in rows:
@@ -77,12 +65,7 @@ def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
-    """SNLI-VE predictions, one JSON object {"pairID", "label"} a line.
-
-    Args:
-        path: the file to write.
-        rows: {"pairID", "label"}, the label one of `LABELS`.
-    """
+    """SNLI-VE predictions, one JSON object {"pairID", "label"} a line."""
     ready = []
     for row in rows:
         pair, label = _id(row, "pairID", path), _value(row, "label", path)
@@ -99,9 +82,7 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     RefCOCO has no evaluation server. `sent_id` names one expression; `ref_id` names an object, so
     it suits files that have one expression for each, as ALBEF's do.
 
-    Args:
-        path: the file to write.
-        rows: {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
+    Rows are {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
     """
     rows = list(rows)
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"

@@ -165,11 +165,7 @@ class TaskEvaluation:
 
         Items without truth, as in a test set, are predicted and not counted.
 
-        Args:
-            task: as `load_task` gives it, or one in training.
-            shards: shard folders, evaluated as one set.
-            options: what all evaluations share.
-            own: named in the class's `options`.
+        `own` are options named in the class's `options`.
         """
         self.require_tools(task)
         rows, skipped = self.predictions(task, shards, options, **own)
@@ -225,13 +221,7 @@ class TaskEvaluation:
         options: EvalOptions = EvalOptions(),
         **own: Any,
     ) -> Any:
-        """Evaluate a model folder, as a job of a suite.
-
-        Raises:
-            EvaluationError: it is fine-tuned for another task, or as `evaluate` says.
-            FileNotFoundError: there is no such model, or it has no task.
-            ValueError: it is damaged.
-        """
+        """Evaluate a model folder, as a job of a suite."""
         task = load_task(folder)
         if task.kind != self.kind:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
@@ -267,11 +257,6 @@ def without(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
 
 
 def load_for_evaluation(folder: str | Path) -> Downstream:
-    """Load the fine-tuned task of a folder.
-
-    Raises:
-        EvaluationError: it is damaged, or does not fit together.
-        FileNotFoundError: there is no such model, or it has no task.
-    """
+    """Load the fine-tuned task of a folder."""
     with said_in_one_line():
         return load_task(folder)

@@ -38,19 +38,12 @@ def grad_cam(
     before afterwards: modes, hooks and gradients.
 
     Args:
-        model: a VLP model.
-        image: of B images.
-        text: of B texts.
         layer: number of the cross-modal layer from 0, negative from the end; None is the
             middle one, the third of six, which ALBEF takes for grounding.
 
     Returns:
         (B, N, rows, columns), float32 or better, at least 0; row 0 ([CLS]) is the map of the whole
         text, and padding is 0.
-
-    Raises:
-        ValueError: there is no such layer, or the features do not fit each other or the model's
-            grid.
     """
     number = layer_number(model, layer)
     grid = model.config.image.grid
@@ -79,11 +72,7 @@ def grad_cam(
 
 
 def layer_number(model: VLPModel, layer: int | None = None) -> int:
-    """The number of a cross-modal layer, counted from 0; None and negative ones as in `grad_cam`.
-
-    Raises:
-        ValueError: there is no such layer.
-    """
+    """The number of a cross-modal layer, counted from 0; None and negative ones as in `grad_cam`."""
     count = len(model.cross_encoder.layers)
     if count == 0:
         raise ValueError("the model has no cross-modal layer to take a Grad-CAM map of")

@@ -68,16 +68,12 @@ def evaluate_grounding(
     random patch, and a random proposal.
 
     Args:
-        loaded: model, text and image preparation.
-        shards: folders whose samples have `expressions`, and perhaps `proposals`.
         by: what makes the map. None is what the model was chosen by, of a folder that fine-tuning
             for grounding left, else Grad-CAM; layer and head are then that folder's, too, where
             they are None.
-        layer: of Grad-CAM; None is the middle one.
         head: only so many first word pieces of an expression make its map, since nothing but the
             custom of a language tells which of its objects is meant: in English "the circle left
             of the square" the first. None: all words.
-        view: what the model is shown.
     """
     made = map_of(loaded.folder)
     by = by or made.by

@@ -33,11 +33,7 @@ def anchors_over(
 ) -> Image.Image:
     """Shares (rows, columns) from 0 to 1 over the pale image; what is 0 stays clear.
 
-    Args:
-        image: any size.
-        share: of channel groups that anchor a patch.
-        boxes: frames.
-        side: pixels of the longer side of what comes back.
+    `side`: pixels of the longer side of the result.
     """
     return _over(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
 
@@ -103,15 +99,7 @@ def phrase_heat(
     layer: int | None = None,
     device: torch.device | str | None = None,
 ) -> NDArray[np.float32]:
-    """The map (rows, columns) of a phrase over the patches: at least 0, not scaled.
-
-    Args:
-        loaded: model, text and image preparation.
-        image: any size, or its features, a batch of one.
-        phrase: with a word in it.
-        layer: of the cross-modal encoder, see `evaluation.grounding.grounding.grad_cam`.
-        device: where to compute; None is this rank's GPU, or the CPU.
-    """
+    """The map (rows, columns) of a phrase over the patches: at least 0, not scaled."""
     try:
         number = layer_number(loaded.model, layer)
     except ValueError as error:

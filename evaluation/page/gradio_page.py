@@ -244,11 +244,7 @@ def abilities(tried: TryIt) -> str:
 def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
     """Serve the page until it is interrupted, without a public link.
 
-    Args:
-        tried: the model.
-        host: the default lets this machine in, and no other.
-        port: where.
-        block: whether to wait; the page is given back otherwise.
+    `block`: wait; the page is given back otherwise.
     """
     gradio, blocks = gradio_module(), page(tried)
     # The usual theme would fetch its fonts from a server.

@@ -53,12 +53,6 @@ class SeenImage:
 
     `image` is upright RGB whose smaller side has `least` pixels, or fewer where it came so; an
     uploaded JPEG is decoded at about that size.
-
-    Args:
-        given: what came; a file is decoded within the limits of samples.
-        least: pixels.
-        loaded: the model.
-        device: of the model.
     """
 
     def __init__(self, given: Given, least: int, loaded: Loaded, device: torch.device) -> None:
@@ -85,17 +79,6 @@ class TryIt:
     """A model folder, and perhaps images to search.
 
     `name` is the folder's; `kind` the task it was fine-tuned for, or None.
-
-    Args:
-        folder: model folder or hub name.
-        shards: folders whose images are searched; they are all encoded now.
-        limit: only the first so many samples.
-        device: where to compute; None is this rank's GPU, or the CPU.
-
-    Raises:
-        EvaluationError: the folder is damaged, or nothing in the shards can be used.
-        ConfigError: a shard folder cannot be read.
-        FileNotFoundError: there is no such model.
     """
 
     def __init__(
@@ -167,10 +150,7 @@ class TryIt:
     ) -> list[tuple[str, float]]:
         """Predict with probabilities, the likeliest first, as the model was fine-tuned to.
 
-        Args:
-            name: of a `PageAction`.
-            images: as many as the task takes.
-            text: None where the task reads none.
+        `name` is that of a `PageAction`; `text` is None where the task reads none.
         """
         task = self._task
         if task is None or self.action is None or self.action.name != name:

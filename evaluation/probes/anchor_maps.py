@@ -103,14 +103,7 @@ def anchor_details(
     layer: int | None = None,
     device: torch.device | str | None = None,
 ) -> list[AnchorDetail]:
-    """Anchors, paths and Grad-CAM maps of the first caption of each sample.
-
-    Args:
-        loaded: model, text and image preparation.
-        samples: from `first_samples` or `read_pair`.
-        layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.grounding.grad_cam`.
-        device: where to compute; None is this rank's GPU, or the CPU.
-    """
+    """Anchors, paths and Grad-CAM maps of the first caption of each sample."""
     try:
         number = layer_number(loaded.model, layer)
     except ValueError as error:

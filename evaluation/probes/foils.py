@@ -53,12 +53,6 @@ def evaluate_foils(
     Figures are named `SCORER, KIND`: the share of pairs whose caption scores higher, ties wrong,
     chance a half. Scorers: `match`, the cross-modal encoder's log-odds; `dual`, the cosine of
     both encoders' features. Kinds are those of `vlp.data.text.foils.make_foils`, and `all`.
-
-    Args:
-        loaded: model, text and image preparation.
-        shards: folders whose samples have captions.
-        seed: of the choice of foils.
-        view: what the model is shown; of `blank` images, only the text is left.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)

@@ -185,9 +185,6 @@ def position_map(
         width: channels.
         heads: attention heads.
         options: of the encoding.
-
-    Raises:
-        ValueError: an unknown name, or a cross-modal encoding.
     """
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")

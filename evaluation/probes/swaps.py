@@ -76,8 +76,6 @@ def evaluate_swaps(
     """Score every swap; the same for any number of ranks.
 
     Args:
-        loaded: model, text and image preparation.
-        shards: folders of the part `swaps` of the generated corpus.
         view: what the model is shown: the images; `shuffled`, their patches in random order, so
             that nothing is where it was; `blank`, the same grey for both: only text is left.
     """

@@ -63,7 +63,6 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
     attention of timm's.
 
     Args:
-        encoder: a module with the transformer in it.
         grid: patches (rows, columns); finer patches of the transformer are averaged.
     """
     found: list[Tensor] = []
@@ -110,12 +109,6 @@ def word_maps(
 
     `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is
     of the middle layer, and missing where that is the last, which knows [CLS] alone.
-
-    Args:
-        model: of the features.
-        image: of one image.
-        texts: of its captions.
-        field: paths of the captions; None leaves `path` out.
     """
     maps: dict[str, NDArray[np.floating]] = {}
     if field is not None:
@@ -141,9 +134,7 @@ def share_of_best(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> float
 
     A map without any difference points like chance.
 
-    Args:
-        scores: (M,).
-        own: (M,), patches of the box.
+    Shapes are (M,); `own` are the patches of the box.
     """
     best = scores == np.nanmax(scores, initial=-np.inf)
     return float(own[best].mean()) if best.any() else 0.0
@@ -154,9 +145,7 @@ def mean_box_shares(
 ) -> NDArray[np.float64]:
     """Return `share_of_best` of the mean mask of all other images, each counted once.
 
-    Args:
-        masks: (M,) of each word, the patches of its box.
-        scenes: the number of each word's image.
+    `masks` are (M,) of each word, the patches of its box; `scenes` the numbers of their images.
     """
     _, own = np.unique(scenes, return_inverse=True)
     counts = np.bincount(own)
@@ -178,9 +167,6 @@ def pointer_figures(
 
     Args:
         pointed: by name, `share_of_best` of each word's map.
-        chance: expected accuracy of a random patch.
-        scenes: the number of each word's image.
-        resamples: bootstrap draws over images.
     """
     shares = {name: np.array([word[name] for word in pointed]) for name in pointed[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
@@ -360,8 +346,6 @@ def evaluate_pointing(
     """Ask every named word of every caption; the same for any number of ranks.
 
     Args:
-        loaded: model, text and image preparation.
-        shards: folders whose samples have `words`.
         controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of
             the image encoder's [CLS], the mean of the other images' boxes, and the centre.
     """
@@ -519,13 +503,10 @@ def score_words(
     tokenizer's length is left out.
 
     Args:
-        scene: number of the image.
-        annotation: of the image.
         size: its width and height in pixels.
         pieces: word pieces of each caption, [CLS] and [SEP] in.
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
-        grid: patches (rows, columns).
         maps: of other pointers, (captions, M, N), or (M,) where they read no text.
     """
     if annotation.words is None:

@@ -78,12 +78,7 @@ def page(
 ) -> str:
     """Return the page, which needs no other file.
 
-    Args:
-        sources: from `read_sources`.
-        shards: samples that models are tried on; without them there are only tables and curves.
-        cases: best and worst retrievals; 0 is none.
-        limit: samples that are searched.
-        device: where to compute; None is this rank's GPU, or the CPU.
+    Models are tried on `limit` samples of `shards`: the `cases` best and worst retrievals of each.
     """
     title = f"Report: {', '.join(source.name for source in sources)}"
     tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]

@@ -36,10 +36,6 @@ class Gallery:
     """The images of shard folders with their features; samples of one image are one.
 
     `collection` and `encoder` are those of `evaluation.encoder`.
-
-    Args:
-        loaded: model, text and image preparation.
-        shards: folders whose samples have captions.
     """
 
     def __init__(
@@ -60,9 +56,7 @@ class Gallery:
     def image(self, number: int, least: int | None = None) -> CaptionedSample:
         """An image with the captions of its first sample.
 
-        Args:
-            number: of the image.
-            least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
+        Both sides keep `least` pixels, as in `vlp.data.image.decode.decode_image`.
         """
         if not 0 <= number < len(self):
             raise EvaluationError(f"there are {len(self)} images, none has number {number}")

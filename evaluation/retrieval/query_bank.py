@@ -21,10 +21,8 @@ CANDIDATES, QUERIES = 1024, 8192
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
 
-    Args:
-        candidate: (candidates, d) features of unit length.
-        bank: (queries, d) features of unit length, at least one.
-        temperature: positive; the smaller, the more the nearest queries count.
+    Features (., d) have unit length; the smaller the temperature, the more the nearest queries
+    count.
 
     Returns:
         (candidates,) float32, in units of the similarity.

@@ -61,7 +61,6 @@ def search(
         query: (queries, d) float32 features.
         candidate: (candidates, d) float32 features.
         positives: (queries, most) indices of right candidates, at least one in a row, the rest -1.
-        top: candidates to keep for each query, at most all.
     """
     ranks = ranks or Ranks.current()
     top = min(top, len(candidate))
@@ -162,12 +161,9 @@ def match_pairs(
     """Score all pairs, group after group, shared by the ranks.
 
     Args:
-        pairs: what to score.
         match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
         group: (P,) number of the group each pair is of; they come in the order of their numbers.
         order: (P,) by which the pairs of a group are sorted before they are cut into batches.
-        batch: most pairs of one call.
-        ranks: who shares the work.
         step: told the number of pairs after each call.
 
     Returns:
@@ -217,7 +213,6 @@ def reranked_ranks(
     keeps its rank. Ties and NaN count against the model.
 
     Args:
-        found: the dual encoder's search.
         scores: (queries, top) new scores of `found.nearest`.
         positives: (queries, most) right candidates, filled up with -1.
     """
@@ -318,7 +313,6 @@ def shelves(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int
 
     Args:
         widths: (blocks,) tokens of each block's texts, not falling.
-        rows: texts of a block.
         tokens: most tokens of a shelf, padded to its widest block; one block always fits.
     """
     shelf = np.zeros(len(widths), dtype=np.int64)

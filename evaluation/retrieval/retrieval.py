@@ -53,15 +53,7 @@ def ranks_of_right(
     """Rank of each query's best right candidate, by (stage, direction).
 
     Args:
-        encoded: the blocks that `collection` names.
-        collection: global features of all images and captions.
-        rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         temperature: of the similarity that is added to the cross-modal score; None adds none.
-        match_batch: most pairs of one cross-modal call; None: `match_batch_for` the device.
-        ranks: who shares the work.
-        quiet: no bar.
-        bank: other pairs, by whose queries similarities are normalised.
-        bank_temperature: of that.
         both: the stage `match` has the ranks by the cross-modal score alone, beside the sum's.
     """
     ranks = ranks or Ranks.current()
@@ -133,13 +125,7 @@ def _rerank_scores(
 
 
 class StoredSamples(Samples):
-    """Samples whose images may be there as stored features, plain views.
-
-    Args:
-        folders, limit: as of `Samples`.
-        features: folders of them, together of all samples; without any, images are decoded.
-        preprocessing: that these were made with.
-    """
+    """Samples whose images may be there as stored features, plain views."""
 
     def __init__(
         self,
@@ -170,11 +156,6 @@ def query_rows(
 
     Rows hold `direction`, the image's `key` and `image`; for a caption its number among those
     of the image and its `text`; and `ranks`, that of the first right answer by stage, from 1.
-
-    Args:
-        ranks: of each query by stage, from 0.
-        direction: "text_to_image" or "image_to_text".
-        collection: what was searched.
     """
     queries: list[dict[str, Any]] = [
         {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
@@ -274,12 +255,9 @@ def evaluate_retrieval(
     nothing, and the result says so.
 
     Args:
-        loaded: model, text and image preparation; the model is moved to the device and back to
-            its mode of training afterwards.
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are
             one image with several captions.
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
-        rerank_by: how its score enters.
         temperature: of the similarity in "sum"; None is the model's own.
         match_batch: most pairs of one cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
@@ -287,7 +265,6 @@ def evaluate_retrieval(
             features`), together of all shards, the bank's among them; no image is decoded then.
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
             are normalised (`evaluation.retrieval.retrieval`).
-        bank_temperature: of that.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")

@@ -54,15 +54,7 @@ def item_difference(
     """Compare two models item by item.
 
     Args:
-        first: (items,) values of one model.
-        second: of the other, for the same items.
-        clusters: the image of each item.
-        resamples: bootstrap draws.
         permutations: of the sign-flip test; the smallest p is 1 / (permutations + 1).
-        seed: of both.
-
-    Raises:
-        ValueError: there is no item, or the lengths differ.
     """
     if not len(first) or len({len(first), len(second), len(clusters)}) > 1:
         raise ValueError(
@@ -97,11 +89,6 @@ def sign_flip_p(
 
     Under the null hypothesis each difference is as likely with the other sign. Up to 12 differences
     that are not 0 all signs are tried; else some are drawn, and p counts the data as one draw.
-
-    Args:
-        differences: (clusters,) of each image.
-        permutations: random choices of signs.
-        seed: of these choices.
     """
     own = differences[differences != 0].astype(float)
     if not len(own):
@@ -209,10 +196,7 @@ def compare(
 
     Args:
         first: KIND.predictions.jsonl, its folder, or a model folder with `evaluation` in it.
-        second: likewise.
         task: KIND, where the folders hold several.
-        resamples: bootstrap draws.
-        permutations: of the sign-flip test.
     """
     files = _files(Path(first), Path(second), task)
     parts = [_scored(file) for file in files]

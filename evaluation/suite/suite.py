@@ -92,11 +92,7 @@ def job_names() -> tuple[str, ...]:
 
 
 def job_class(name: str) -> type[Job]:
-    """Return the class of a job.
-
-    Raises:
-        ValueError: there is nothing of that name to evaluate.
-    """
+    """Return the class of a job."""
     if name in PROBES:
         return PROBES[name]
     if name not in task_kinds():
@@ -166,11 +162,8 @@ def suite_of(
     """Return the configuration that evaluates each model by all that its data allow.
 
     Args:
-        models: folders, hub names, or models of other libraries.
         shards: with captions, for retrieval and foils.
         labelled: with classes, for zero-shot classification; goes with `classes`.
-        classes: file of class names.
-        options: of every task, such as `limit` and `batch`.
     """
     if bool(labelled) != (classes is not None):
         raise ConfigError(
@@ -207,10 +200,7 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
     The data are the shards' index, which knows their contents; of class folders and tars, which
     have none, they are names, sizes and times of change.
 
-    Args:
-        job: to evaluate.
-        folder: of the model, or a model of another library.
-        sums: of model folders that were read before; filled.
+    `sums` are those of model folders that were read before; it is filled.
     """
     options = job.model_dump(mode="json", exclude={"name", "model"})
     parts = [json.dumps(options, sort_keys=True)]
@@ -250,15 +240,7 @@ def run_job(
     workers: int | None,
     progress: bool,
 ) -> Result:
-    """Evaluate a model folder, or a model of another library; the same for any number of ranks.
-
-    Raises:
-        EvaluationError: the model is of another kind, a dual encoder cannot do it, or nothing can
-            be evaluated.
-        ConfigError: shards cannot be read.
-        FileNotFoundError: there is no such model.
-        ValueError: the model folder is damaged.
-    """
+    """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
     own = job.model_dump(include=set(type(job).model_fields) - set(Job.model_fields))
     result: Result
@@ -298,11 +280,7 @@ def _require_features_alone(job: Job, model: OtherModel) -> None:
 
 
 def model_of(job: Job, model: str | None) -> Path | OtherModel:
-    """Return the folder of a job's model, `model` being that of its entry.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
+    """Return the folder of a job's model, `model` being that of its entry."""
     name = job.model or model or ""
     return other_model(name) or local_folder(name)
 
@@ -424,13 +402,6 @@ def run_suite(
 
     A result is kept as long as the files of its model, its options and its data (`job_key`) stay
     the same. One that fails is named and does not stop the others.
-
-    Args:
-        config: models and tasks.
-        out: folder of the results.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
-        progress: lines and bars on the first rank.
     """
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}

@@ -19,17 +19,9 @@ def evaluate_folder(
     """Figures by name, percent where they are shares, of a model folder of `train_vision.py`.
 
     Args:
-        folder: the run's `model`.
         options: `limit` samples are spread evenly over the test part. Without a `precision` grids
             and pixels compute in float32, where one token or a third decimal decides, and
             widgets as they were trained.
-
-    Raises:
-        ConfigError: the test data that the folder's configuration names cannot be used.
-        EvaluationError: a test sample cannot be read, what computes the scores is not installed, or
-            a limit below 1.
-        FileNotFoundError: a file of the folder is missing.
-        ValueError: it is another kind of folder, or damaged.
     """
     task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate

@@ -23,15 +23,7 @@ def evaluate(
     task: Classification,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats.
-
-    Args:
-        task: what `load_task` gave.
-
-    Raises:
-        ConfigError: `data.test` cannot be opened.
-        BadSample: one of its images cannot be read.
-    """
+    """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats."""
     config = task.config.data
     images = open_labelled(config.test, task.classes)
     preprocess = config.preprocessing

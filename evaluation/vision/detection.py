@@ -37,14 +37,6 @@ def evaluate(
     The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
     Objects are small, medium or large by the pixels of the annotation, of scenes by those of the
     size they are drawn at.
-
-    Args:
-        task: what `load_task` gave.
-
-    Raises:
-        ConfigError: `data.test` cannot be used, or a position encoding cannot serve a size; it is
-            named.
-        BadSample: an image cannot be read, or has boxes outside of it.
     """
     figures: dict[str, float] = {}
     config = task.config.data

@@ -67,13 +67,7 @@ class Tokens(NamedTuple):
 
 
 class Tail(nn.Module):
-    """The trained blocks of a classifier.
-
-    Args:
-        task: model, with its encodings.
-        blocks: the first so many are left out.
-        classes: of the head.
-    """
+    """The trained blocks of a classifier."""
 
     def __init__(self, task: ClassificationConfig, blocks: int, classes: int) -> None:
         super().__init__()
@@ -111,11 +105,7 @@ class Tail(nn.Module):
         return logits
 
     def at(self, grid: tuple[int, int]) -> Tail:
-        """Return a copy for images of another grid, with the encodings' tables carried over.
-
-        Raises:
-            ValueError: an encoding is bound to its grid.
-        """
+        """Return a copy for images of another grid, with the encodings' tables carried over."""
         other = copy.deepcopy(self)
         other.grid = grid
         width, heads = self.model.embed_dim, self.model.blocks[0].attn.num_heads

@@ -42,9 +42,6 @@ def evaluate(
     variants of each that training never draws; `original` and `exact` are the means over tasks.
     Tasks whose symmetry has no held-out variants have no `exact`. Training has no test pair in any
     variant.
-
-    Args:
-        task: what `load_task` gave.
     """
     config = task.config.data
     questions = _questions(config)

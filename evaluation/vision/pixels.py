@@ -26,13 +26,6 @@ def evaluate(
     """Exact bits per dimension of test images: `bits_per_dim`, and `bits_red` and so on.
 
     Those of the three colours have the first as their mean.
-
-    Args:
-        task: what `load_task` gave.
-
-    Raises:
-        ConfigError: `data.test` cannot be opened.
-        BadSample: one of its images cannot be read, or is too small.
     """
     config = task.config.data
     images = open_labelled(config.test, config.classes)

@@ -35,14 +35,6 @@ def evaluate(
     not say when a position is seen; that its overall CIDEr is the weighted mean of both, to the
     printed digit, says that it averaged single captions, as here. All training screens are read
     for it.
-
-    Args:
-        task: what `load_task` gave.
-
-    Raises:
-        CaptionToolError: pycocoevalcap or, with `java`, a Java runtime is missing.
-        ConfigError: the screens cannot be opened.
-        BadSample: one of them cannot be read.
     """
     config = task.config
     require_caption_tools(config.java)

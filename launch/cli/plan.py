@@ -81,16 +81,7 @@ def run_plan(
     pairs_per_second: float | None = None,
     json_file: Path | None = None,
 ) -> int:
-    """Print the plan of a pretraining; return 0 where so many GPUs can train it, else 2.
-
-    Args:
-        path: configuration.
-        gpus: ranks.
-        overrides: `key.sub=value`.
-        pairs: of an epoch; None reads the index of local sources.
-        pairs_per_second: of all GPUs; None looks for a measurement.
-        json_file: takes all figures.
-    """
+    """Print the plan of a pretraining; return 0 where so many GPUs can train it, else 2."""
     from evaluation.results import aligned
     from vlp.config import ConfigError, load_config
     from vlp.io import write_json

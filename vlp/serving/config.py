@@ -22,13 +22,6 @@ class VlpConfig(PreTrainedConfig):
     """Sizes of a `VlpModel`: the keys of `vlp.models.config.ModelConfig`.
 
     Args:
-        text: keys of the text encoder.
-        image: keys of the image encoder.
-        cross: keys of the cross-modal encoder.
-        embed_dim: see `ModelConfig`.
-        temperature: see `ModelConfig`.
-        feature_dropout: see `ModelConfig`.
-        token_projection: see `ModelConfig`.
         plugins: module of each encoding that is none of this package's, as `config.json` has them;
             they must be imported already.
         options: transformers' own, such as `id2label`; they are not saved.
@@ -70,7 +63,6 @@ class VlpConfig(PreTrainedConfig):
         """Return the configuration of a `config.json`, with changes.
 
         Args:
-            config_dict: what the file holds.
             options: keys of the configuration, of which a part of a section leaves the rest of it;
                 and transformers' own.
         """
@@ -92,13 +84,7 @@ class VlpConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
     ) -> None:
-        """Write `config.json`, as training does.
-
-        Args:
-            save_directory: made if missing.
-            push_to_hub: upload it, too.
-            options: of `push_to_hub`, such as `repo_id`.
-        """
+        """Write `config.json`, as training does."""
         from vlp.models.folder import save_sizes  # only who saves a model has to import it
 
         folder = Path(save_directory)
@@ -124,23 +110,14 @@ OF_PROCESSORS = {
 
 
 def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
-    """Return the type that weights are to have; None, as of "auto", leaves them.
-
-    Args:
-        dtype: argument of `from_pretrained`.
-        options: its others, which lose `torch_dtype`, the old name of it.
-    """
+    """Return the type that weights are to have; None, as of "auto", leaves them."""
     former = options.pop("torch_dtype", None)
     dtype = former if dtype is None else dtype
     return None if dtype == "auto" else dtype
 
 
 def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
-    """Return those of `from_pretrained`'s options that change something.
-
-    Raises:
-        TypeError: one is neither known nor an argument of transformers.
-    """
+    """Return those of `from_pretrained`'s options that change something."""
     changes = {name: value for name, value in options.items() if name not in _IGNORED}
     for name in changes:
         if name not in known:
@@ -149,11 +126,7 @@ def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dic
 
 
 def one_device(device_map: Any) -> Any:
-    """Return the one device that a map of transformers names.
-
-    Raises:
-        ValueError: it names several.
-    """
+    """Return the one device that a map of transformers names."""
     if isinstance(device_map, Mapping):
         devices = set(device_map.values())
         if len(devices) > 1:

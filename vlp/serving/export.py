@@ -163,16 +163,10 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
     """Write every part of a model, and the tokenizer and preparation beside them.
 
     Args:
-        loaded: from `vlp.load`, on the CPU.
-        out: folder, made if missing; files of the same name are replaced when all are written.
         form: "onnx" (opset of the installed torch) or "torch", which `torch.export.load` reads.
 
     Returns:
         The files of the parts.
-
-    Raises:
-        ConfigError: a package that ONNX needs is not installed.
-        OSError: the disk is full, say; files that were there stay as they were.
     """
     if form == "onnx":
         for package in _NEEDED:

@@ -21,11 +21,7 @@ from vlp.serving.config import OF_PROCESSORS, VlpConfig, known_options
 class VlpImageProcessor(BaseImageProcessor):
     """`Preprocessing` of a model folder as an image processor; images as `as_images` takes them.
 
-    Args:
-        size: {"height": pixels, "width": the same}.
-        image_mean: per channel, of pixel values in [0, 1].
-        image_std: per channel.
-        options: of other image processors; they are kept and change nothing.
+    Options of other image processors are kept and change nothing.
     """
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
@@ -43,11 +39,7 @@ class VlpImageProcessor(BaseImageProcessor):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Return the preparation of one image.
-
-        Raises:
-            ValueError: the size is no square, or there are not three channels.
-        """
+        """Return the preparation of one image."""
         height, width = self.size["height"], self.size["width"]
         if height != width:
             raise ValueError(f"size is {height} x {width}; the model reads squares")
@@ -59,16 +51,10 @@ class VlpImageProcessor(BaseImageProcessor):
     ) -> BatchFeature:
         """Prepare images.
 
-        Args:
-            images: one or several, as `as_images` takes them.
-            return_tensors: "pt", "np" or None, which gives "pt".
-            options: ignored; a model's preparation is the one it was trained with.
+        Options are ignored: a model's preparation is the one it was trained with.
 
         Returns:
             pixel_values (B, 3, height, width) float32.
-
-        Raises:
-            TypeError, ValueError, OSError: as `as_images` raises them.
         """
         prepare = self.preprocessing
         pixels = torch.stack([prepare(image) for image in as_images(images)])
@@ -84,13 +70,7 @@ class VlpImageProcessor(BaseImageProcessor):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
     ) -> Self:
-        """Read `processor_config.json` of a model folder or of the hub.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-            ConfigError: the file is missing or damaged.
-            TypeError: an option is unknown.
-        """
+        """Read `processor_config.json` of a model folder or of the hub."""
         of_hub = hub_options(options)
         known_options(options, OF_PROCESSORS)
         found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)

@@ -80,10 +80,6 @@ class VlpModel(PreTrainedModel):
 
     Its folder is that of training: `from_pretrained` reads what training wrote, and `vlp.load` what
     `save_pretrained` of the model and of its processor wrote.
-
-    Args:
-        config: sizes.
-        model: that is taken over; None makes one with fresh weights.
     """
 
     config_class = VlpConfig
@@ -122,11 +118,6 @@ class VlpModel(PreTrainedModel):
             match: give `itm_logits` of the pairs: row by row, or one image or one text with all.
             output_anchors: give similarities, anchors and paths of the same pairs.
             return_loss: give the contrastive loss of images and texts that pair row by row.
-            return_dict: False gives a tuple of what is not None.
-            token_type_ids: ignored, (T, N).
-
-        Raises:
-            ValueError: there is neither image nor text, or what is asked for needs both, or pairs.
         """
         image = None if pixel_values is None else self.image_features(pixel_values)
         text = None
@@ -154,10 +145,6 @@ class VlpModel(PreTrainedModel):
     def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
         """Embed images, as open_clip does.
 
-        Args:
-            pixels: (B, 3, height, width), from the processor or `preprocess`.
-            normalize: to unit length.
-
         Returns:
             (B, d).
         """
@@ -172,15 +159,9 @@ class VlpModel(PreTrainedModel):
         Args:
             tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
                 padding, as in BERT's vocabularies.
-            normalize: to unit length.
 
         Returns:
             (B, d).
-
-        Raises:
-            TypeError: it is something else.
-            ValueError: the ids have another shape, or do not say what padding is, as for a text
-                tower that has another id for it.
         """
         if isinstance(tokens, Mapping):
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
@@ -224,9 +205,6 @@ class VlpModel(PreTrainedModel):
         """Return the log-odds that texts describe images, (B,), by the cross-modal encoder.
 
         Arguments (B rows or one) as those of `forward`.
-
-        Raises:
-            ValueError: there are several images and another number of texts.
         """
         text = self.text_features(input_ids, attention_mask, word_mask)
         return self.model.match(self.image_features(pixel_values), text)
@@ -279,20 +257,11 @@ class VlpModel(PreTrainedModel):
         """Read a model folder that training, `save_pretrained` or the hub has.
 
         Args:
-            pretrained_model_name_or_path: folder, or a name on the hub.
-            model_args: none.
-            config: in place of the folder's.
             dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
             device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
                 `force_download`), or keys of the configuration; a part of a section leaves the
                 rest of it.
-
-        Raises:
-            FileNotFoundError: there is no such folder, or a file is missing in it.
-            ConfigError: `config.json` is no configuration of this version's model.
-            ValueError: weights, device or type do not fit.
-            TypeError: an option is unknown.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = type_of(dtype, options)
@@ -314,15 +283,7 @@ class VlpModel(PreTrainedModel):
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """Write `config.json` and `model.safetensors`; the processor writes the rest of the folder.
-
-        Args:
-            save_directory: made if missing.
-            is_main_process: False writes nothing.
-            state_dict: in place of the model's own.
-            push_to_hub: upload the files, too.
-            options: of `push_to_hub`, such as `repo_id`; those of other models are ignored.
-        """
+        """Write `config.json` and `model.safetensors`; the processor writes the rest of the folder."""
         if not is_main_process:
             return
         state = self.state_dict() if state_dict is None else state_dict
@@ -338,14 +299,7 @@ def text_inputs(
     """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
 
     Args:
-        input_ids: (B, N) int64; padding at the end.
-        attention_mask: (B, N), 1 = not padding; None: all.
         word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
-        most: tokens of a text.
-
-    Raises:
-        TypeError: the ids are no tensor.
-        ValueError: they have another shape.
     """
     every = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
     mask = every if attention_mask is None else attention_mask.bool()
@@ -397,12 +351,7 @@ class ScoredAnswer(NamedTuple):
 class VlpForQuestionAnswering(PreTrainedModel):
     """A model that ranks its list of answers to questions about images.
 
-    Args:
-        config: sizes; `id2label` is the list of answers.
-        task: the task of the folder (in `task`), which is taken over.
-
-    Raises:
-        ValueError: there is no task; its list of answers is no part of a configuration.
+    `id2label` of the configuration is the list of answers; `task` is taken over.
     """
 
     config_class = VlpConfig
@@ -431,9 +380,6 @@ class VlpForQuestionAnswering(PreTrainedModel):
         """Score the listed answers of B questions; arguments, (B, ...), as `VlpModel` takes them.
 
         One image stands for all questions, and one question for all images.
-
-        Raises:
-            ValueError: there are several of both, and not as many of one as of the other.
         """
         most = self.task.model.config.text.max_tokens
         texts = text_inputs(input_ids, attention_mask, word_mask, most)
@@ -453,12 +399,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         return out if return_dict is not False else out.to_tuple()
 
     def answer(self, top_k: int = 1, **inputs: Any) -> list[list[ScoredAnswer]]:
-        """Return the `top_k` likeliest answers of each question, the best first.
-
-        Args:
-            top_k: answers of a question; all, where fewer are listed.
-            inputs: as the processor makes them.
-        """
+        """Return the `top_k` likeliest answers of each question, the best first."""
         scores, numbers = self(**inputs).logits.sigmoid().topk(min(top_k, len(self.task.answers)))
         return [
             [ScoredAnswer(self.task.answers[n], s) for s, n in zip(*row)]
@@ -475,14 +416,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         device_map: Any = None,
         **options: Any,
     ) -> Self:
-        """Read a folder that `vlp finetune vqa` wrote; arguments as of `VlpModel.from_pretrained`.
-
-        Raises:
-            FileNotFoundError: there is no such folder, or it was not fine-tuned.
-            ValueError: it was fine-tuned for another task, or is damaged.
-            ConfigError: a configuration in it does not fit.
-            TypeError: an option is unknown.
-        """
+        """Read a folder that `vlp finetune vqa` wrote; arguments as of `VlpModel.from_pretrained`."""
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = type_of(dtype, options)
         known_options(options)
@@ -503,15 +437,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """Write the whole folder, its tokenizer and preparation included, as fine-tuning does.
-
-        Args:
-            save_directory: made if missing.
-            is_main_process: False writes nothing.
-            state_dict: ignored; the model's own is written.
-            push_to_hub: upload the files, too.
-            options: of `push_to_hub`, such as `repo_id`.
-        """
+        """Write the whole folder, its tokenizer and preparation included, as fine-tuning does."""
         if not is_main_process:
             return
         self.task.save_model(Path(save_directory), self.task.state_dict())

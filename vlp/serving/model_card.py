@@ -73,10 +73,6 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
         folder: model folder.
         licence: of the weights, by the hub's name ("apache-2.0"); None: that of the card that is
             there, or open.
-
-    Raises:
-        FileNotFoundError: it is no model folder.
-        ValueError: a file of it is damaged.
     """
     card = Path(folder) / CARD
     if card.is_file():
@@ -93,10 +89,6 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> s
     """Upload a model folder with its model card to the hub and return its address.
 
     A card that was written by hand is kept, any other made anew.
-
-    Raises:
-        FileNotFoundError: it is no model folder.
-        ValueError: a file of it is damaged.
     """
     from huggingface_hub import HfApi
 

@@ -18,12 +18,7 @@ from vlp.serving.image_processor import VlpImageProcessor
 
 
 class VlpProcessor(ProcessorMixin):
-    """Image processor and tokenizer of a model folder.
-
-    Args:
-        image_processor: see `VlpImageProcessor`.
-        tokenizer: a fast tokenizer, whose `model_max_length` every text is padded or cut to.
-    """
+    """Image processor and tokenizer of a model folder."""
 
     attributes = ("image_processor", "tokenizer")
     image_processor_class = "VlpImageProcessor"
@@ -51,18 +46,11 @@ class VlpProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Prepare images, texts or both for `VlpModel`.
 
-        Args:
-            images: one or several, as `vlp.data.image.decode.as_images` takes them.
-            text: one or several.
-            return_tensors: "pt", "np" or None, which gives "pt".
-            options: ignored, such as `padding`: texts always have the length they had in training.
+        Options are ignored, such as `padding`: texts always have the length they had in training.
 
         Returns:
             pixel_values (I, 3, height, width); input_ids, attention_mask and word_mask (T, N), the
             last True for word pieces that are no special token.
-
-        Raises:
-            TypeError, ValueError, OSError: images or texts cannot be used, or there is neither.
         """
         if images is None and text is None:
             raise ValueError("there is nothing to prepare: give images, text or both")
@@ -80,13 +68,7 @@ class VlpProcessor(ProcessorMixin):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
     ) -> Self:
-        """Read a model folder's preparation and tokenizer.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-            ConfigError: a file is missing or damaged.
-            TypeError: an option is unknown.
-        """
+        """Read a model folder's preparation and tokenizer."""
         of_hub = hub_options(options)
         known_options(options, OF_PROCESSORS)
         found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)

@@ -30,8 +30,6 @@ def save_task(
     """Write a folder that `load_task` reads.
 
     Args:
-        folder: made if missing.
-        config: of the task, with its `kind`.
         state: full weights and buffers of the task, by name.
         known: what the data told when it was opened, such as class names; plain JSON values.
     """
@@ -42,12 +40,7 @@ def save_task(
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """The task's configuration, what the data told, and the weights, as `save_task` had them.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: it is the folder of something else, or damaged.
-    """
+    """The task's configuration, what the data told, and the weights, as `save_task` had them."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -71,12 +64,7 @@ def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tupl
 
 
 def load_task(folder: str | Path) -> PlainTask:
-    """A trained task in evaluation mode, on the CPU.
-
-    Raises:
-        FileNotFoundError: a file of the folder is missing.
-        ValueError: it is no vision task's folder, or its weights do not fit.
-    """
+    """A trained task in evaluation mode, on the CPU."""
     config, known, state = read_task(folder)
     task: PlainTask = _module(config["kind"]).load(config, known)
     try:
@@ -90,10 +78,6 @@ def untrained_task(folder: str | Path, seed: int) -> PlainTask:
     """The task of a folder as a training with this seed began, but for public weights.
 
     It is in evaluation mode, on the CPU.
-
-    Raises:
-        FileNotFoundError: a file of the folder is missing.
-        ValueError: it is no vision task's folder.
     """
     config, known, _ = read_task(folder)
     torch.manual_seed(seed)

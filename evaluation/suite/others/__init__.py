@@ -48,9 +48,6 @@ class AdaptedModel(nn.Module):
     """A model with features and a temperature, but without states, tokens and cross-modal layers.
 
     Its match log-odds are the similarity over the temperature, which was trained.
-
-    Args:
-        towers: of a library's file.
     """
 
     match_is_trained = True

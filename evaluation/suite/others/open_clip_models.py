@@ -16,11 +16,7 @@ _WHOLE = ("local-dir:", "hf-hub:")
 
 
 class OpenClipTowers:
-    """Towers as `evaluation.suite.others.Towers` describes them.
-
-    Args:
-        name: of the model, behind the library's own.
-    """
+    """Towers as `evaluation.suite.others.Towers` describes them."""
 
     def __init__(self, name: str) -> None:
         try:

@@ -15,11 +15,7 @@ from vlp.models.pretrained.local_copy import local_folder
 
 
 class TransformersTowers:
-    """Towers as `evaluation.suite.others.Towers` describes them.
-
-    Args:
-        name: of the model, behind the library's own.
-    """
+    """Towers as `evaluation.suite.others.Towers` describes them."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoModel, AutoProcessor

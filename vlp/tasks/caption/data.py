@@ -61,14 +61,7 @@ class CaptionBatch(NamedTuple):
 
 
 class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
-    """Images of shard folders, or each of their captions.
-
-    Args:
-        items: samples, or with `captions_in` their captions.
-        text: tokenizer.
-        prepare: images to pixels.
-        config: see there.
-    """
+    """Images of shard folders, or each of their captions."""
 
     def __init__(
         self,
@@ -81,11 +74,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         self.config = config
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> CaptionExample:
-        """Make an image with all its captions; with `rng_for`, also the one to train on.
-
-        Raises:
-            BadSample: the image cannot be used, or there is no caption to train on.
-        """
+        """Make an image with all its captions; with `rng_for`, also the one to train on."""
         captions = captions_of(item.raw.annotation)
         caption = ""
         if rng_for is not None:

@@ -35,14 +35,7 @@ class CaptionScores(NamedTuple):
 
 
 def require_caption_tools(java: bool = True) -> None:
-    """Say what is missing before a long run needs it.
-
-    Args:
-        java: the PTB tokeniser or METEOR will be used.
-
-    Raises:
-        CaptionToolError: pycocoevalcap or Java is missing.
-    """
+    """Say what is missing before a long run needs it."""
     try:
         importlib.import_module("pycocoevalcap")
     except ImportError as error:
@@ -69,12 +62,6 @@ def caption_scores(
         references: as many, with one caption or more each.
         tokenizer: "ptb" as COCO has it (Java; writes a temporary file into its package), or
             "plain", which drops ASCII punctuation and splits at blanks. Both lower-case.
-        meteor: compute METEOR, too (Java).
-
-    Raises:
-        ValueError: nothing to compare, other numbers of candidates and references, or a candidate
-            without a reference that says something.
-        CaptionToolError: see `require_caption_tools`.
     """
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
@@ -127,11 +114,7 @@ PARSER = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
 
 def require_spice() -> None:
-    """Say what is missing.
-
-    Raises:
-        CaptionToolError: pycocoevalcap, Java, or the parser.
-    """
+    """Say what is missing."""
     require_caption_tools()
     folder = Path(_module("spice").__file__).parent / "lib"
     missing = [name for name in PARSER if not (folder / name).is_file()]
@@ -145,16 +128,7 @@ def require_spice() -> None:
 def spice_scores(
     candidates: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
-    """F-score over scene-graph tuples of each caption, between 0 and 1; SPICE is their mean.
-
-    Args:
-        candidates: one caption each.
-        references: as many, with one caption or more each.
-
-    Raises:
-        ValueError: other numbers of candidates and references.
-        CaptionToolError: see `require_spice`.
-    """
+    """F-score over scene-graph tuples of each caption, between 0 and 1; SPICE is their mean."""
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
     require_spice()

@@ -54,13 +54,7 @@ class CaptionConfig(DownstreamConfig):
 
 
 class CaptionTask(Downstream):
-    """Cross-entropy of each next word piece of a caption.
-
-    Args:
-        config: model and data.
-        parts: the pretrained model.
-        precision: see `PlainTask`.
-    """
+    """Cross-entropy of each next word piece of a caption."""
 
     metric: ClassVar[str] = "cider"
     untrained = SCORES | {"text_encoder.layers", "cross_encoder"}

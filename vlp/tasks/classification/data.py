@@ -89,12 +89,7 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSamples:
-    """Reads and augments one training image.
-
-    Args:
-        images: where they come from.
-        config: size and augmentation.
-    """
+    """Reads and augments one training image."""
 
     def __init__(self, images: LabelledImages, config: LabelledDataConfig) -> None:
         self.images, self.config = images, config

@@ -60,14 +60,7 @@ class ClassificationConfig(Config):
 
 
 class Classification(PlainTask):
-    """Cross-entropy of one label an image.
-
-    Args:
-        config: model and loss.
-        classes: names in order.
-        precision: see `PlainTask`.
-        seed: of the mixing.
-    """
+    """Cross-entropy of one label an image."""
 
     def __init__(
         self,

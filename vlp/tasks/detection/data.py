@@ -86,20 +86,11 @@ class ObjectImages(Protocol):
         """Images."""
 
     def read(self, number: int) -> ObjectImage:
-        """One of them.
-
-        Raises:
-            BadSample: it cannot be decoded, or its boxes lie outside of it.
-        """
+        """One of them."""
 
 
 class SceneImages:
-    """Generated scenes as images with objects; every size shows the same scenes.
-
-    Args:
-        source: which scenes.
-        image_size: side in pixels.
-    """
+    """Generated scenes as images with objects; every size shows the same scenes."""
 
     classes: tuple[str, ...] = SHAPES
 
@@ -130,14 +121,6 @@ def checked_boxes(
 
     Args:
         boxes: (objects, 4), pixels.
-        names: what errors call each object.
-        width: of the image.
-        height: of the image.
-        where: what errors call the image.
-
-    Raises:
-        BadSample: a box has no area, is not made of numbers, or stands over the edge by more than
-            `ROUNDING`.
     """
     corners = boxes.copy()
     corners[:, 2:] += corners[:, :2]
@@ -179,7 +162,6 @@ class CocoImages:
     order of their ids, which have gaps in COCO.
 
     Args:
-        source: annotation file and images.
         classes: names in order, as training had them; None takes the file's own.
     """
 
@@ -248,11 +230,7 @@ class _ImageFiles:
             raise ConfigError(f"{place}: there is neither a folder nor a tar file of images")
 
     def read(self, name: str, where: str) -> Image.Image:
-        """Decode one.
-
-        Raises:
-            BadSample: it is not there, or no image.
-        """
+        """Decode one."""
         try:
             if self._members is None:
                 content = _inside(self._place, name).read_bytes()
@@ -271,11 +249,7 @@ def _id_order(entry: dict[str, Any]) -> tuple[bool, Any]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder.
-
-    Raises:
-        FileNotFoundError: the name leads out of it.
-    """
+    """Return the path of a file in a folder."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise FileNotFoundError(name)
     return folder / name
@@ -359,11 +333,7 @@ def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
 
 
 def _require_shape(image: Image.Image, width: int, height: int, where: str) -> None:
-    """The stored image is the annotated one, perhaps resized.
-
-    Raises:
-        BadSample: its shape is another.
-    """
+    """The stored image is the annotated one, perhaps resized."""
     scale = max(image.width / width, image.height / height)
     misses = max(abs(image.width - scale * width), abs(image.height - scale * height))
     if misses > _SHAPE_ROUNDING:
@@ -470,8 +440,6 @@ def open_objects(
     """Open what a configuration names.
 
     Args:
-        source: annotation file, or scenes.
-        image_size: side in pixels at which scenes are drawn.
         classes: names in order, as training had them; None takes the source's own.
     """
     if isinstance(source, CocoSource):
@@ -504,10 +472,7 @@ def fit_size(
 class DetectionSamples:
     """Reads and augments one training image: crop, size, mirror.
 
-    Args:
-        images: where they come from.
-        config: sizes and augmentation.
-        most: objects that an image may have, the model's queries.
+    An image may have `most` objects, the model's queries.
     """
 
     def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
@@ -518,11 +483,7 @@ class DetectionSamples:
         return len(self.images)
 
     def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
-        """Pixels, boxes and labels; crowds are left out, as in DETR.
-
-        Raises:
-            BadSample: the image cannot be used, or has more objects than queries.
-        """
+        """Pixels, boxes and labels; crowds are left out, as in DETR."""
         config, read = self.config, self.images.read(number)
         image, boxes, labels = _without_crowds(read)
         rng = rng_for("crop")

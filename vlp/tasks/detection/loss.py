@@ -36,7 +36,6 @@ def matching_cost(
         boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
         labels: (objects,) int64.
         objects: (objects, 4), like boxes.
-        weights: of class, L1 and GIoU.
 
     Returns:
         (..., queries, objects), without gradient.
@@ -56,9 +55,6 @@ def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
 
     Returns:
         For each matrix the queries of objects 0, 1, ...: (objects,), all different.
-
-    Raises:
-        ValueError: there are more objects than queries.
     """
     assigned = []
     for cost in costs:
@@ -111,9 +107,6 @@ def set_losses(
         objects: of each image, (objects, 4), like boxes.
         cost: weights of class, L1 and GIoU in the matching.
         no_object: weight of queries without object, in thousandths at the finest.
-
-    Raises:
-        ValueError: an image has more objects than there are queries, or `no_object` is finer.
     """
     share = round(no_object * _PARTS)
     if abs(share - no_object * _PARTS) > 1e-6:

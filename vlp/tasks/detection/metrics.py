@@ -44,18 +44,7 @@ class ImageFound(NamedTuple):
 def coco_figures(
     truth: Sequence[ImageTruth], found: Sequence[ImageFound], classes: Sequence[str]
 ) -> dict[str, float]:
-    """COCO's figures in percent; those without objects to judge are left out.
-
-    Args:
-        truth: images.
-        found: detections in the same images.
-        classes: names by label.
-
-    Raises:
-        ValueError: the images are not the same, a label is none of the classes, or there is no
-            object but crowds, so that nothing can be judged.
-        ImportError: pycocotools is missing.
-    """
+    """COCO's figures in percent; those without objects to judge are left out."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval

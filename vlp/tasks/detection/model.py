@@ -43,11 +43,7 @@ class ResNetConfig(Config):
 
 
 class ResNet(nn.Module):
-    """Images (B, 3, height, width) to features (B, channels, rows, columns).
-
-    Args:
-        config: name, norm and depth.
-    """
+    """Images (B, 3, height, width) to features (B, channels, rows, columns)."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -118,11 +114,7 @@ class QueryKeyPlaces(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (B, T, width) with their places, values as they are.
-
-        Raises:
-            TypeError: the context knows no places.
-        """
+        """Return queries and keys (B, T, width) with their places, values as they are."""
         if not isinstance(context, QueryKeyContext):
             raise TypeError(f"a QueryKeyContext is needed, not {type(context).__name__}")
         return context.place_query(query), context.place_key(key), value
@@ -184,7 +176,6 @@ class Detr(nn.Module):
     of attention.
 
     Args:
-        config: sizes and encodings.
         classes: without 'no object'.
         largest_side: pixels of the longest side in training; encodings with a table get one for a
             square of it, unless their options name a grid.
@@ -221,11 +212,7 @@ class Detr(nn.Module):
             _start(layers_of)
 
     def forward(self, images: Sequence[Tensor]) -> Detections:
-        """B images (3, height, width), normalised, in any mixture of sizes.
-
-        Raises:
-            ValueError: an encoding cannot serve the grid of an image; it is named.
-        """
+        """B images (3, height, width), normalised, in any mixture of sizes."""
         groups: dict[torch.Size, list[int]] = defaultdict(list)
         for number, image in enumerate(images):
             groups[image.shape].append(number)
@@ -252,11 +239,7 @@ class Detr(nn.Module):
         return Detections(logits.to(exact), boxes.to(exact).sigmoid())
 
     def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, Place]:
-        """Tokens of a grid (B, T, width) -> memory (B, T, width), and how its keys are placed.
-
-        Raises:
-            ValueError: an encoding cannot serve the grid; it is named.
-        """
+        """Tokens of a grid (B, T, width) -> memory (B, T, width), and how its keys are placed."""
         place: Place = partial(self._placed, context=context)
         if self.place == "input":
             tokens, place = place(tokens), unplaced
@@ -266,11 +249,7 @@ class Detr(nn.Module):
         return tokens, place
 
     def require_grid(self, height: int, width: int) -> None:
-        """Return whether an image of so many pixels can be encoded.
-
-        Raises:
-            ValueError: an encoding cannot serve its grid; it is named.
-        """
+        """Return whether an image of so many pixels can be encoded."""
         rows, columns = self.backbone.grid(height, width)
         like = self.project.weight
         tokens = like.new_zeros(1, rows * columns, like.shape[0])

@@ -53,13 +53,7 @@ class DetectionConfig(Config):
 
 
 class DetectionTask(PlainTask):
-    """Class, box distance and box overlap of the queries that are matched with objects.
-
-    Args:
-        config: model and loss.
-        classes: names in order.
-        precision: see `PlainTask`.
-    """
+    """Class, box distance and box overlap of the queries that are matched with objects."""
 
     def __init__(
         self, config: DetectionConfig, classes: tuple[str, ...], precision: Precision = "float32"

@@ -117,11 +117,7 @@ def get_task(kind: str) -> DownstreamTask:
 
 
 def task_module(kind: str) -> str:
-    """Return the folder of a built-in task in `vlp.tasks`, else "".
-
-    Args:
-        kind: such as "nlvr2", whose folder is `pair_classification`.
-    """
+    """Return the folder of a built-in task in `vlp.tasks`, else ""."""
     return _BUILT_IN[kind][0] if kind in _BUILT_IN else ""
 
 

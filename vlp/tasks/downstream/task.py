@@ -75,11 +75,6 @@ class Downstream(PlainTask):
 
     A subclass adds its head, `forward(batch, step)`, `dataset` and `predict`.
 
-    Args:
-        config: of the task.
-        parts: model, tokenizer and preparation of images; the model is taken over.
-        precision: see `PlainTask`.
-
     `metric` names the figure of the kind's evaluation that chooses the best model, `untrained` the
     parts of the model that the loss does not read, which are frozen.
     """
@@ -130,9 +125,6 @@ class Downstream(PlainTask):
 
         Returns:
             Whether there was one that fits.
-
-        Raises:
-            ValueError: the folder's `task.json` is damaged.
         """
         if parts.folder is None or not has_task(parts.folder):
             return False
@@ -168,13 +160,7 @@ class Downstream(PlainTask):
 
 
 def load_task(folder_or_name: str | Path) -> Downstream:
-    """Load a fine-tuned task in evaluation mode, on the CPU.
-
-    Raises:
-        FileNotFoundError: a file of the folder is missing.
-        ValueError: it holds a model without a task, or its weights do not fit.
-        ConfigError: `task.json` is no configuration of its kind.
-    """
+    """Load a fine-tuned task in evaluation mode, on the CPU."""
     loaded = from_pretrained(folder_or_name)
     config, known = read_task(folder_or_name)
     spec = get_task(config["kind"])
@@ -196,21 +182,12 @@ def load_task(folder_or_name: str | Path) -> Downstream:
 
 
 def has_task(folder: str | Path) -> bool:
-    """Return whether a model folder was fine-tuned for a task with a head of its own.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
+    """Return whether a model folder was fine-tuned for a task with a head of its own."""
     return (local_folder(folder) / TASK).is_file()
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Read the task's configuration and `known`, as `save_model` wrote them.
-
-    Raises:
-        FileNotFoundError: there is no `task.json`.
-        ValueError: it is damaged.
-    """
+    """Read the task's configuration and `known`, as `save_model` wrote them."""
     file = local_folder(folder) / TASK
     if not file.is_file():
         raise FileNotFoundError(
@@ -341,15 +318,7 @@ class Sentences:
 def text_probability(
     task: Downstream, decoder: AnswerDecoder, memory: Memory, words: TextProcessor, text: str
 ) -> float:
-    """Compute the probability of all word pieces of a text and of its end.
-
-    Args:
-        task: whose model embeds the word pieces.
-        decoder: of the task.
-        memory: what the decoder attends to, of one item.
-        words: tokenizer of the text.
-        text: whose probability it is.
-    """
+    """Compute the probability of all word pieces of a text and of its end."""
     embedding = task.model.text_encoder.embedding
     ids = words([text]).text_ids.to(next(task.parameters()).device)
     found = answer_likelihood(decoder, memory, ids, embedding, task.text.pad_id)

@@ -35,11 +35,7 @@ TOKENS = COLOURS + 4
 
 
 def to_tokens(grid: Grid, size: int) -> np.ndarray:
-    """Return a grid in its template: ((size + 1) ** 2,) int64.
-
-    Raises:
-        ValueError: it has more than `size` rows or columns.
-    """
+    """Return a grid in its template: ((size + 1) ** 2,) int64."""
     rows, columns = grid.shape
     if max(rows, columns) > size:
         raise ValueError(f"a grid of {rows} x {columns} is larger than {size} x {size}")
@@ -170,11 +166,7 @@ class GridBatch(NamedTuple):
 
 
 def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
-    """One pair as tensors.
-
-    Raises:
-        ValueError: a grid that is larger than `size`.
-    """
+    """One pair as tensors."""
     inputs, outputs = (torch.from_numpy(to_tokens(grid, size)) for grid in pair)
     return GridSample(inputs, outputs, torch.from_numpy(object_boxes(pair.input)), task)
 
@@ -212,10 +204,6 @@ class GridSamples:
     """Makes one training sample: a pair of one of the tasks, in turn, and a variant of it.
 
     No test input comes, nor any variant of one, whatever its source.
-
-    Args:
-        tasks: by name, from `open_grids`.
-        config: tasks in order, and the size.
     """
 
     def __init__(self, tasks: Mapping[str, ArcTask], config: GridDataConfig) -> None:
@@ -226,11 +214,7 @@ class GridSamples:
         ]
 
     def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
-        """Sample `number`, all of it drawn.
-
-        Raises:
-            BadSample: a given pair is larger than the template, or draws give test inputs alone.
-        """
+        """Sample `number`, all of it drawn."""
         which = number % len(self._tasks)
         variant = draw_variant(self.config.tasks[which].allowed, rng_for("variant"))
         pair = self._pair(which, rng_for("pair"))

@@ -110,10 +110,7 @@ class GridTransformer(nn.Module):
     token like any other: it is attended to and predicted.
 
     Args:
-        config: sizes and encodings.
         size: rows and columns of the largest grid; the template has one more of either.
-        tokens: kinds of tokens.
-        tasks: number of tasks.
     """
 
     def __init__(self, config: GridModelConfig, size: int, tokens: int, tasks: int) -> None:
@@ -146,15 +143,10 @@ class GridTransformer(nn.Module):
     def forward(self, question: GridQuestion, outputs: Tensor) -> Tensor:
         """Logits of every cell given those before it.
 
-        Args:
-            question: what the encoder is given.
-            outputs: (B, T) int64, the template that is asked for.
+        `outputs` (B, T) int64 is the template that is asked for.
 
         Returns:
             (B, T, tokens).
-
-        Raises:
-            ValueError: templates of another size.
         """
         return self.decode(outputs, self.encode(question))
 

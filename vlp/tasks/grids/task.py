@@ -30,12 +30,7 @@ class GridsConfig(Config):
 
 
 class Grids(PlainTask):
-    """Cross-entropy of every cell of the output's template, border and padding too.
-
-    Args:
-        config: model and tasks.
-        precision: see `PlainTask`.
-    """
+    """Cross-entropy of every cell of the output's template, border and padding too."""
 
     def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
         super().__init__(precision)

@@ -38,7 +38,6 @@ def box_scores(
     Args:
         heat: (rows, columns), at least 0.
         boxes: (n, 4); parts outside the image count nothing.
-        size: the image's (width, height).
 
     Returns:
         (n,), 0 for a box without area.

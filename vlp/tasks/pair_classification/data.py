@@ -35,11 +35,7 @@ class TextLabels(NamedTuple):
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
-        """Return text and class; the class is None where there is no label, as in a test set.
-
-        Raises:
-            BadSample: there is no text, or the label is unknown.
-        """
+        """Return text and class; the class is None where there is no label, as in a test set."""
         text, label = getattr(annotation, self.text), annotation.label
         if not (text and text.strip()):
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
@@ -87,12 +83,8 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
     """Samples of shard folders, each a text with its images.
 
     Args:
-        items: the samples.
-        kind: fields and labels.
         images: of each sample, 1 or 2.
         parts: into which each image is cut, from left to right; each is read as an image.
-        text: tokenizer.
-        prepare: images to pixels.
     """
 
     def __init__(
@@ -108,22 +100,14 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
         self.kind, self.images, self.parts = kind, images, parts
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """Make the example of an item; `rng_for` augments, in training.
-
-        Raises:
-            BadSample: an image, the text or the label cannot be used.
-        """
+        """Make the example of an item; `rng_for` augments, in training."""
         said, label = self.kind.read(item.raw.annotation, item.where)
         images = decoded(item.raw, self.images, item.where)
         shown = [part for image in images for part in panels(image, self.parts)]
         return PairExample(self.prepare(shown, said, number, rng_for), self.text([said]), label)
 
     def require_truth(self, example: PairExample, item: Item) -> None:
-        """Check that there is a label.
-
-        Raises:
-            BadSample: there is none.
-        """
+        """Check that there is a label."""
         if example.label is None:
             raise BadSample("unknown label", f"{item.where}: training needs a label")
 
@@ -149,23 +133,13 @@ _UNUSED = TextLabels("caption", {})
 
 
 class AssignmentDataset(PairDataset):
-    """Captioned samples, each beside images of others; the class is the image of the caption.
-
-    Args:
-        items: captioned samples.
-        text: tokenizer.
-        prepare: images to pixels.
-    """
+    """Captioned samples, each beside images of others; the class is the image of the caption."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         super().__init__(items, _UNUSED, 2, 1, text, prepare)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """Make an example of the caption of `item`, its image first, second or absent.
-
-        Raises:
-            BadSample: a drawn image cannot be used, or `item` has no caption.
-        """
+        """Make an example of the caption of `item`, its image first, second or absent."""
         rng = rng_for("assignment") if rng_for else make_rng(0, 0, number, "assignment")
         captions = captions_of(item.raw.annotation)
         if not captions:

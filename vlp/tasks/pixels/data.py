@@ -57,9 +57,6 @@ def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
 
     A larger image is made smaller by the mean of each pixel's area, as the ImageNet-64 that such
     models are compared on was made; at `size` nothing is changed.
-
-    Raises:
-        BadSample: an image that is smaller. Pixels made up by enlarging would be easy to predict.
     """
     side = min(image.size)
     if side < size:
@@ -72,12 +69,7 @@ def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
 
 
 class PixelSamples:
-    """Reads one training image.
-
-    Args:
-        images: where they come from.
-        config: size and mirroring.
-    """
+    """Reads one training image."""
 
     def __init__(self, images: LabelledImages, config: PixelDataConfig) -> None:
         self.images, self.config = images, config

@@ -31,10 +31,7 @@ class SharedQueryAttention(nn.Module):
     A token's own key would win, so that it attends to those before it alone; the first one, which
     has none, attends to itself.
 
-    Args:
-        width: channels.
-        heads: attention heads.
-        head_width: channels of a head; `heads * head_width` may be other than the width.
+    `heads * head_width` may be other than the width.
     """
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
@@ -72,14 +69,7 @@ class SharedQueryAttention(nn.Module):
 
 
 class ReformerLayer(nn.Module):
-    """Two residual streams: attention reads the second and feeds the first, feed-forward back.
-
-    Args:
-        width: channels of one stream.
-        heads: attention heads.
-        head_width: channels of a head.
-        feed_forward: channels between both of its layers.
-    """
+    """Two residual streams: attention reads the second and feeds the first, feed-forward back."""
 
     def __init__(self, width: int, heads: int, head_width: int, feed_forward: int) -> None:
         super().__init__()
@@ -140,10 +130,6 @@ class PixelPlaces(nn.Module):
     pixel and 256 for the colour. `learned-1d` and `sine-1d` number all tokens of the sequence
     (12,288 vectors of width 1024 in the paper's Embed-1D, papers.md#fourier-f13) and need no
     colours beside.
-
-    Args:
-        config: width and encodings; those of attention are left out.
-        size: pixels of an image's side.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -214,10 +200,6 @@ class PixelTransformer(nn.Module):
 
     The input at each place is the value before it, with the place of the value that is to be
     predicted. Encodings of attention see a grid whose columns are the channels, (size, 3 size).
-
-    Args:
-        config: sizes and encodings.
-        size: pixels of an image's side.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -247,9 +229,6 @@ class PixelTransformer(nn.Module):
 
         Returns:
             (B, size, size, 3, 256).
-
-        Raises:
-            ValueError: images of another size.
         """
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:
@@ -269,15 +248,11 @@ class PixelTransformer(nn.Module):
         whole grid, the whole image.
 
         Args:
-            count: images.
             rng: draws one number per image and channel.
             temperature: divides the logits; below 1 likely values become likelier.
 
         Returns:
             (count, size, size, 3) uint8, on the CPU.
-
-        Raises:
-            ValueError: a temperature that is not positive.
         """
         if not temperature > 0:
             raise ValueError(f"the temperature must be positive, not {temperature}")

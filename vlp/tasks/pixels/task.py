@@ -31,12 +31,7 @@ class PixelsConfig(Config):
 
 
 class Pixels(PlainTask):
-    """Maximum likelihood of every channel of every pixel given those before it.
-
-    Args:
-        config: model and images.
-        precision: see `PlainTask`.
-    """
+    """Maximum likelihood of every channel of every pixel given those before it."""
 
     def __init__(self, config: PixelsConfig, precision: Precision = "float32") -> None:
         super().__init__(precision)

@@ -72,13 +72,7 @@ class RetrievalConfig(PairsConfig):
 
 
 class PairsTask(Pretraining):
-    """Pretraining's task on a model that is there already.
-
-    Args:
-        settings: of the task.
-        parts: model, tokenizer and preparation of images; the model is taken over.
-        precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
-    """
+    """Pretraining's task on a model that is there already."""
 
     metric: ClassVar[str]
 

@@ -140,14 +140,7 @@ class VqaBatch(NamedTuple):
 
 
 class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
-    """Questions of shard folders.
-
-    Args:
-        items: the questions, `questions_in` of each sample.
-        text: tokenizer of questions.
-        prepare: images to pixels.
-        max_answer, weights: see `VqaDataConfig`.
-    """
+    """Questions of shard folders."""
 
     def __init__(
         self,
@@ -162,11 +155,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
-        """Make the question of an item; `rng_for` augments, in training.
-
-        Raises:
-            BadSample: its image or its text cannot be used.
-        """
+        """Make the question of an item; `rng_for` augments, in training."""
         annotation = item.raw.annotation
         question = (annotation.questions or [])[item.part]
         if not question.question.strip():
@@ -190,11 +179,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         return self.weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
 
     def require_truth(self, example: VqaExample, item: Item) -> None:
-        """Check that the question has answers.
-
-        Raises:
-            BadSample: it has none.
-        """
+        """Check that the question has answers."""
         if not example.answers:
             asked = example.question.id
             raise BadSample("no answers", f"{item.where}: nobody answered {asked}")

@@ -73,14 +73,9 @@ def vqa_accuracy(
     prediction equal to every answer always gets 1, and the official figure is kept from four on.
 
     Args:
-        prediction: any text.
-        answers: what people said, and how many of them.
         version: `official` normalises prediction and answers unless all people gave the same, and
             ignores case; `albef_copy` always normalises the prediction, and of the answers drops
             nothing but punctuation, and that only where they differ.
-
-    Raises:
-        ValueError: nobody answered, or the version is unknown.
     """
     said = [(_trimmed(answer), count) for answer, count in answers if count > 0]
     people = sum(count for _, count in said)

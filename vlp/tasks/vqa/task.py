@@ -77,14 +77,7 @@ class VqaConfig(DistilledConfig):
 
 
 class Vqa(Distilled):
-    """Likelihood of each answer, weighted by the share of people who gave it.
-
-    Args:
-        config: model and data.
-        parts: the pretrained model.
-        answers: the list to choose from.
-        precision: see `PlainTask`.
-    """
+    """Likelihood of each answer, weighted by the share of people who gave it."""
 
     metric: ClassVar[str] = "accuracy"
     untrained = SCORES
@@ -131,9 +124,6 @@ class Vqa(Distilled):
         """Encode B questions with their images into what the decoder attends to.
 
         One image stands for all questions, and one question for all images.
-
-        Raises:
-            ValueError: there are several of both, and not as many of one as of the other.
         """
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)

@@ -70,11 +70,7 @@ class Screens(Protocol):
         """Return the number of screens."""
 
     def read(self, number: int) -> Screen:
-        """One of them.
-
-        Raises:
-            BadSample: it cannot be used.
-        """
+        """One of them."""
 
 
 def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
@@ -176,7 +172,6 @@ class WidgetText:
     """Widgets' texts and captions as ids, and ids as captions.
 
     Args:
-        tokenizer: BERT-like.
         max_words: length of a text's row.
         max_caption: word pieces of a caption; its row has [CLS] and [SEP] besides.
     """
@@ -229,12 +224,7 @@ def widget_text(
 ) -> WidgetText:
     """Return a public vocabulary, or one trained on all texts and captions of `screens`.
 
-    Args:
-        screens: of the training part.
-        vocabulary: folder or hub name of a BERT tokenizer; None trains one.
-        size: tokens of a trained one, at most.
-        max_words: see `WidgetText`.
-        max_caption: see `WidgetText`.
+    Without a vocabulary one of at most `size` tokens is trained.
     """
     if vocabulary is not None:
         tokenizer = TextProcessor.load(vocabulary, max_words + 2).tokenizer
@@ -257,11 +247,7 @@ def _texts(screens: Screens) -> Iterator[str]:
 
 
 def read_tokenizer(text: str) -> Tokenizer:
-    """Return a tokenizer from what `WidgetText.to_json` gave.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a tokenizer from what `WidgetText.to_json` gave."""
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
@@ -334,13 +320,8 @@ def encode_screen(
     """Return a screen's tensors.
 
     Args:
-        screen: with at least one widget.
-        text: vocabulary.
         spoken: number of a widget, and its caption; may be repeated.
         max_widgets: how many stay: the spoken ones, then the first in pre-order.
-
-    Raises:
-        BadSample: there are no widgets, or more are spoken of than may stay.
     """
     named = dict.fromkeys(number for number, _ in spoken)
     if not screen.widgets or len(named) > max_widgets:

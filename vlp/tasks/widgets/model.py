@@ -80,10 +80,6 @@ class ScreenEncoder(nn.Module):
     Encodings of tokens act once, in the way `combine` says, those of attention in every layer with
     tables of its own; each reads the boxes as `context.coordinates`. Without any, the order of the
     widgets means nothing.
-
-    Args:
-        config: sizes and encodings.
-        pad_id: the word that is none.
     """
 
     def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
@@ -116,12 +112,8 @@ class ScreenEncoder(nn.Module):
         """States of the widgets, (B, W, width).
 
         Args:
-            batch: screens.
             words: the embedding, `config.width` wide, that captions have, too; passed here so that
                 it is owned once.
-
-        Raises:
-            ValueError: an encoding cannot use boxes, or these.
         """
         context = PositionContext(coordinates=batch.boxes)
         parts = [
@@ -162,12 +154,7 @@ class WidgetCaptioner(nn.Module):
     """Screen encoder, and a causal decoder that attends to the state of one widget.
 
     Args:
-        config: sizes and encodings.
-        vocab_size: word pieces, of texts and captions alike.
         special_ids: never said, other than `end`.
-        pad_id: the word that is none.
-        start: first id of every caption.
-        end: last id.
     """
 
     def __init__(
@@ -232,7 +219,6 @@ class WidgetCaptioner(nn.Module):
         """Captions (T, at most length), without [CLS], ending in [SEP] where they end.
 
         Args:
-            batch: whose captions are not looked at.
             length: word pieces and [SEP].
             beams: see `beam_search`; the public code has 4.
         """

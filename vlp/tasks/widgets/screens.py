@@ -88,12 +88,7 @@ def read_screen(
 
     Args:
         hierarchy: parsed JSON: `activity.root` is the tree, or the whole is.
-        name: of the screen, for errors.
-        captions: by path.
         nodes: "all" nodes or "leaves" alone; those with captions always count.
-
-    Raises:
-        BadSample: there is no tree, bounds are no four numbers, or a caption's widget is missing.
     """
     root = hierarchy
     if isinstance(hierarchy, Mapping) and "activity" in hierarchy:

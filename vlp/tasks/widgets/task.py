@@ -49,13 +49,7 @@ class WidgetsConfig(Config):
 
 
 class Widgets(PlainTask):
-    """Predicts each next word piece of a widget's caption.
-
-    Args:
-        config: model and screens.
-        text: vocabulary.
-        precision: see `PlainTask`.
-    """
+    """Predicts each next word piece of a widget's caption."""
 
     def __init__(
         self, config: WidgetsConfig, text: WidgetText, precision: Precision = "float32"
@@ -112,11 +106,7 @@ def build(
 
 
 def load(config: dict[str, Any], known: dict[str, Any]) -> Widgets:
-    """The task that a model folder describes, with fresh weights.
-
-    Raises:
-        ValueError: the vocabulary that it holds is none.
-    """
+    """The task that a model folder describes, with fresh weights."""
     parsed = WidgetsConfig.model_validate(config)
     tokenizer = read_tokenizer(known["tokenizer"])
     return Widgets(parsed, WidgetText(tokenizer, parsed.data.max_words, parsed.data.max_caption))
