@@ -35,7 +35,7 @@ MIN_POINTING = {"colour": 0.80, "shape": 0.60}
 
 
 def run_demo(fresh: bool = False) -> int:
-    """Run every part; returns the exit code (1: the model falls short, 2: a finished run is there)."""
+    """Run every part; return 1 where the model falls short, 2 where a finished run is there."""
     if (RUN / "run" / "model").exists() and not fresh:
         print(
             f"{RUN} holds a finished run; --fresh deletes it (make demo FRESH=1)", file=sys.stderr

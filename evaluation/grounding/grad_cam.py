@@ -72,7 +72,7 @@ def grad_cam(
 
 
 def layer_number(model: VLPModel, layer: int | None = None) -> int:
-    """The number of a cross-modal layer, counted from 0; None and negative ones as in `grad_cam`."""
+    """Return a cross-modal layer's number, from 0; None and negative ones as in `grad_cam`."""
     count = len(model.cross_encoder.layers)
     if count == 0:
         raise ValueError("the model has no cross-modal layer to take a Grad-CAM map of")

@@ -283,7 +283,7 @@ class VlpModel(PreTrainedModel):
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """Write `config.json` and `model.safetensors`; the processor writes the rest of the folder."""
+        """Write `config.json` and `model.safetensors`; the processor writes the rest."""
         if not is_main_process:
             return
         state = self.state_dict() if state_dict is None else state_dict
@@ -416,7 +416,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         device_map: Any = None,
         **options: Any,
     ) -> Self:
-        """Read a folder that `vlp finetune vqa` wrote; arguments as of `VlpModel.from_pretrained`."""
+        """Read a folder of `vlp finetune vqa`; arguments as of `VlpModel.from_pretrained`."""
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = type_of(dtype, options)
         known_options(options)
