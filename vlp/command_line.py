@@ -29,9 +29,9 @@ START_HERE, MODELS = "Start here", "Use, show and convert models"
 _PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 
 
-def new_app(help: str | None = None) -> typer.Typer:
+def new_app(help: str | None = None, group: type[TyperGroup] | None = None) -> typer.Typer:
     """Return an empty Typer application in plain text, whose groups name the nearest command."""
-    return typer.Typer(cls=Group, help=help, add_completion=False, rich_markup_mode=None)
+    return typer.Typer(cls=group or Group, help=help, add_completion=False, rich_markup_mode=None)
 
 
 def positive(text: str) -> int:

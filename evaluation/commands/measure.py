@@ -23,12 +23,25 @@ from evaluation.commands.options import (
     measurement,
     one_process,
 )
-from vlp.command_line import Overrides, new_app, positive
+from vlp.command_line import Group, Overrides, new_app, positive
 from vlp.config import Precision
 from vlp.tasks.downstream.registry import task_kinds, task_summary
 from vlp.tasks.vqa.metrics import Version
 
-app = new_app("Measure a model; torchrun shares the work between its ranks.")
+
+class Evaluations(Group):
+    """Commands of built-in tasks and of those that plugins have registered."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Add the command of a plugin's task, which is known once `--plugin` was read."""
+        if (kind := args[0]) not in self.commands and kind in task_kinds():
+            single = new_app()
+            single.command(kind, cls=EvaluationCommand)(command_of(kind))
+            self.add_command(typer.main.get_command(single), kind)
+        return super().resolve_command(ctx, args)
+
+
+app = new_app("Measure a model; torchrun shares the work between its ranks.", Evaluations)
 app.add_typer(predictions.app)
 
 _ANY_MODEL = {"retrieval", "grounding"}

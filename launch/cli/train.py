@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -96,6 +97,7 @@ def finetune(
     \b
       vlp finetune vqa --config configs/finetune/vqa_v2.yaml --from runs/base/model
     """
+    _load_plugins_of(config)
     if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
         raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
@@ -105,6 +107,14 @@ def finetune(
     from launch.finetune import run_finetuning
 
     return run_finetuning(config, task, changes, resume)
+
+
+def _load_plugins_of(config: Path) -> None:
+    """Import the plugins that a configuration names, for they may register its task."""
+    from vlp.config import ConfigError, load_plugins, read_values
+
+    with suppress(ConfigError):  # the training says what is wrong with the file
+        load_plugins(map(str, read_values(config)[0].get("plugins") or ()))
 
 
 def align(

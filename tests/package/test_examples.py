@@ -1,9 +1,14 @@
 """The scripts of `examples/` run, with tiny settings."""
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+from pair_shards import tiny_folder
+from question_shards import coloured, write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,3 +26,25 @@ def test_anchors_are_found_with_the_tiny_model(capsys):
     assert path.shape[1] == 16
     assert torch.isfinite(path).all()
     assert "circle" in capsys.readouterr().out
+
+
+def test_a_task_of_ones_own_is_trained_and_evaluated_by_the_commands(tmp_path):
+    """`plugins` of a configuration reaches `vlp finetune`, `vlp --plugin` reaches `evaluate`."""
+    shards = write_shards(tmp_path / "shards", coloured(12))
+    folders = [f"task.data.{part}=[{shards}]" for part in ("train", "validation")]
+    words = ["finetune", "colour", "--config", "examples/colour_task.yaml", *folders]
+    words += [f"output={tmp_path / 'run'}", f"init_from={tiny_folder(tmp_path / 'start')}"]
+    words += ["task.data.canonical_streams=1", "training.batch=12", "training.steps=2"]
+    run(*words, "training.precision=float32")
+    model = tmp_path / "run" / "best"
+    plugin = ["--plugin", "examples/colour_task.py"]
+    run(*plugin, "evaluate", "colour", "--model", str(model), "--shards", str(shards))
+    assert json.loads((tmp_path / "run/evaluation/best/colour.json").read_text())["items"] == 12
+
+
+def run(*words):
+    """Run a command of `vlp` in the project's root."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
