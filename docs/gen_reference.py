@@ -71,7 +71,9 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path, text in _pages.items():
-        files.append(File.generated(config, path, content=text))
+        # In a search the pages that people wrote come first.
+        content = f"---\nsearch:\n  boost: 0.3\n---\n\n{text}"
+        files.append(File.generated(config, path, content=content))
     for image in ABLATIONS.glob("*.png"):
         place = f"results/ablation/{image.name}"
         files.append(File.generated(config, place, abs_src_path=str(image)))
