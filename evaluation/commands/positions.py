@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from evaluation.commands.options import EvaluationCommand
-from vlp.command_line import new_app, positive
+from vlp.command_line import new_app
 
 positions_app = new_app("Position encodings: list, show one, compare several in a timm model.")
 app = new_app()
@@ -19,7 +20,14 @@ Plugin = Annotated[
     list[str] | None,
     Option("--plugin", metavar="FILE.py...", help="files or modules that register own encodings"),
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="one of `vlp positions list`")]
+
+
+def _grid(text: str) -> tuple[int, int]:
+    """Read `14x14`."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not ROWSxCOLUMNS, such as 14x14")
+    return int(found[1]), int(found[2])
 
 
 @positions_app.command("list", cls=EvaluationCommand)
@@ -34,13 +42,11 @@ def list_all(plugin: Plugin = None) -> None:
 
 @positions_app.command(cls=EvaluationCommand)
 def show(
-    name: Name,
-    out: Annotated[
-        Path | None, Option(metavar="FILE.png", help="draw its map, as well as printing it")
-    ] = None,
-    grid: Annotated[str, Option(metavar="ROWSxCOLUMNS", help="patches of the map")] = "14x14",
-    width: Annotated[int, Option(parser=positive, metavar="N", help="channels")] = 64,
-    heads: Annotated[int, Option(parser=positive, metavar="N", help="attention heads")] = 2,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="one of `vlp positions list`")],
+    out: Annotated[Path | None, Option(metavar="FILE.png", help="draw its map, too")] = None,
+    grid: Annotated[
+        Any, Option(parser=_grid, metavar="ROWSxCOLUMNS", help="patches of the map")
+    ] = "14x14",
     plugin: Plugin = None,
     options: Annotated[
         list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="options of the encoding")
@@ -48,18 +54,21 @@ def show(
 ) -> None:
     """Show one encoding: options with types and defaults, parameters, a map over a grid.
 
-    The map is of one query patch (+): cosines of tokens' vectors, mean logits of rotations, or the
+    The map is of one query patch (x): cosines of tokens' vectors, mean logits of rotations, or the
     bias itself, with tables drawn from N(0, 1) where they start at zero.
 
     \b
       vlp positions show rope-axial theta=10 --grid 14x14 --out map.png
     """
-    from evaluation.probes.position_card import parse_grid, parse_options, position_card
-    from vlp.config import load_plugins
+    from evaluation.probes.position_card import draw_map, position_card
+    from vlp.config import load_plugins, parse_yaml
 
     load_plugins(plugin or ())
-    card = position_card(name, parse_grid(grid), width, heads, parse_options(options or ()))
-    print(card.text())
+    parts = [word.partition("=") for word in options or ()]
+    if wrong := next((key for key, equals, _ in parts if not equals), None):
+        raise typer.BadParameter(f"{wrong!r} is not an option; write name=value, such as theta=10")
+    given = {key: parse_yaml(value) for key, _, value in parts}
+    print(position_card(name, grid, given))
     if out is not None:
-        card.draw(out)
+        draw_map(name, grid, given, out)
         print(f"\nwritten to {out}")

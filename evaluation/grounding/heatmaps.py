@@ -13,42 +13,40 @@ from matplotlib import colormaps
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from evaluation.encoder import encode_one
-from evaluation.grounding.grad_cam import grad_cam, layer_number
+from evaluation.grounding.grad_cam import grad_cam
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluating
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 
-SHARE_COLOURS, GRADCAM_COLOURS = "inferno", "turbo"
-
-Drawn = tuple[Sequence[float], str]
-"""A box [x, y, width, height] in pixels of the image, and a colour."""
-
+SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
 OWN_BOX = "#19d419"
+
+Frame = tuple[Sequence[float], str]
+"""A box [x, y, width, height] in pixels of the image, and a colour."""
 
 
 def anchors_over(
-    image: Image.Image, share: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 128
+    image: Image.Image, share: NDArray[np.floating], boxes: Sequence[Frame] = (), side: int = 128
 ) -> Image.Image:
-    """Shares (rows, columns) from 0 to 1 over the pale image; what is 0 stays clear.
-
-    `side`: pixels of the longer side of the result.
-    """
-    return _over(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
+    """Draw shares (rows, columns) from 0 to 1 of channel groups; patches with 0 stay clear."""
+    return overlay(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
 
 
 def heat_over(
-    image: Image.Image, heat: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 240
+    image: Image.Image,
+    heat: NDArray[np.floating],
+    boxes: Sequence[Frame] = (),
+    side: int = 240,
+    strongest: float | None = None,
 ) -> Image.Image:
-    """A map (rows, columns), scaled by its strongest patch; the weaker, the more image shows."""
-    strongest = float(heat.max())
+    """Draw a map (rows, columns), scaled by its strongest patch; the weaker, the clearer."""
+    strongest = float(heat.max()) if strongest is None else strongest
     scaled = heat / strongest if strongest > 0 else heat
-    return _over(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
+    return overlay(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
 
 
-def framed(image: Image.Image, boxes: Sequence[Drawn] = (), side: int = 240) -> Image.Image:
-    """The image itself with frames, its longer side `side` pixels."""
+def framed(image: Image.Image, boxes: Sequence[Frame] = (), side: int = 240) -> Image.Image:
+    """Draw frames on the image, its longer side `side` pixels."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     # Patches and shapes of a small image are to keep their edges.
@@ -63,7 +61,7 @@ def framed(image: Image.Image, boxes: Sequence[Drawn] = (), side: int = 240) -> 
 
 
 def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
-    """An image as an address that holds it; by default in the shorter of two formats."""
+    """Return an address that holds the image; by default in the shorter of two formats."""
     if kind is None:
         return min((data_uri(image, "PNG"), data_uri(image, "JPEG")), key=len)
     file = BytesIO()
@@ -71,14 +69,15 @@ def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> 
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _over(
+def overlay(
     image: Image.Image,
     values: NDArray[np.floating],
     colours: str,
     alpha: NDArray[np.floating],
-    boxes: Sequence[Drawn],
+    boxes: Sequence[Frame],
     side: int,
 ) -> Image.Image:
+    """Draw values and opacities (rows, columns) from 0 to 1 over the pale image, and frames."""
     pale = image.convert("L").point(lambda grey: 128 + grey // 2).convert("RGB")
     shown = framed(pale, (), side).convert("RGBA")
     painted = colormaps[colours](np.clip(values, 0, 1))
@@ -91,28 +90,17 @@ def _over(
     return framed(shown, scaled, max(shown.size))
 
 
-def phrase_heat(
-    loaded: Loaded,
-    image: Image.Image | ImageFeatures,
-    phrase: str,
-    *,
-    layer: int | None = None,
-    device: torch.device | str | None = None,
-) -> NDArray[np.float32]:
-    """The map (rows, columns) of a phrase over the patches: at least 0, not scaled."""
+def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np.float32]:
+    """Return the map (rows, columns) of a phrase in an image, a batch of one: at least 0."""
+    with torch.no_grad():
+        tokens = (part.to(image.states.device) for part in loaded.text([phrase]))
+        text = loaded.model.encode_text(*tokens)
+    if not text.word_mask.any():
+        raise EvaluationError(f"the text {phrase!r} holds no word")
     try:
-        number = layer_number(loaded.model, layer)
+        maps = grad_cam(loaded.model, image, text)[0]
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    with evaluating(loaded.model, device) as torch_device:
-        if isinstance(image, Image.Image):
-            image = encode_one(loaded, image, torch_device)
-        with torch.no_grad():
-            tokens = (part.to(torch_device) for part in loaded.text([phrase]))
-            text = loaded.model.encode_text(*tokens)
-        if not text.word_mask.any():
-            raise EvaluationError(f"the text {phrase!r} holds no word")
-        maps = grad_cam(loaded.model, image, text, number)[0]
     # As in ALBEF the mean is over all tokens, [CLS] among them.
     heat: NDArray[np.float32] = maps[text.attention_mask[0]].mean(0).float().cpu().numpy()
     return heat

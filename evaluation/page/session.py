@@ -177,7 +177,7 @@ class TryIt:
         self._require_match()
         seen, said = self._seen(image), _said(phrase)
         with evaluating(self.loaded.model, self.device):
-            heat = phrase_heat(self.loaded, seen.features, said, device=self.device)
+            heat = phrase_heat(self.loaded, seen.features, said)
         plain = framed(seen.image, side=SHOWN)
         return plain, heat_over(plain, heat, side=SHOWN)
 

@@ -69,7 +69,7 @@ def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch
     plugin.write_text(OWN)
     given = ["positions", "show", "same-column", "--plugin", str(plugin), "--grid", "7x7"]
     assert main([*given, "start=1.5", "--out", str(tmp_path / "map.png")]) == 0
-    assert "0 (blank) to 1.5 (@)" in capsys.readouterr().out
+    assert "start (float) = 1.5" in capsys.readouterr().out
     with Image.open(tmp_path / "map.png") as image:
         assert image.width > 300
     values = position_map("same-column", GRID, QUERY, start=1.5).values
@@ -81,4 +81,4 @@ def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch
 
 def test_what_has_no_map_is_refused():
     with pytest.raises(ValueError, match="anchor lies between an image and a text"):
-        position_map("anchor")
+        position_map("anchor", GRID, QUERY)
