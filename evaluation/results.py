@@ -30,6 +30,10 @@ class Figure(NamedTuple):
             return f"{100 * self.value:.1f}"
         return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
+    def chance_percent(self) -> str:
+        """`16.7`, in percent; empty where there is no chance level."""
+        return f"{100 * self.chance:.1f}" if self.chance else ""
+
 
 class Table(NamedTuple):
     """A title, column heads, rows of cells, and notes that belong under it."""
@@ -136,7 +140,7 @@ class Result:
     def table(self) -> Table:
         """Return percent with intervals, and chance where there is one."""
         rows = [
-            [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
+            [name, figure.percent(), figure.chance_percent()]
             for name, figure in self.figures.items()
         ]
         title = f"{self.kind}: {self.counts['items']} items"
@@ -183,7 +187,7 @@ class Result:
         return path
 
 
-_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
+ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
 
 
 class Saved(NamedTuple):
@@ -214,7 +218,7 @@ def saved_figures(content: Mapping[str, Any]) -> Saved:
 def _retrieval(content: Mapping[str, Any]) -> Saved:
     last = content["figures"][-1]["stage"]
     figures = {
-        f"{_ARROWS[one['direction']]} {one['name']}": Figure(
+        f"{ARROWS[one['direction']]} {one['name']}": Figure(
             one["value"], one["low"], one["high"], one["chance"]
         )
         for one in content["figures"]

@@ -1,4 +1,4 @@
-"""Tables of an ablation: means over seeds, paired t-tests with Holm's correction, drawings."""
+"""Tables of an ablation: means over seeds, paired t-tests with Holm's correction."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
     """Return all tables as text, and write them into `output`.
 
     `report.md` and `report.tex` (booktabs) hold the tables, `figures.csv` every figure of every
-    run, `tests.csv` the tests, `figures.png` means with intervals.
+    run, `tests.csv` the tests.
     """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,6 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
     pd.concat([paired_tests(table, figures, folder) for table in config.tables]).to_csv(
         folder / "tests.csv", index=False
     )
-    if len(figures):
-        draw_means(folder / "figures.png", config.tables, figures)
     return "\n\n".join(table.text() for table in tables)
 
 
@@ -82,11 +80,8 @@ def paired_tests(
 ) -> pd.DataFrame:
     """Compare each row with the table's reference over the seeds that both have.
 
-    Args:
-        table: rows and figures.
-        figures: by variant and seed.
-        output: folder of the runs; a recall whose ranks lie there is bootstrapped over seeds and
-            images, every other figure has a paired t-test over seeds.
+    A recall whose ranks lie in `output`, the folder of the runs, is bootstrapped over seeds and
+    images; every other figure has a paired t-test over seeds.
 
     Returns:
         A line for each row and tested figure with two seeds or more: `mean`, `deviation`, `low` and
@@ -120,14 +115,7 @@ def paired_tests(
 def image_recall(
     output: Path, variant: str, seeds: Sequence[int], names: Sequence[str]
 ) -> np.ndarray | None:
-    """Read recall in percent by seed and image, the mean of `names`; None without stored ranks.
-
-    Args:
-        output: folder of the runs, with VARIANT/SEED/queries.csv.
-        variant: of the runs.
-        seeds: of the rows.
-        names: such as `match/text_to_image/R@1`.
-    """
+    """Read recall in percent by seed and image, the mean of `names`; None without stored ranks."""
     files = [output / variant / str(seed) / QUERIES for seed in seeds]
     if not all(file.is_file() for file in files):
         return None
@@ -143,13 +131,9 @@ def image_recall(
 
 
 def bootstrap(gaps: np.ndarray) -> dict[str, float]:
-    """Compute interval and p of a mean by resampling seeds, and images within each resample.
+    """Resample seeds, and images within each: the mean's 95 % interval, and two-sided p of 0.
 
-    Args:
-        gaps: (seeds, images) differences; all captions of an image are resampled with it.
-
-    Returns:
-        `low` and `high`, the 2.5 and 97.5 percentiles, and the two-sided `p` of a mean of 0.
+    `gaps` are (seeds, images) differences; all captions of an image are resampled with it.
     """
     random = np.random.default_rng(0)
     seeds, images = gaps.shape
@@ -172,17 +156,9 @@ def difference(gap: Sequence[float]) -> dict[str, float]:
     mean, deviation = float(gaps.mean()), float(gaps.std(ddof=1))
     # The test has no answer where all differences are equal.
     p = float(mean == 0) if deviation == 0 else float(stats.ttest_1samp(gaps, 0).pvalue)
-    half = half_interval(gaps.tolist())
+    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * deviation / math.sqrt(len(gaps))
     ends = {"low": mean - half, "high": mean + half}
     return {"seeds": len(gaps), "mean": mean, "deviation": deviation, **ends, "p": p}
-
-
-def half_interval(values: Sequence[float]) -> float:
-    """Return half the 95 % interval of a mean by Student's t; 0 of a single value."""
-    if len(values) < 2:
-        return 0.0
-    deviation = float(np.std(values, ddof=1))
-    return float(stats.t.ppf(0.975, len(values) - 1)) * deviation / math.sqrt(len(values))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -223,31 +199,6 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
     heads = [f"{name} − {table.reference}".strip() for name in named.values()]
     columns = ["", *table.figures, *heads, "seeds", *(f"paper: {each}" for each in table.paper)]
     return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
-
-
-def draw_means(file: Path, tables: Sequence[TableConfig], figures: pd.DataFrame) -> None:
-    """Draw the first column of each table: a dot for each seed, the mean and its 95 % interval."""
-    from matplotlib.figure import Figure
-
-    heights = [0.4 * len(table.rows) + 1.2 for table in tables]
-    drawing = Figure(figsize=(7, sum(heights)), layout="constrained")
-    panels = drawing.subplots(len(tables), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, table in zip(panels, tables):
-        head, name = next(iter(table.figures.items()))
-        for height, row in enumerate(table.rows):
-            if not _has_view(row, [name]):
-                continue
-            values = values_of(figures, row.variant, [name], row.view)
-            axes.plot(values, [height] * len(values), "o", color="tab:blue", alpha=0.4)
-            if len(values):
-                half = half_interval(values.tolist())
-                axes.errorbar(values.mean(), height, xerr=half, fmt="|", color="black", capsize=4)
-        axes.set_yticks(range(len(table.rows)), [row.label for row in table.rows])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{head} (mean, 95 % interval over seeds)")
-        axes.set_title(table.title, fontsize="medium", wrap=True)
-        axes.grid(axis="x", alpha=0.3)
-    drawing.savefig(file, dpi=120)
 
 
 def _tested(table: TableConfig) -> dict[str, Sequence[str]]:

@@ -131,8 +131,8 @@ def compare(
     """Train a timm model with each of several encodings, and compare them over seeds.
 
     The report has means with intervals, differences to the reference with paired t-tests and Holm's
-    correction: report.md, report.tex, figures.csv, tests.csv and figures.png in --out. Runs that
-    are finished are kept, so the same command goes on where it stopped.
+    correction: report.md, report.tex, figures.csv and tests.csv in --out. Runs that are
+    finished are kept, so the same command goes on where it stopped.
 
     \b
       vlp positions compare --model vit_small_patch16_224 --encodings rope-mixed,irpe-product:k \\
@@ -227,4 +227,4 @@ def _run(
         return
     found = results(config, source) if report else run_ablation(config, source, names)
     print(report_tables(config, to_frame(found)))
-    print(f"\nwritten to {config.output}: tables, figures, drawings")
+    print(f"\nwritten to {config.output}: tables and figures")

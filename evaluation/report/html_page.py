@@ -53,8 +53,6 @@ _PROBES = {
     "foils": "Captions with one thing exchanged",
     "vision": "Vision models",
 }
-Shown = tuple[Image.Image, str]
-"""An image, and what is to be read where it cannot be seen."""
 
 
 class Html(str):
@@ -121,7 +119,7 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
     ]
     # Rows of the same items have the same chance.
     chances = dict.fromkeys(
-        tuple(_share(figures[name].chance) if name in figures else "" for name in names)
+        tuple(figures[name].chance_percent() if name in figures else "" for name in names)
         for _, figures in rows
     )
     lines += [["chance", *cells] for cells in chances if any(cells)]
@@ -139,10 +137,6 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
 
 def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredResult]]:
     return [(one, result) for one in sources for result in one.results if result.kind == kind]
-
-
-def _share(chance: float) -> str:
-    return f"{100 * chance:.1f}" if chance else ""
 
 
 def _run(
@@ -250,7 +244,8 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Ht
     return element("figure", image, element("figcaption", said), class_="curve")
 
 
-def _images(shown: Sequence[Shown]) -> Html:
+def _images(shown: Sequence[tuple[Image.Image, str]]) -> Html:
+    """Return images with captions, which are read where an image cannot be seen."""
     images = ((element("img", src=data_uri(image), alt=text), text) for image, text in shown)
     return _row([element("figure", image, element("figcaption", text)) for image, text in images])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evaluation.results import Figure
+from evaluation.results import ARROWS, Figure
 from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted_values
@@ -21,7 +21,6 @@ from vlp.training.run_folder import read_log
 LOOKED_FOR = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
 _TAILS = {"best", "model", "evaluation"}
-_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
 # Dotted keys of config.yaml in the order that a reader asks; what a run has not is left out.
 _SETTINGS = (
     ("init_from", "starts from"),
@@ -99,12 +98,9 @@ def settings(source: Source) -> list[tuple[str, str]]:
     return rows
 
 
-def course(source: Source) -> list[tuple[str, str]]:
-    """Return the course of the training from report.json, else from the log's last line."""
-    return list(_course(source.training, source.log[-1] if source.log else {}))
-
-
-def _course(training: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def course(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield the course of the training from report.json, else from the log's last line."""
+    training, last = source.training, source.log[-1] if source.log else {}
     if not training:
         if "step" in last:
             yield "ended", f"not yet, or it was killed; the last logged step is {last['step']}"
@@ -207,7 +203,9 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
     try:
         return StoredResult(
             kind=found["task"],
-            variants=(_stages if isinstance(named, list) else _single)(named, found),
+            variants=_stages(named, found.get("rerank"))
+            if isinstance(named, list)
+            else {"": dict(_figures(named, ""))},
             counts={k: v for k, v in found.items() if type(v) is int and k != "rerank"},
             shards=tuple(map(str, found.get("shards") or ())),
             skipped=dict(found.get("skipped") or {}),
@@ -218,17 +216,13 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
 
 
-def _single(named: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"": dict(_figures(named, ""))}
-
-
-def _stages(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> dict[str, Any]:
+def _stages(rows: Sequence[Mapping[str, Any]], rerank: int | None) -> dict[str, Any]:
     """Return the figures of retrieval, which are listed by stage and direction."""
-    labels = {"dual": "dual encoder", "rerank": f"re-ranked top {found.get('rerank')}"}
+    labels = {"dual": "dual encoder", "rerank": f"re-ranked top {rerank}"}
     variants: dict[str, dict[str, Figure]] = {}
     for row in rows:
         own = variants.setdefault(labels.get(row["stage"], row["stage"]), {})
-        own[f"{_ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
+        own[f"{ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
     return variants
 
 

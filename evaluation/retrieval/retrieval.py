@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from evaluation.encoder import GIBIBYTE, Collection, Encoder
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Result, Table, untrained_match_notes
+from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
 from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import (
     Encoded,
@@ -179,7 +179,6 @@ def query_rows(
 
 Stage = Literal["dual", "rerank", "match"]
 STAGES: tuple[Stage, ...] = ("dual", "rerank", "match")
-_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 MEAN = "mean"
 
 
@@ -217,9 +216,9 @@ class RetrievalResult(Result):
         for direction in DIRECTIONS:
             for stage in self.stages:
                 cells = [self.figures[stage, direction, column].percent() for column in columns]
-                rows.append([f"{_ARROWS[direction]}, {labels[stage]}", *cells])
+                rows.append([f"{ARROWS[direction]}, {labels[stage]}", *cells])
             chances = [self.figures["dual", direction, column].chance for column in columns]
-            rows.append([f"{_ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
+            rows.append([f"{ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
             rows.append([f"both, {labels[stage]}", "", "", "", self.mean(stage).percent()])
         title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"

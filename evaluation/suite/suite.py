@@ -360,8 +360,8 @@ class SuiteResult:
                 figures[model][name].percent() if name in figures[model] else "–"
                 for model in columns
             ]
-            chance = next((own[name].chance for own in figures.values() if name in own), 0.0)
-            rows.append([name, *cells, f"{100 * chance:.1f}" if chance else ""])
+            known = next(own[name] for own in figures.values() if name in own)
+            rows.append([name, *cells, known.chance_percent()])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         notes += self._notes(label, columns)
         title = f"{label}: {', '.join(content['shards'])}"

@@ -51,7 +51,7 @@ def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     steps = [line for line in source.log if "samples" in line]
     owner = owner_of(folder)
     if owner is None:
-        yield str(folder), course(source)
+        yield str(folder), list(course(source))
     else:
         total = starts[-1].get("total_steps") if starts else None
         yield f"{folder}, written by {owner}", list(_under_way(steps, total))

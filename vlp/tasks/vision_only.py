@@ -1,17 +1,17 @@
 """Vision-only tasks by kind: what trains them, and what loads them again.
 
-Each kind is a module of this package with a configuration, a task and
-`build(config, batch, seed, precision) -> (task, data)` and `load(config, known) -> task`.
+Each kind is a folder whose `task.py` has a configuration, a `VisionTask`, and
+`build(config, batch, seed, precision) -> (task, data)`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,23 +24,39 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE = "vlp-vision"
 
 
-def save_task(
-    folder: Path, config: Config, state: dict[str, Tensor], known: dict[str, Any] | None = None
-) -> None:
-    """Write a folder that `load_task` reads.
+class VisionTask(PlainTask):
+    """Base of vision-only tasks; a subclass names its configuration's class.
 
     Args:
-        state: full weights and buffers of the task, by name.
-        known: what the data told when it was opened, such as class names; plain JSON values.
+        precision: see `PlainTask`.
     """
-    plain = {"model_type": MODEL_TYPE, "task": config.model_dump(mode="json"), "known": known or {}}
-    write_json(folder / CONFIG, plain)
-    weights = {name: value.detach().cpu().clone() for name, value in state.items()}
-    write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
+
+    config_class: ClassVar[type[Config]]
+
+    def __init__(self, config: Any, precision: Precision = "float32") -> None:
+        super().__init__(precision)
+        self.config = config
+
+    def known(self) -> dict[str, Any]:
+        """Return what the data told when it was opened, such as class names, as JSON values."""
+        return {}
+
+    @classmethod
+    def restore(cls, config: Any, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with fresh weights."""
+        return cls(config)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write a folder that `load_task` reads, from the task's full weights and buffers."""
+        config = self.config.model_dump(mode="json")
+        plain = {"model_type": MODEL_TYPE, "task": config, "known": self.known()}
+        write_json(folder / CONFIG, plain)
+        weights = {name: value.detach().cpu().clone() for name, value in state.items()}
+        write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """The task's configuration, what the data told, and the weights, as `save_task` had them."""
+    """Read configuration, `known` and weights, as `VisionTask.save_model` wrote them."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -54,34 +70,31 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[
         raise ValueError(f"{folder}: damaged ({error})") from error
 
 
-KINDS = ("classification", "detection", "grids", "pixels", "widgets")
+KINDS = {
+    "classification": "Classification",
+    "detection": "DetectionTask",
+    "grids": "Grids",
+    "pixels": "Pixels",
+    "widgets": "Widgets",
+}
+"""Classes of the tasks by kind."""
 
 
-def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[PlainTask, Any]:
-    """The task of `config.kind` and its training data."""
-    built: tuple[PlainTask, Any] = _module(config.kind).build(config, batch, seed, precision)
+def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[VisionTask, Any]:
+    """Make the task of `config.kind` and its training data."""
+    built: tuple[VisionTask, Any] = _module(config.kind).build(config, batch, seed, precision)
     return built
 
 
-def load_task(folder: str | Path) -> PlainTask:
-    """A trained task in evaluation mode, on the CPU."""
+def load_task(folder: str | Path) -> VisionTask:
+    """Load a trained task in evaluation mode, on the CPU."""
     config, known, state = read_task(folder)
-    task: PlainTask = _module(config["kind"]).load(config, known)
+    kind: type[VisionTask] = getattr(_module(config["kind"]), KINDS[config["kind"]])
+    task = kind.restore(kind.config_class.model_validate(config), known)
     try:
         task.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit the configuration: {error}") from error
-    return task.eval()
-
-
-def untrained_task(folder: str | Path, seed: int) -> PlainTask:
-    """The task of a folder as a training with this seed began, but for public weights.
-
-    It is in evaluation mode, on the CPU.
-    """
-    config, known, _ = read_task(folder)
-    torch.manual_seed(seed)
-    task: PlainTask = _module(config["kind"]).load(config, known)
     return task.eval()
 
 

@@ -97,8 +97,6 @@ def test_the_page_leads_to_a_table(folder):
     assert [(row["variant"], row["seed"]) for row in rows] == [
         (name, seed) for name in ("my-bias", "own", "rope-mixed") for seed in "01"
     ]
-    with Image.open(out / "figures.png") as image:
-        assert len(set(image.convert("L").getdata())) > 10
     trained = json.loads((out / "my-bias/0/model/config.json").read_text())["task"]["model"]
     assert trained["positions"][0]["name"] == "my-bias"
     assert trained["absolute"] == "drop"

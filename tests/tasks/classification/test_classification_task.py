@@ -19,7 +19,7 @@ from vlp.tasks.classification.data import LabelledBatch
 from vlp.tasks.classification.data import _collate as labelled_collate
 from vlp.tasks.classification.task import Classification, ClassificationConfig
 from vlp.tasks.pixels.task import PixelsConfig
-from vlp.tasks.vision_only import build_task, load_task, untrained_task
+from vlp.tasks.vision_only import build_task, load_task
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -127,17 +127,6 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
             evaluate_folder(folder, options=EvalOptions(workers=workers))
         said.append(str(caught.value).partition(" at 0x")[0])  # Pillow names an address
     assert said[0] == said[1]
-
-
-def test_the_start_of_a_training_is_known_from_its_folder_and_seed(corners, tmp_path):
-    torch.manual_seed(7)
-    task, _ = build_task(config(corners, [{"name": "fourier"}]), 16, 7, "float32")
-    started = {name: value.clone() for name, value in task.state_dict().items()}
-    task.save_model(tmp_path / "model", {name: value + 1 for name, value in started.items()})
-    again = untrained_task(tmp_path / "model", 7).state_dict()
-    assert all(torch.equal(again[name], value) for name, value in started.items())
-    other = untrained_task(tmp_path / "model", 8).state_dict()
-    assert not torch.equal(other["model.head.weight"], started["model.head.weight"])
 
 
 def test_without_positions_it_cannot(corners):

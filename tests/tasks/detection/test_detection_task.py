@@ -11,7 +11,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
-from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build, load
+from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build
 from vlp.tasks.vision_only import read_task
 
 CLASSES = ("circle", "square", "triangle", "cross", "star")
@@ -139,7 +139,7 @@ def test_it_learns_and_its_folder_is_the_same_model(tmp_path):
     task.save_model(tmp_path / "model", dict(task.state_dict()))
     plain, known, state = read_task(tmp_path / "model")
     assert known == {"classes": list(CLASSES)}
-    loaded = load(plain, known)
+    loaded = DetectionTask.restore(DetectionConfig.model_validate(plain), known)
     loaded.load_state_dict(state)
     given = batch(1, 1)
     for one, other in zip(task.eval().model(given.pixels), loaded.eval().model(given.pixels)):
@@ -148,7 +148,7 @@ def test_it_learns_and_its_folder_is_the_same_model(tmp_path):
 
 def test_a_loaded_folder_asks_for_no_public_weights():
     settings = config(model={"backbone": {"name": "test_resnet", "pretrained": True}})
-    task = load(settings.model_dump(mode="json"), {"classes": list(CLASSES)})
+    task = DetectionTask.restore(settings, {"classes": list(CLASSES)})
     assert not task.config.model.backbone.pretrained
 
 

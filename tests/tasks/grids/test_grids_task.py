@@ -10,7 +10,7 @@ from evaluation.options import EvalOptions
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
 from vlp.tasks.grids.data import collate_grids
-from vlp.tasks.grids.task import Grids, GridsConfig, build, load, question_of
+from vlp.tasks.grids.task import Grids, GridsConfig, build, question_of
 from vlp.tasks.vision_only import read_task
 
 MODEL = {"width": 64, "encoder_layers": 1, "decoder_layers": 1, "heads": 4, "feed_forward": 128}
@@ -74,7 +74,7 @@ def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
 
     task.save_model(tmp_path / "model", task.state_dict())
     plain, known, state = read_task(tmp_path / "model")
-    again = load(plain, known)
+    again = Grids.restore(GridsConfig.model_validate(plain), known)
     again.load_state_dict(state)
     assert evaluate(again.eval(), EvalOptions()) == after
 

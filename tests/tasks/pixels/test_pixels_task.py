@@ -13,7 +13,7 @@ from evaluation.options import EvalOptions
 from evaluation.vision.pixels import evaluate
 from vlp.config import ConfigError
 from vlp.tasks.pixels.data import PixelBatch
-from vlp.tasks.pixels.task import Pixels, PixelsConfig, build, load
+from vlp.tasks.pixels.task import Pixels, PixelsConfig, build
 from vlp.tasks.vision_only import read_task
 
 MODEL = {"width": 32, "layers": 2, "heads": 2, "feed_forward": 64}
@@ -79,7 +79,7 @@ def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp
 
     task.save_model(tmp_path / "model", task.state_dict())
     plain, known, state = read_task(tmp_path / "model")
-    again = load(plain, known)
+    again = Pixels.restore(PixelsConfig.model_validate(plain), known)
     again.load_state_dict(state)
     assert evaluate(again.eval(), EvalOptions()) == pytest.approx(after)
     drawn = again.model.generate(4, np.random.default_rng(0), temperature=0.2)

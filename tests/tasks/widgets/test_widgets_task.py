@@ -11,7 +11,7 @@ from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.task import Task
 from vlp.tasks.vision_only import read_task
 from vlp.tasks.widgets.data import Collate
-from vlp.tasks.widgets.task import WidgetsConfig, build, load
+from vlp.tasks.widgets.task import WidgetsConfig, build
 
 FOURIER = {"dimensions": 4, "groups": 4, "extent": 100, "gamma": 10, "features": 16}
 
@@ -124,7 +124,7 @@ def test_a_model_folder_comes_back(tmp_path) -> None:
     task, data = build(settings(), 8, 0, "float32")
     task.save_model(tmp_path / "model", task.state_dict())
     config, known, state = read_task(tmp_path / "model")
-    again = load(config, known)
+    again = Widgets.restore(WidgetsConfig.model_validate(config), known)
     again.load_state_dict(state)
     assert again.config == task.config
     (batch,) = batches(data, 1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,8 @@ from vlp.models.vision.backbone import BackboneConfig, create_backbone
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision
 from vlp.tasks.classification.data import LabelledBatch, LabelledDataConfig, labelled_data
-from vlp.tasks.task import PlainTask, Precision, StepOutput
-from vlp.tasks.vision_only import save_task
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.vision_only import VisionTask
 
 
 class ClassificationConfig(Config):
@@ -59,8 +58,10 @@ class ClassificationConfig(Config):
         return self
 
 
-class Classification(PlainTask):
+class Classification(VisionTask):
     """Cross-entropy of one label an image."""
+
+    config_class = ClassificationConfig
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class Classification(PlainTask):
         precision: Precision = "float32",
         seed: int = 0,
     ) -> None:
-        super().__init__(precision)
-        self.config, self.classes, self.seed = config, tuple(classes), seed
+        super().__init__(config, precision)
+        self.classes, self.seed = tuple(classes), seed
         self.model = create_backbone(
             config.model, num_classes=len(self.classes), img_size=config.data.image_size
         )
@@ -92,9 +93,15 @@ class Classification(PlainTask):
             statistics["accuracy"] = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics=statistics)
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder."""
-        save_task(folder, self.config, state, {"classes": self.classes})
+    def known(self) -> dict[str, Any]:
+        """Return what `restore` needs beside the configuration."""
+        return {"classes": self.classes}
+
+    @classmethod
+    def restore(cls, config: ClassificationConfig, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with fresh weights."""
+        model = config.model.model_copy(update={"pretrained": False})
+        return cls(config.model_copy(update={"model": model}), known["classes"])
 
     def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
         """Every image with the one at the mirrored place of the batch."""
@@ -134,10 +141,3 @@ def build(
     open_labelled(config.data.test, images.classes)
     data = labelled_data(images, config.data, batch, seed)
     return Classification(config, images.classes, precision, seed), data
-
-
-def load(config: dict[str, Any], known: dict[str, Any]) -> Classification:
-    """The task that a model folder describes, with fresh weights."""
-    parsed = ClassificationConfig.model_validate(config)
-    model = parsed.model.model_copy(update={"pretrained": False})
-    return Classification(parsed.model_copy(update={"model": model}), known["classes"])

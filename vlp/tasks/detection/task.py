@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -22,8 +22,8 @@ from vlp.tasks.detection.data import (
 )
 from vlp.tasks.detection.loss import SetLosses, set_losses
 from vlp.tasks.detection.model import Detr, DetrConfig
-from vlp.tasks.task import PlainTask, Precision, StepOutput
-from vlp.tasks.vision_only import save_task
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.vision_only import VisionTask
 
 LOSSES = ("classes", "l1", "giou")
 AUXILIARY = "auxiliary_"
@@ -52,14 +52,16 @@ class DetectionConfig(Config):
     loss: SetLossConfig = Field(SetLossConfig(), description="weights of the loss")
 
 
-class DetectionTask(PlainTask):
+class DetectionTask(VisionTask):
     """Class, box distance and box overlap of the queries that are matched with objects."""
+
+    config_class = DetectionConfig
 
     def __init__(
         self, config: DetectionConfig, classes: tuple[str, ...], precision: Precision = "float32"
     ) -> None:
-        super().__init__(precision)
-        self.config, self.classes = config, tuple(classes)
+        super().__init__(config, precision)
+        self.classes = tuple(classes)
         self.model = Detr(config.model, len(self.classes), config.data.largest_side)
 
     def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
@@ -88,9 +90,16 @@ class DetectionTask(PlainTask):
             },
         )
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder."""
-        save_task(folder, self.config, state, {"classes": self.classes})
+    def known(self) -> dict[str, Any]:
+        """Return what `restore` needs beside the configuration."""
+        return {"classes": self.classes}
+
+    @classmethod
+    def restore(cls, config: DetectionConfig, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with fresh weights."""
+        backbone = config.model.backbone.model_copy(update={"pretrained": False})
+        model = config.model.model_copy(update={"backbone": backbone})
+        return cls(config.model_copy(update={"model": model}), tuple(known["classes"]))
 
     def _blank(self) -> Tensor:
         side = self.config.data.multiple
@@ -108,14 +117,6 @@ def build(
     for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.evaluation_sizes)):
         _require_size(task.model, data, size)
     return task, detection_data(images, data, config.model.queries, batch, seed)
-
-
-def load(config: dict[str, Any], known: dict[str, Any]) -> DetectionTask:
-    """The task that a model folder describes, with fresh weights."""
-    parsed = DetectionConfig.model_validate(config)
-    backbone = parsed.model.backbone.model_copy(update={"pretrained": False})
-    model = parsed.model.model_copy(update={"backbone": backbone})
-    return DetectionTask(parsed.model_copy(update={"model": model}), tuple(known["classes"]))
 
 
 def _named(layers: list[SetLosses]) -> dict[str, Loss]:

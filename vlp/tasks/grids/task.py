@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from torch.nn import functional
 
 from vlp.config import Config
@@ -15,8 +13,8 @@ from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
 from vlp.tasks.grids.data import TOKENS, GridBatch, GridDataConfig, grid_data, open_grids
 from vlp.tasks.grids.model import GridModelConfig, GridQuestion, GridTransformer
-from vlp.tasks.task import PlainTask, Precision, StepOutput
-from vlp.tasks.vision_only import save_task
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.vision_only import VisionTask
 
 
 class GridsConfig(Config):
@@ -29,12 +27,13 @@ class GridsConfig(Config):
     data: GridDataConfig = Field(description="tasks of ARC, and how many samples")
 
 
-class Grids(PlainTask):
+class Grids(VisionTask):
     """Cross-entropy of every cell of the output's template, border and padding too."""
 
+    config_class = GridsConfig
+
     def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
-        super().__init__(precision)
-        self.config = config
+        super().__init__(config, precision)
         self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
 
     def forward(self, batch: GridBatch, step: int) -> StepOutput:
@@ -51,10 +50,6 @@ class Grids(PlainTask):
             statistics = {"cells": right.float().mean(), "exact": right.all(-1).float().mean()}
         return self.step_output({"cells": Loss(nats, count)}, statistics=statistics)
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder."""
-        save_task(folder, self.config, state)
-
 
 def question_of(batch: GridBatch) -> GridQuestion:
     """Return the encoder's input for a batch."""
@@ -67,8 +62,3 @@ def build(
     """The task and its training data."""
     data = grid_data(open_grids(config.data), config.data, batch, seed)
     return Grids(config, precision), data
-
-
-def load(config: dict[str, Any], known: dict[str, Any]) -> Grids:
-    """The task that a model folder describes, with fresh weights."""
-    return Grids(GridsConfig.model_validate(config))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from vlp.config import Config
 from vlp.data.labelled_images import open_labelled
@@ -16,8 +14,8 @@ from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
 from vlp.tasks.pixels.data import PixelBatch, PixelDataConfig, pixel_data
 from vlp.tasks.pixels.model import PixelModelConfig, PixelTransformer
-from vlp.tasks.task import PlainTask, Precision, StepOutput
-from vlp.tasks.vision_only import save_task
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.vision_only import VisionTask
 
 
 class PixelsConfig(Config):
@@ -30,12 +28,13 @@ class PixelsConfig(Config):
     data: PixelDataConfig = Field(description="images whose pixels are modelled")
 
 
-class Pixels(PlainTask):
+class Pixels(VisionTask):
     """Maximum likelihood of every channel of every pixel given those before it."""
 
+    config_class = PixelsConfig
+
     def __init__(self, config: PixelsConfig, precision: Precision = "float32") -> None:
-        super().__init__(precision)
-        self.config = config
+        super().__init__(config, precision)
         self.model = PixelTransformer(config.model, config.data.image_size)
 
     def forward(self, batch: PixelBatch, step: int) -> StepOutput:
@@ -48,10 +47,6 @@ class Pixels(PlainTask):
             statistics["bits_per_dim"] = nats.detach().mean() / math.log(2)
         return self.step_output({"pixels": Loss(nats.sum(), count)}, statistics=statistics)
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder."""
-        save_task(folder, self.config, state)
-
 
 def build(
     config: PixelsConfig, batch: int, seed: int, precision: Precision
@@ -61,8 +56,3 @@ def build(
     open_labelled(config.data.test, config.data.classes)
     data = pixel_data(images, config.data, batch, seed)
     return Pixels(config, precision), data
-
-
-def load(config: dict[str, Any], known: dict[str, Any]) -> Pixels:
-    """The task that a model folder describes, with fresh weights."""
-    return Pixels(PixelsConfig.model_validate(config))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -14,8 +14,8 @@ from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
 from vlp.objectives.mlm import mlm_loss
 from vlp.positions.fourier import FourierPosition
-from vlp.tasks.task import PlainTask, Precision, StepOutput
-from vlp.tasks.vision_only import save_task
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.vision_only import VisionTask
 from vlp.tasks.widgets.data import (
     WidgetBatch,
     WidgetDataConfig,
@@ -48,14 +48,16 @@ class WidgetsConfig(Config):
     )
 
 
-class Widgets(PlainTask):
+class Widgets(VisionTask):
     """Predicts each next word piece of a widget's caption."""
+
+    config_class = WidgetsConfig
 
     def __init__(
         self, config: WidgetsConfig, text: WidgetText, precision: Precision = "float32"
     ) -> None:
-        super().__init__(precision)
-        self.config, self.text = config, text
+        super().__init__(config, precision)
+        self.text = text
         self.model = WidgetCaptioner(
             config.model, text.vocab_size, text.special_ids, text.pad_id, text.cls_id, text.sep_id
         )
@@ -77,9 +79,15 @@ class Widgets(PlainTask):
             statistics["accuracy"] = hits.float().mean()
         return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder."""
-        save_task(folder, self.config, state, {"tokenizer": self.text.to_json()})
+    def known(self) -> dict[str, Any]:
+        """Return what `restore` needs beside the configuration."""
+        return {"tokenizer": self.text.to_json()}
+
+    @classmethod
+    def restore(cls, config: WidgetsConfig, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with fresh weights."""
+        data, tokenizer = config.data, read_tokenizer(known["tokenizer"])
+        return cls(config, WidgetText(tokenizer, data.max_words, data.max_caption))
 
     def _regulariser(self, like: Tensor) -> Loss:
         """KL of every regularised encoding's frequencies, summed (Eq. 10)."""
@@ -103,10 +111,3 @@ def build(
         screens, data.vocabulary, data.vocabulary_size, data.max_words, data.max_caption
     )
     return Widgets(config, text, precision), widget_data(screens, text, data, batch, seed)
-
-
-def load(config: dict[str, Any], known: dict[str, Any]) -> Widgets:
-    """The task that a model folder describes, with fresh weights."""
-    parsed = WidgetsConfig.model_validate(config)
-    tokenizer = read_tokenizer(known["tokenizer"])
-    return Widgets(parsed, WidgetText(tokenizer, parsed.data.max_words, parsed.data.max_caption))
