@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
-    """Evaluate a run's model, and write the ranks of its queries where it retrieves.
-
-    Returns:
-        What `result.json` says: `evaluation` and `figures`, among them `training/steps` and
-        `training/minutes`.
-    """
+    """Return the content of `result.json`, and write the ranks of queries where a run retrieves."""
     import torch
 
     torch.set_num_threads(threads)

@@ -71,10 +71,8 @@ class Run(NamedTuple):
 def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
     """List all runs: variants with the most seeds first, each seed by seed.
 
-    A grid that was stopped then has whole seeds to compare.
-
-    Args:
-        source: its file, which the training configuration is relative to.
+    A grid that was stopped then has whole seeds to compare. `source` is the ablation's file, which
+    the training configuration is relative to.
     """
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)
@@ -133,11 +131,7 @@ def run_ablation(
     only: Sequence[str] = (),
     say: Callable[[str], object] = print,
 ) -> Results:
-    """Do whatever is still to be done; returns the figures of all finished runs.
-
-    Args:
-        say: gets a line for each command and run.
-    """
+    """Do whatever is still to be done; returns the figures of all finished runs."""
     from evaluation.ablations.figures import evaluate_run
 
     runs = plan(config, source, only)

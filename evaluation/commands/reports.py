@@ -132,6 +132,7 @@ def report(
       vlp report runs/plain runs/ace --shards shards/scenes/val --out report.html
     """
     from evaluation.latex import latex as in_latex
+    from evaluation.options import EvalOptions
     from evaluation.report.html_page import page, result_tables
     from evaluation.report.sources import read_sources
     from evaluation.samples import EvaluationError
@@ -143,9 +144,14 @@ def report(
             "nothing to write: give --out FILE.html, --markdown or --latex FILE"
         )
     sources = read_sources(runs)
-    tables = result_tables(sources)
+    tables, options = result_tables(sources), EvalOptions(limit, device=device)
     made: list[tuple[Path | None, Callable[[], str]]] = [
-        (out, lambda: page(sources, shards or (), cases=cases, limit=limit, device=device)),
+        (
+            out,
+            lambda: page(
+                sources, shards or (), cases=cases, options=EvalOptions(limit, device=device)
+            ),
+        ),
         (markdown, lambda: "\n".join(table.markdown() for table in tables)),
         (latex, lambda: in_latex(tables)),
     ]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 import vlp
@@ -47,6 +46,7 @@ th:first-child, .facts td { text-align: left; }
 .row figure { max-width: 15rem; } .row figure.curve { max-width: 24rem; }
 img { max-width: 100%; height: auto; }
 """
+CURVES = ("loss", "validation", "learning_rate", "samples_per_second")
 _PROBES = {
     "pointing": "Pointing of words",
     "swaps": "Swapped arrangements (generated corpus)",
@@ -71,12 +71,11 @@ def page(
     shards: Sequence[str | Path] = (),
     *,
     cases: int = 6,
-    limit: int = 1000,
-    device: torch.device | str | None = None,
+    options: EvalOptions = EvalOptions(limit=1000),
 ) -> str:
     """Return the page, which needs no other file.
 
-    Models are tried on `limit` samples of `shards`: the `cases` best and worst retrievals of each.
+    Models are tried on samples of `shards`: the `cases` best and worst retrievals of each.
     """
     title = f"Report: {', '.join(source.name for source in sources)}"
     tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]
@@ -90,7 +89,7 @@ def page(
         parts += [_row([_curve("Total loss", losses)])]
     for number, source in enumerate(sources, 1):
         parts += [element("h2", source.name, id=f"run{number}")]
-        parts += _run(source, shards, cases, limit, device)
+        parts += _run(source, shards, cases, options)
     head = Html('<meta charset="utf-8">') + element("title", title) + element("style", Html(STYLE))
     body = element("body", Html("".join(parts)))
     return f'<!DOCTYPE html>\n<html lang="en">{element("head", Html(head))}{body}</html>\n'
@@ -140,11 +139,7 @@ def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredR
 
 
 def _run(
-    source: Source,
-    shards: Sequence[str | Path],
-    cases: int,
-    limit: int,
-    device: torch.device | str | None,
+    source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> Iterator[Html]:
     yield element("p", f"{source.folder} {source.task or ''}", class_="note")
     facts = [*settings(source), *course(source)]
@@ -152,22 +147,18 @@ def _run(
     yield element("table", *cells, class_="facts")
     yield _row([_curve(title, lines) for title, lines in training_curves(source.log).items()])
     if shards and cases and source.model and not source.task:
-        yield from _samples(source, shards, cases, limit, device)
+        yield from _samples(source, shards, cases, options)
     yield from (element("p", f"Left out: {word}.", class_="note") for word in source.missing)
 
 
 def _samples(
-    source: Source,
-    shards: Sequence[str | Path],
-    cases: int,
-    limit: int,
-    device: torch.device | str | None,
+    source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> list[Html]:
     """Return retrievals of the run's model; `source.missing` names why there are none."""
     try:
         with said_in_one_line():
             model = vlp.load(str(source.model))
-        gallery = Gallery(model, shards, EvalOptions(limit, device=device))
+        gallery = Gallery(model, shards, options)
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")
         return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
     except (EvaluationError, FileNotFoundError) as error:
@@ -210,9 +201,7 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
     curves: dict[str, dict[str, Any]] = {}
     for name in sorted({name for row in log for name in row}):
         title, _, label = name.partition("/")
-        if title in ("loss", "validation", "learning_rate", "samples_per_second") and (
-            "/" not in label
-        ):
+        if title in CURVES and "/" not in label:
             curves.setdefault(title.replace("_", " "), {})[label or title] = _line(log, name)
     return curves
 

@@ -11,7 +11,7 @@ from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.task import Task
 from vlp.tasks.vision_only import read_task
 from vlp.tasks.widgets.data import Collate
-from vlp.tasks.widgets.task import WidgetsConfig, build
+from vlp.tasks.widgets.task import Widgets, WidgetsConfig, build
 
 FOURIER = {"dimensions": 4, "groups": 4, "extent": 100, "gamma": 10, "features": 16}
 
