@@ -146,12 +146,7 @@ def report(
     sources = read_sources(runs)
     tables, options = result_tables(sources), EvalOptions(limit, device=device)
     made: list[tuple[Path | None, Callable[[], str]]] = [
-        (
-            out,
-            lambda: page(
-                sources, shards or (), cases=cases, options=EvalOptions(limit, device=device)
-            ),
-        ),
+        (out, lambda: page(sources, shards or (), cases=cases, options=options)),
         (markdown, lambda: "\n".join(table.markdown() for table in tables)),
         (latex, lambda: in_latex(tables)),
     ]
