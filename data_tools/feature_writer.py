@@ -181,7 +181,7 @@ class ViewBlocks(Dataset[Views]):
         index, header = self._sources[block.source], self._header
         raw = index.read(block.shard, sample)
         shard = index.shards[block.shard].name
-        image = JpegImage(raw.image, f"{index.folder / shard}, {raw.key}")
+        image = JpegImage(raw.image, raw.where)
         levels = [levels_of(self._transform.preprocessing.squash(image.image()))]
         flipped = []
         name = f"{header.sources[block.source].index}:{shard}:{sample}"

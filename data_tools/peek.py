@@ -121,19 +121,20 @@ def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str 
     if number >= len(shard):
         kind = "missing shard" if shard.missing else "corrupt shard"
         return Card(f"{shard.path.name}, sample {number}", None, notes, problem=kind)
-    title = shard.samples[number].key
+    files = shard.samples[number]
+    title, where = files.key, shard.where(files)
     try:
-        sample = shard.read(number)
+        sample = shard.read(files)
     except BadSample as bad:
-        return Card(title, None, (*notes, _told(bad, shard, number)), problem=bad.kind)
+        return Card(title, None, (*notes, _told(bad, where)), problem=bad.kind)
     annotation = sample.annotation
     try:
-        image = decode_image(sample.image, shard.where(number))
+        image = decode_image(sample.image, where)
         second = None
         if sample.second_image is not None:
-            second = decode_image(sample.second_image, shard.where(number))
+            second = decode_image(sample.second_image, where)
     except BadSample as bad:
-        told = _told(bad, shard, number)
+        told = _told(bad, where)
         return Card(title, None, (*notes, told, *captions_of(annotation)), problem=bad.kind)
     frames = _frames(annotation) if boxes else []
     if second is not None:
@@ -262,9 +263,9 @@ def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
     return both
 
 
-def _told(bad: BadSample, shard: ShardReader, number: int) -> str:
+def _told(bad: BadSample, where: str) -> str:
     """Return the fault without the place, which the title says already."""
-    reason = bad.where.removeprefix(shard.where(number)).strip()
+    reason = bad.where.removeprefix(where).strip()
     return reason.removeprefix("(").removesuffix(")") or bad.kind
 
 

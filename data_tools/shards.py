@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -15,16 +14,9 @@ from tqdm import tqdm
 
 from data_tools.executor import Executor, go_on
 from vlp.config import ConfigError
-from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import (
-    BadSample,
-    RawSample,
-    SampleFiles,
-    contents,
-    parse,
-    parse_annotation,
-)
-from vlp.data.shards.tar import Member
+from vlp.data.shards.index import no_shards_in
+from vlp.data.shards.sample_files import Contents, ShardFile
+from vlp.data.shards.tar import Member, open_tar
 
 Result = TypeVar("Result")
 
@@ -44,54 +36,33 @@ class Shard(NamedTuple):
         return str(self.path)
 
 
-class ShardReader:
-    """One shard open for reading: its samples in order, and what is wrong behind them.
+class ShardReader(ShardFile):
+    """One shard open for reading, its samples in order, and what is wrong behind them.
 
-    `with ShardReader(path) as shard: shard.read(0)`. A shard that cannot be opened has no samples
-    and is `missing`.
+    A shard that cannot be opened has no samples and is `missing`.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        found = contents(path)
-        self.samples: list[SampleFiles] = found.samples
-        self.problem = found.problem
-        self.missing = found.missing
-        self._file = -1 if found.missing else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            super().__init__(open_tar(path), path)
+            found = self.list_samples()
+        except OSError as error:
+            self.handle, self.path = -1, path
+            found = Contents([], error.strerror or str(error), missing=True)
+        self.samples, self.problem, self.missing = found
 
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        if self.handle >= 0:
+            super().close()
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, number: int) -> RawSample:
-        """Return a sample with its images; raises BadSample where it cannot be used."""
-        return parse(self.samples[number], self.content, self.where(number))
-
-    def annotation(self, number: int) -> Annotation:
-        """Return a sample's annotation, its images left unread; raises BadSample."""
-        return parse_annotation(self.samples[number], self.content, self.where(number))
-
-    def where(self, number: int) -> str:
-        """Return the place of a sample, for people."""
-        return f"{self.path}, {self.samples[number].key}"
-
     def content(self, member: Member) -> bytes:
-        """Return the bytes of a member; raises BadSample where the shard ends before they do."""
+        """Return the bytes of a file in the tar, unless the command was interrupted."""
         go_on()
-        try:
-            data = os.pread(self._file, member.size, member.offset)
-        except OSError as error:
-            raise BadSample("corrupt shard", f"{self.path} ({error.strerror})") from error
-        if len(data) != member.size:
-            raise BadSample("corrupt shard", f"{self.path}: cut off inside {member.name}")
-        return data
+        return super().content(member)
 
 
 def shards_of(folders: Sequence[Path]) -> list[Shard]:
@@ -106,8 +77,6 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
         seen.add(folder.resolve())
         names = sorted(path.name for path in folder.glob("*.tar"))
         if not names:
-            from vlp.data.shards.index import no_shards_in  # here, so that help needs no NumPy
-
             raise ConfigError(no_shards_in(folder))
         shards.extend(Shard(folder, name) for name in names)
     return shards
@@ -121,15 +90,7 @@ def scan(
     *,
     ledger: Path | None = None,
 ) -> Iterator[tuple[Shard, Result]]:
-    """Yield every shard and what `work` makes of it, with a progress bar in bytes of shards.
-
-    Args:
-        work: as of `Executor.map`.
-        shards: from `shards_of`.
-        executor: reads the shards.
-        title: of the progress bar.
-        ledger: as of `Executor.map`.
-    """
+    """Yield every shard and what `work` makes of it, with a progress bar in bytes of shards."""
     sizes = [shard.path.stat().st_size if shard.path.is_file() else 0 for shard in shards]
     with tqdm(total=sum(sizes), desc=title, unit="B", unit_scale=True) as bar:
         for shard, size, result in zip(shards, sizes, executor.map(work, shards, ledger=ledger)):
@@ -183,13 +144,9 @@ def repeated_keys(
     executor: Executor,
     prefixes: Mapping[Path, str] | None = None,
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield every occurrence of the keys that come more than once, in order.
+    """Yield every occurrence of the keys whose `number_of` is among `repeated`, in order.
 
-    Args:
-        shards: all shards.
-        repeated: numbers of keys (`number_of`) of which some come more than once.
-        executor: reads the headers.
-        prefixes: of the keys of each folder.
+    `prefixes` go before the keys of each folder.
     """
     work = partial(_repeated, repeated=repeated, prefixes=prefixes or {})
     for shard, names in scan(work, shards, executor, "repeated keys"):

@@ -250,10 +250,10 @@ def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: 
     tally = Tally()
     names: list[str] = []
     words: set[str] = set()
-    for number in range(len(shard)):
+    for files in shard.samples:
         tally.counts["samples"] += 1
         try:
-            sample = shard.read(number)
+            sample = shard.read(files)
         except BadSample as bad:
             tally.bad[bad.kind] += 1
             continue

@@ -44,7 +44,7 @@ from vlp.data.shards.index import (
     read_table,
     sample_rows,
 )
-from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
+from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import sha256_of
 from vlp.lock import FolderLock
@@ -184,10 +184,10 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
         if opened.missing:
             return Examined([Damage("missing shard", f"{shard} ({opened.problem})")])
         damage, captions, images = _damage_of(opened), [], 0
-        for number, sample in enumerate(opened.samples):
+        for sample in opened.samples:
             images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
             look = _structure if quick else _content
-            damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, number))
+            damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, sample))
             captions.append(0 if quick else _captions(opened, sample))
         places, rows = found_rows(opened.samples, captions)
         keys = numbers_of(keys_in(opened))
@@ -214,28 +214,26 @@ def _damage_of(shard: ShardReader) -> list[Damage]:
     return [] if len(shard) else [Damage("empty shard", str(shard.path))]
 
 
-def _structure(shard: ShardReader, number: int) -> Iterator[BadSample]:
-    files = shard.samples[number].files
-    if not any(name in IMAGES for name in files):
-        yield BadSample("missing image", shard.where(number))
-    for name, member in files.items():
+def _structure(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
+    if not any(name in IMAGES for name in files.files):
+        yield BadSample("missing image", shard.where(files))
+    for name, member in files.files.items():
         if name.removeprefix("1.") in IMAGES and member.size == 0:
-            yield BadSample("unreadable image", f"{shard.where(number)}.{name} (0 bytes)")
+            yield BadSample("unreadable image", f"{shard.where(files)}.{name} (0 bytes)")
 
 
-def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
-    # A key that came before is found over all shards; here its files count like any others.
-    files = shard.samples[number]._replace(repeated=False)
+def _content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
     try:
-        sample = parse(files, shard.content, shard.where(number))
+        # A key that came before is found over all shards; here its files count like any others.
+        sample = shard.read(files._replace(repeated=False))
     except BadSample as bad:
         yield bad
         return
     for data in (sample.image, sample.second_image):
         if data is not None:
             try:
-                decode_image(data, shard.where(number))
-                _check_sums(data, shard.where(number))
+                decode_image(data, sample.where)
+                _check_sums(data, sample.where)
             except BadSample as bad:
                 yield bad
 
@@ -243,7 +241,7 @@ def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
 def _captions(shard: ShardReader, sample: SampleFiles) -> int:
     """Count captions as the index does."""
     try:
-        return len(captions_of(parse_annotation(sample, shard.content, sample.key)))
+        return len(captions_of(shard.annotation(sample)))
     except BadSample:
         return 0
 

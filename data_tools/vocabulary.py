@@ -49,10 +49,9 @@ def _texts(
     indexes = [ShardIndex.open(folder) for folder in folders]
     with tqdm(total=sum(map(len, indexes)), unit="sample", desc="texts") as bar:
         for index in indexes:
-            for number, entry in enumerate(index.shards):
-                for sample in range(entry.samples):
-                    bar.update()
-                    try:
-                        yield from said(index.read_annotation(number, sample))
-                    except BadSample as bad:
-                        skipped.append(bad)
+            for annotation in index.annotations():
+                bar.update()
+                if isinstance(annotation, BadSample):
+                    skipped.append(annotation)
+                else:
+                    yield from said(annotation)

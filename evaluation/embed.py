@@ -19,10 +19,10 @@ from evaluation.probes.anchor_maps import read_pair
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Precision
-from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.data.shards.shard_reader import Items
 from vlp.io import parse_json
 from vlp.models.folder import Loaded
 

@@ -15,7 +15,6 @@ from evaluation.options import EvalOptions
 from evaluation.results import Figure
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks
-from vlp.data.downstream.dataset import Item
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics import bootstrap_means, percentile_interval
 
@@ -34,7 +33,7 @@ Given = TypeVar("Given", bound=Pictured, covariant=True)
 
 
 class Readable(Protocol[Given]):
-    """Items by number, such as `vlp.data.downstream.dataset.Items`."""
+    """Items by number, such as `vlp.data.shards.shard_reader.Items`."""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -116,19 +115,6 @@ def evaluate_blocks(
         first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
         raise EvaluationError(f"{', '.join(items.folders)}: nothing could be used{first}")
     return EvaluatedItems(rows, count_kinds(skipped))
-
-
-def image_of(item: Item) -> tuple[str, str]:
-    """Return (source, id) of an item's image, which its other items share."""
-    annotation = item.raw.annotation
-    if annotation.image_id is None:
-        return "", item.where
-    return annotation.source or "", annotation.image_id
-
-
-def image_name(item: Item) -> str:
-    """Return the name of an item's image as rows have it."""
-    return "/".join(image_of(item))
 
 
 def clustered_figures(

@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vlp.data.downstream.dataset import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, caption_numbers, captions_of
 from vlp.data.shards.remote import is_url
 from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import running, worker_settings
 from vlp.io import Redacted
 from vlp.training.engines.environment import cores_of_rank
@@ -80,11 +80,11 @@ class Samples:
             least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
         """
         try:
-            raw, _, where = self._items.read(position)
+            raw = self._items.read(position).raw
             captions = captions_of(raw.annotation)
             if not captions:
-                raise BadSample("no text", where)
-            image = self._image(position, raw.image, where, least)
+                raise BadSample("no text", raw.where)
+            image = self._image(position, raw.image, raw.where, least)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id

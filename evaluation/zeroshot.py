@@ -8,30 +8,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from evaluation.encoder import GIBIBYTE, Block, BlockCache
 from evaluation.item_results import (
     clustered_figures,
     evaluate_blocks,
-    image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks, evaluating, inference
-from vlp.data.downstream.dataset import Items
-from vlp.data.image.decode import decode_image
-from vlp.data.labelled_images import LabelledImages, open_labelled
-from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_reader import INDEX_NAME
+from vlp.data.labelled_images import Labelled, open_labelled
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
@@ -104,105 +98,28 @@ def _lines(path: str | Path) -> list[str]:
 LABEL = "label"
 
 
-class Classed(NamedTuple):
-    """An image, the number of its class, its key (or file), and what equal images share."""
-
-    image: Image.Image | None
-    label: int
-    key: str
-    image_id: str
-
-    def without_images(self) -> Classed:
-        """Return what is left once the image is prepared."""
-        return self._replace(image=None)
-
-
-class _Source(Protocol):
-    def __len__(self) -> int: ...
-
-    def read(self, number: int) -> Classed: ...
-
-
-class ClassedImages:
-    """Images of several places, by number.
-
-    Args:
-        paths: shard folders, folders of class folders, or tar files of such.
-        prompts: the classes.
-        label_field: of the annotations in shards.
-        limit: only the first so many images.
-    """
+class JoinedImages:
+    """Images of several places, by number; `limit` keeps the first so many."""
 
     def __init__(
-        self,
-        paths: Sequence[str | Path],
-        prompts: Prompts,
-        label_field: str = LABEL,
-        limit: int | None = None,
+        self, paths: Sequence[str | Path], labels: Sequence[str], field: str, limit: int | None
     ) -> None:
         if not paths:
             raise EvaluationError("no shard folder is given")
         if limit is not None and limit < 1:
             raise EvaluationError(f"limit {limit}: at least one image is needed")
         self.folders = tuple(map(str, paths))
-        numbers = {label: number for number, label in enumerate(prompts.labels)}
-        self._sources: list[_Source] = [
-            _FromFolders(open_labelled(path, prompts.labels))
-            if Path(path).is_file() or not _indexed(path)
-            else _LabelledShards(path, numbers, label_field)
-            for path in self.folders
-        ]
+        self._sources = [open_labelled(path, labels, field) for path in self.folders]
         self._ends = list(accumulate(map(len, self._sources)))
         self._length = self._ends[-1] if limit is None else min(limit, self._ends[-1])
 
     def __len__(self) -> int:
         return self._length
 
-    def read(self, number: int) -> Classed:
-        """One of them.
-
-        Raises:
-            BadSample: it cannot be decoded, or has no known class.
-        """
+    def read(self, number: int) -> Labelled:
+        """Return one of them; raises BadSample."""
         source = bisect_right(self._ends, number)
         return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
-
-
-def _indexed(path: str) -> bool:
-    folder = Path(path)
-    # Shards without an index: the index's own message tells how to make one.
-    return (folder / INDEX_NAME).is_file() or any(folder.glob("*.tar"))
-
-
-class _FromFolders:
-    def __init__(self, images: LabelledImages) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, number: int) -> Classed:
-        image, label, where = self._images.read(number)
-        return Classed(image, label, where, where)
-
-
-class _LabelledShards:
-    def __init__(self, path: str, numbers: dict[str, int], field: str) -> None:
-        self._items = Items([path])
-        self._numbers, self._field = numbers, field
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def read(self, number: int) -> Classed:
-        item = self._items.read(number)
-        label = getattr(item.raw.annotation, self._field, None)
-        if label is None:
-            raise BadSample("no class", f"{item.where}: it has no `{self._field}`")
-        if str(label) not in self._numbers:
-            raise BadSample("unknown class", f"{item.where} ({self._field} {label!r})")
-        image = decode_image(item.raw.image, item.where)
-        return Classed(image, self._numbers[str(label)], item.raw.key, image_name(item))
 
 
 MANY, SHOWN = 20, 10
@@ -257,7 +174,7 @@ def evaluate_zeroshot(
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
-    images = ClassedImages(shards, prompts, label_field, options.limit)
+    images = JoinedImages(shards, prompts.labels, label_field, options.limit)
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
@@ -266,7 +183,7 @@ def evaluate_zeroshot(
         with torch.no_grad(), inference(torch_device, options.precision):
             return model.encode_text(*tokens)
 
-    def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
+    def score_block(made: Sequence[tuple[Labelled, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([one for _, one in made]).to(torch_device)
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
@@ -314,7 +231,7 @@ def reordered(
     return found
 
 
-def _pixels(preprocess: Callable[[Any], Tensor], one: Classed, number: int) -> Tensor:
+def _pixels(preprocess: Callable[[Any], Tensor], one: Labelled, number: int) -> Tensor:
     return preprocess(one.image)
 
 
@@ -340,17 +257,19 @@ def _log_odds(
     return np.concatenate(found).reshape(near.shape)
 
 
-def _row(one: Classed, stages: dict[str, NDArray[np.floating]], prompts: Prompts) -> dict[str, Any]:
+def _row(
+    one: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
+) -> dict[str, Any]:
     """Ranks of the right class from 1; a class that scores as high counts before it."""
     final = list(stages.values())[-1]
     return {
-        "key": one.key,
+        "key": one.key or one.where,
         "label": prompts.labels[one.label],
         "prediction": prompts.labels[int(final.argmax())],
         "ranks": {
             name: int((~(scores < scores[one.label])).sum()) for name, scores in stages.items()
         },
-        "image": one.image_id,
+        "image": one.image_name or one.where,
     }
 
 

@@ -211,7 +211,7 @@ def _keys(wanted: SomeSamples) -> list[str]:
 
 def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
     try:
-        sample = shard.read(number)
+        sample = shard.read(shard.samples[number])
     except BadSample:
         return []
     source, image_id = sample.annotation.source, sample.annotation.image_id
@@ -220,7 +220,7 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
     key = number_of(sample.key)
     images = enumerate((sample.image, sample.second_image))
     return [
-        image_record(data, shard.where(number), key, name, number, bool(second))
+        image_record(data, sample.where, key, name, number, bool(second))
         for second, data in images
         if data is not None
     ]

@@ -20,13 +20,12 @@ from evaluation.downstream.task_evaluation import (
 )
 from evaluation.item_results import (
     clustered_figures,
-    image_name,
     keep_scores,
 )
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks
-from vlp.data.downstream.dataset import Item
+from vlp.data.shards.shard_reader import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample
 from vlp.tasks.caption.metrics import (
@@ -76,7 +75,7 @@ class CaptionEvaluation(TaskEvaluation):
             "image_id": item.raw.annotation.image_id,
             "caption": prediction,
             "captions": list(example.captions),
-            "image": image_name(item),
+            "image": item.raw.image_name,
         }
 
     def score(

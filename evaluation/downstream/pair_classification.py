@@ -20,10 +20,10 @@ from evaluation.downstream.task_evaluation import (
 )
 from evaluation.item_results import (
     clustered_figures,
-    image_name,
     keep_scores,
 )
-from vlp.data.downstream.dataset import Item, panels
+from vlp.data.downstream.dataset import panels
+from vlp.data.shards.shard_reader import Item
 from vlp.tasks.pair_classification.data import PairBatch, PairExample
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
@@ -64,7 +64,7 @@ class PairEvaluation(TaskEvaluation):
             "text": said,
             "prediction": prediction,
             "label": None if example.label is None else classes[example.label],
-            "image": image_name(item),
+            "image": item.raw.image_name,
         }
 
     def score(

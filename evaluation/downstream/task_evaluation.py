@@ -22,7 +22,7 @@ from evaluation.samples import (
 )
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Config, Precision
-from vlp.data.downstream.dataset import Item
+from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 
@@ -139,7 +139,7 @@ class TaskEvaluation:
     action: ClassVar[PageAction | None] = None
 
     def row(self, task: Any, item: Item, example: Any, prediction: str) -> Row:
-        """Return ids, texts, prediction, truth and `image` (`blocks.image_name`) of an item."""
+        """Return ids, texts, prediction, truth and `image` (`RawSample.image_name`) of an item."""
         raise NotImplementedError
 
     def score(self, task: Any, rows: Sequence[Row], resamples: int, **options: Any) -> Scored:

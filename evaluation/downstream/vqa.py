@@ -23,10 +23,9 @@ from evaluation.downstream.task_evaluation import (
 )
 from evaluation.item_results import (
     clustered_figures,
-    image_name,
     keep_scores,
 )
-from vlp.data.downstream.dataset import Item
+from vlp.data.shards.shard_reader import Item
 from vlp.tasks.downstream.task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
@@ -67,7 +66,7 @@ class VqaEvaluation(TaskEvaluation):
             "answer": prediction,
             "answers": dict(example.answers),
             "types": dict(example.types),
-            "image": image_name(item),
+            "image": item.raw.image_name,
         }
 
     def predict(self, task: Vqa, batch: VqaBatch, **options: Any) -> list[str]:

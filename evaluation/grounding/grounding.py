@@ -19,7 +19,6 @@ from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.item_results import (
     clustered_figures,
     evaluate_blocks,
-    image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
@@ -27,11 +26,11 @@ from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
-from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, viewed
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.text.tokenizer import TextTokens
 from vlp.data.text.word_boxes import patches_in_box
 from vlp.models.folder import Loaded
@@ -221,7 +220,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
         "point": [float(value) for value in centre],
         "hit": bool(inside[tuple(best.T)].all()),
         "share": float(inside.mean()),
-        "image": image_name(item),
+        "image": item.raw.image_name,
         "box": None,
         "right": None,
         "possible": None,

@@ -13,18 +13,17 @@ import torch
 from evaluation.item_results import (
     clustered_figures,
     evaluate_blocks,
-    image_name,
     keep_scores,
 )
 from evaluation.options import EvalOptions
 from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
-from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, viewed
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.text.foils import FOIL_KINDS, make_foils
 from vlp.models.folder import Loaded
 
@@ -149,7 +148,7 @@ def _rows(
             item = made[number][0]
             yield {
                 "key": item.raw.key,
-                "image": image_name(item),
+                "image": item.raw.image_name,
                 "kind": kind,
                 "caption": caption,
                 "foil": foil,

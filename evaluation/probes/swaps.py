@@ -21,9 +21,9 @@ from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
-from vlp.data.downstream.dataset import Item, Items
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, viewed
+from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import ImageFeatures

@@ -22,9 +22,9 @@ def test_shards_are_read_in_order(tmp_path: Path) -> None:
     counts = [count for _, count in scan(_count, shards, Executor(2), "count")]
     assert counts == [2, 2, 1, 1]
     with ShardReader(shards[0].path) as reader:
-        sample = reader.read(1)
+        sample = reader.read(reader.samples[1])
         assert (sample.key, sample.image) == ("k1", jpeg(1))
-        assert reader.annotation(1) == sample.annotation
+        assert reader.annotation(reader.samples[1]) == sample.annotation
 
 
 def test_damaged_and_missing_shards(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_damaged_and_missing_shards(tmp_path: Path) -> None:
     with ShardReader(path) as reader:
         path.write_bytes(path.read_bytes()[:700])
         with pytest.raises(BadSample, match="cut off"):
-            reader.read(0)
+            reader.read(reader.samples[0])
     write_tar(path, [("a.jpg", jpeg(1)), ("b.jpg", jpeg(2))])
     cut(path)
     with ShardReader(path) as reader:

@@ -16,12 +16,12 @@ from evaluation.downstream.submissions import Submission, write_json
 from evaluation.downstream.task_evaluation import PageAction, Scored, TaskEvaluation
 from evaluation.item_results import (
     clustered_figures,
-    image_name,
     keep_scores,
 )
-from vlp.data.downstream.dataset import DownstreamDataset, Items, decoded
+from vlp.data.downstream.dataset import DownstreamDataset, decoded
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import SkippedSample
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.batch import moved
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
@@ -54,7 +54,7 @@ class ColourDataset(DownstreamDataset[ColourExample, ColourBatch]):
     def make(self, item, number, rng_for=None):
         said = " ".join(captions_of(item.raw.annotation))
         label = next((n for n, name in enumerate(NAMES) if name in said), None)
-        image = decoded(item.raw, 1, item.where)
+        image = decoded(item.raw, 1)
         return ColourExample(self.prepare(image, "", number, rng_for)[0], label)
 
     def blank(self):
@@ -104,7 +104,7 @@ class ColourEvaluation(TaskEvaluation):
     def row(self, task, item, example, prediction):
         label = None if example.label is None else NAMES[example.label]
         found = {"key": item.raw.key, "text": "\n".join(captions_of(item.raw.annotation))}
-        return {**found, "prediction": prediction, "label": label, "image": image_name(item)}
+        return {**found, "prediction": prediction, "label": label, "image": item.raw.image_name}
 
     def score(self, task, rows, resamples, **options):
         right = {"accuracy": torch.tensor([r["label"] == r["prediction"] for r in rows]).numpy()}

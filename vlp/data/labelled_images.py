@@ -12,18 +12,27 @@ from PIL import Image
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex
+from vlp.data.shards.shard_reader import INDEX_NAME, Items
 from vlp.data.shards.tar import stored_files
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 class Labelled(NamedTuple):
-    """An image (RGB), the number of its class, and where it lies."""
+    """An image (RGB), the number of its class, and where it lies.
+
+    In shards it has a key, and the name that samples of the same image share.
+    """
 
     image: Image.Image
     label: int
     where: str
+    key: str = ""
+    image_name: str = ""
+
+    def without_images(self) -> Labelled:
+        """Return what is left once the image is prepared."""
+        return self._replace(image=Image.new("RGB", (1, 1)))
 
 
 class LabelledImages(Protocol):
@@ -35,32 +44,27 @@ class LabelledImages(Protocol):
         """Images."""
 
     def read(self, number: int) -> Labelled:
-        """One of them.
-
-        Raises:
-            BadSample: it cannot be decoded, or has no known class.
-        """
+        """One of them; raises BadSample where it cannot be decoded or has no known class."""
 
 
-def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledImages:
+def open_labelled(
+    path: str, classes: Sequence[str] | None = None, field: str = "label"
+) -> LabelledImages:
     """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
 
-    Args:
-        path: a tar file (compressed or not, read into memory: for small sets), a folder that holds
-            `CLASS/IMAGE`, or one that `data_tools index` has indexed, whose samples name their
-            class as `label`.
-        classes: class names in order, as training had them; None finds them, sorted. For shards
-            they must be given: an index does not know them.
+    A tar file (compressed or not) is read into memory: for small sets. Samples of shards name their
+    class in a `field` of the annotation. `classes` are in the order that training had; None finds
+    them, sorted, but in shards, whose index does not know them.
     """
     place = Path(path)
     if place.is_file():
         return _FromTar(place, classes)
     if not place.is_dir():
         raise ConfigError(f"{path}: there is neither a folder nor a tar file")
-    if (place / INDEX_NAME).is_file():
+    if (place / INDEX_NAME).is_file() or any(place.glob("*.tar")):
         if classes is None:
             raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
-        return _ClassShards(place, classes)
+        return _ClassShards(place, classes, field)
     return _FromFolder(place, classes)
 
 
@@ -151,27 +155,23 @@ class _FromTar:
 
 
 class _ClassShards:
-    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
-        self._index = ShardIndex.open(folder)
+    def __init__(self, folder: Path, classes: Sequence[str], field: str) -> None:
+        self._items, self._field = Items([folder]), field
         self.classes = tuple(classes)
         self._number = {name: number for number, name in enumerate(self.classes)}
-        self._places = [
-            (shard, sample)
-            for shard, entry in enumerate(self._index.shards)
-            for sample in range(entry.samples)
-        ]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._items)
 
     def read(self, number: int) -> Labelled:
-        shard, sample = self._places[number]
-        raw = self._index.read(shard, sample)
-        where = f"{self._index.folder / self._index.shards[shard].name}, {raw.key}"
-        label = raw.annotation.label
-        if label not in self._number:
-            raise BadSample("unknown class", f"{where} (label {label!r})")
-        return Labelled(decode_image(raw.image, where), self._number[str(label)], where)
+        raw = self._items.read(number).raw
+        label = getattr(raw.annotation, self._field, None)
+        if label is None:
+            raise BadSample("no class", f"{raw.where}: it has no `{self._field}`")
+        if str(label) not in self._number:
+            raise BadSample("unknown class", f"{raw.where} ({self._field} {label!r})")
+        image, label = decode_image(raw.image, raw.where), self._number[str(label)]
+        return Labelled(image, label, raw.where, raw.key, raw.image_name)
 
 
 def _in_class_folder(name: PurePath) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,6 @@ from vlp.data.shards.remote import (
     ShardCache,
     Unreachable,
     file_of,
-    given_up,
     is_url,
     patiently,
 )
@@ -47,12 +45,11 @@ from vlp.data.shards.sample_files import (
     BadSample,
     DataError,
     RawSample,
+    ShardFile,
     SkippedSample,
-    grouped,
-    parse,
+    given_up,
 )
 from vlp.data.shards.shard_reader import ShardIndex
-from vlp.data.shards.tar import members_in, section
 from vlp.data.stream.batch import Batch, Inputs
 from vlp.data.stream.loader import OrderedData, read_at_once
 from vlp.data.stream.rng import identity, make_rng
@@ -184,7 +181,6 @@ class CaptionedSamples(Dataset[Slot]):
         sample, caption_number = self._sample(element)
         if raw is None:
             raw = self.sources[source].read(shard, sample)
-        where = f"{self.sources[source].path(shard)}, {raw.key}"
         name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
 
         def rng(purpose: str) -> np.random.Generator:
@@ -195,13 +191,13 @@ class CaptionedSamples(Dataset[Slot]):
             several = len(captions) > 1
             caption_number = int(rng("caption").integers(len(captions))) if several else 0
         if caption_number is None or caption_number >= len(captions):
-            raise BadSample("no text", where)
+            raise BadSample("no text", raw.where)
         caption = captions[caption_number]
-        image = JpegImage(raw.image, where)
+        image = JpegImage(raw.image, raw.where)
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
-        levels = self._levels((source, shard, sample), image, caption, where, rng)
+        levels = self._levels((source, shard, sample), image, caption, raw.where, rng)
         slot = Slot(
             levels=None,
             text_ids=ids,
@@ -447,18 +443,14 @@ def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample
                 target = f"/proc/self/fd/{file.fileno()}"
                 fetch = partial(RemoteFolder(place, source.outages).fetch, remote, target)
                 patiently(fetch, source.outages.seconds, told)
-            size = os.fstat(file.fileno()).st_size
-            members, problem = members_in(section(file.fileno(), 0, size), size)
-            for sample in grouped(members):
+            opened = ShardFile(file.fileno(), told)
+            samples, problem, _ = opened.list_samples()
+            for sample in samples:
                 try:
-                    yield parse(
-                        sample,
-                        lambda m: os.pread(file.fileno(), m.size, m.offset),
-                        f"{told}, {sample.key}",
-                    )
+                    yield opened.read(sample)
                 except BadSample as bad:
                     yield bad
-            if problem or not members:
+            if problem or not samples:
                 yield BadSample("corrupt shard", f"{told} ({problem or 'it holds nothing'})")
     except (OSError, Unreachable) as error:
         missing = BadSample("missing shard", f"{told} ({error})")

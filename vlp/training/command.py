@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
-from vlp.data.shards.remote import PausedDataError
+from vlp.data.shards.sample_files import PausedDataError
 from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint

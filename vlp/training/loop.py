@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.config import ConfigError, save_config
-from vlp.data.shards.remote import PausedDataError
+from vlp.data.shards.sample_files import PausedDataError
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import identity

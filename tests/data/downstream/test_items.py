@@ -5,9 +5,9 @@ import pytest
 from pair_shards import annotated_shards
 from PIL import Image
 
-from vlp.data.downstream.dataset import Items
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import Items
 from vlp.scenes.render import encode_png
 
 IMAGE = encode_png(Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)))

@@ -20,12 +20,11 @@ from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import (
     FETCHED_AHEAD,
     OutageConfig,
-    PausedDataError,
     RemoteFolder,
     ShardCache,
     connected,
 )
-from vlp.data.shards.sample_files import DataError
+from vlp.data.shards.sample_files import DataError, PausedDataError
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
 from vlp.data.stream.batch import Inputs
 

@@ -6,9 +6,10 @@ import torch
 from question_shards import AUGMENT, coloured, photo, toy_text, write_shards
 
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.dataset import ImagePreparation, Items
+from vlp.data.downstream.dataset import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
+from vlp.data.shards.shard_reader import Items
 from vlp.tasks.caption.data import CaptionDataConfig, CaptionDataset, captions_in
 
 

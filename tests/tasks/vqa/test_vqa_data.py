@@ -12,9 +12,10 @@ from question_shards import AUGMENT, coloured, photo, question, toy_text, write_
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.dataset import ImagePreparation, Items
+from vlp.data.downstream.dataset import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import IndexedSamples
 from vlp.data.stream.sampler import Element, Request
 from vlp.tasks.vqa.data import (

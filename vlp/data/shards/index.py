@@ -26,8 +26,8 @@ from numpy.typing import ArrayLike
 
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards.sample_files import BadSample, SampleFiles, contents, parse_annotation
-from vlp.data.shards.tar import Member
+from vlp.data.shards.sample_files import BadSample, SampleFiles, ShardFile
+from vlp.data.shards.tar import BLOCK, open_tar
 from vlp.io import atomic_write
 
 
@@ -44,7 +44,6 @@ def narrow(values: ArrayLike) -> np.ndarray:
 INDEX_NAME = "index.npz"
 INDEX_VERSION = 3
 TABLE_GLOB = f"samples-{16 * '[0-9a-f]'}.npy"
-BLOCK = 512
 
 # Bytes of a table that is read whole to check it: 27 million samples, a fraction of a second.
 _MOST_CHECKED = 2**28
@@ -325,24 +324,22 @@ class Survey(NamedTuple):
 
 def survey(path: Path) -> Survey:
     """Read a shard's headers and annotations; a sample that cannot be read has no captions."""
-    found = contents(path)
-    if found.missing:
-        raise ConfigError(f"{path}: cannot read this shard ({found.problem})")
+    try:
+        handle = open_tar(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this shard ({error.strerror})") from error
     captions = []
-    with open(path, "rb") as file:
-
-        def read(member: Member) -> bytes:
-            file.seek(member.offset)
-            return file.read(member.size)
-
-        for sample in found.samples:
+    with ShardFile(handle, path) as shard:
+        samples, problem, _ = shard.list_samples()
+        for sample in samples:
             try:
-                captions.append(len(captions_of(parse_annotation(sample, read, sample.key))))
+                captions.append(len(captions_of(shard.annotation(sample))))
             except BadSample:
                 captions.append(0)
-    rows = sample_rows(found.samples, captions)
-    keys = [sample.key for sample in found.samples]
-    return Survey(SurveyedShard(path.name, path.stat().st_size, rows), keys, found.problem)
+        rows = sample_rows(samples, captions)
+        return Survey(
+            SurveyedShard(path.name, shard.bytes, rows), [sample.key for sample in samples], problem
+        )
 
 
 def index_folder(

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.sample_files import BadSample, DataError
+from vlp.data.shards.sample_files import BadSample, DataError, given_up
 from vlp.io import (
     HIDDEN,
     REFERENCE,
@@ -71,10 +71,6 @@ DEFAULT_OUTAGES = OutageConfig()
 
 class Unreachable(Exception):
     """A file that was tried for long enough; the message says the last reason."""
-
-
-class PausedDataError(DataError):
-    """Error for a store that is away for too long, after which the run is started again."""
 
 
 _retries: Any = None
@@ -133,24 +129,6 @@ def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Va
         with retries().get_lock():
             retries().value += 1
         wait = min(2 * wait, _LONGEST_WAIT)
-
-
-def given_up(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
-    """Return the error that the policy wants where a shard cannot be had.
-
-    Args:
-        bad: the shard, and why.
-        policy: see `OutageConfig`.
-        may_pass: whether a later start may find it; a run is not paused for what stays.
-    """
-    if policy == "skip":
-        return bad
-    if policy == "pause" and may_pass:
-        return PausedDataError(f"{bad}; paused: go on with --resume when the store is back")
-    return DataError(
-        f"{bad}; go on with --resume when it can be had, or drop its samples with "
-        "data.outages.policy=skip"
-    )
 
 
 MANIFEST_NAME = "manifest.json"

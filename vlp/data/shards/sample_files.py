@@ -1,17 +1,29 @@
-"""Layout of one sample in a shard: the files that belong together, and their contents."""
+"""The one way to a sample of a shard: an open tar, the files that belong together, their contents.
+
+`vlp.data.shards.shard_reader` says where a sample lies by the index; tools list all of a tar.
+"""
 
 from __future__ import annotations
 
+import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
 from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.tar import Member, read_members
+from vlp.data.shards.tar import (
+    BLOCK,
+    Member,
+    members_in,
+    open_tar,
+    plain_members,
+    section,
+)
 from vlp.io import Redacted, redacted
 
 if TYPE_CHECKING:  # the tools for shards come this way and have no use for PyTorch
@@ -37,6 +49,11 @@ _GAP = 2**20
 
 _TEXTS = ("json", "txt")
 
+# A longer sample is read file by file, as far as it is wanted.
+_BYTES_AT_ONCE = 2**20
+
+Reader = Callable[[Member], bytes]
+
 
 class BadSample(Exception):
     """A sample that cannot be used: what is wrong (`kind`, see KINDS) and where it lies."""
@@ -52,13 +69,21 @@ class BadSample(Exception):
 
 
 class RawSample(NamedTuple):
-    """One sample as stored: encoded images and the parsed annotation."""
+    """One sample as stored: encoded images, the annotation, and its location for messages."""
 
     key: str
     image: bytes
     extension: str
     annotation: Annotation
-    second_image: bytes | None = None
+    second_image: bytes | None
+    where: str
+
+    @property
+    def image_name(self) -> str:
+        """SOURCE/ID of the image, equal for samples that show the same one."""
+        if self.annotation.image_id is None:
+            return f"/{self.where}"
+        return f"{self.annotation.source or ''}/{self.annotation.image_id}"
 
 
 class SampleFiles(NamedTuple):
@@ -80,13 +105,81 @@ class Contents(NamedTuple):
     missing: bool = False
 
 
+class ShardFile:
+    """An open tar of samples; reads carry their own offset, so that processes may share it.
+
+    `path` is its name in messages; what an error of the disk means, the `policy` of
+    `vlp.data.shards.remote.OutageConfig` says.
+    """
+
+    def __init__(self, handle: int, path: object, policy: str = "skip") -> None:
+        self.handle, self.path, self.policy = handle, path, policy
+        self.bytes = os.fstat(handle).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; nothing is read any more."""
+        os.close(self.handle)
+
+    def list_samples(self) -> Contents:
+        """List all samples by the headers of the tar."""
+        if not self.bytes:
+            return Contents([])
+        members, problem = members_in(section(self.handle, 0, self.bytes), self.bytes)
+        return Contents(grouped(members), problem)
+
+    def samples_at(self, start: int, size: int) -> tuple[Contents, Reader]:
+        """List the samples in a part of the tar (one is due), with the reader of their files."""
+        # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+        if size > _BYTES_AT_ONCE:
+            headers = section(self.handle, start, start + size, zeros=BLOCK)
+            members, problem = members_in(headers, size + BLOCK)
+            read: Reader = lambda m: self.content(m._replace(offset=start + m.offset))  # noqa: E731
+            return Contents(grouped(members), problem), read
+        data = os.pread(self.handle, size, start)
+        plain = plain_members(data) if len(data) == size else None
+        if plain is None:
+            members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
+        else:
+            members, problem = plain, None
+        return Contents(grouped(members), problem), lambda m: data[m.offset : m.offset + m.size]
+
+    def content(self, member: Member) -> bytes:
+        """Return the bytes of a file in the tar."""
+        try:
+            data = os.pread(self.handle, member.size, member.offset)
+        except OSError as error:
+            bad = BadSample("missing shard", f"{self.path} ({error.strerror})")
+            raise given_up(bad, self.policy) from error
+        if len(data) != member.size:
+            raise BadSample("corrupt shard", f"{self.path}: cut off inside {member.name}")
+        return data
+
+    def where(self, sample: SampleFiles) -> str:
+        """Return the location of a sample for messages."""
+        return f"{self.path}, {sample.key}"
+
+    def read(self, sample: SampleFiles) -> RawSample:
+        """Return a listed sample with its images; raises BadSample where it cannot be used."""
+        return parse(sample, self.content, self.where(sample))
+
+    def annotation(self, sample: SampleFiles) -> Annotation:
+        """Return a listed sample's annotation, its images left unread; raises BadSample."""
+        return parse_annotation(sample, self.content, self.where(sample))
+
+
 def contents(path: Path) -> Contents:
     """List a shard's samples; one that cannot be opened is `missing`, and raises nothing."""
     try:
-        members, problem = read_members(path)
+        with ShardFile(open_tar(path), path) as shard:
+            return shard.list_samples()
     except OSError as error:
         return Contents([], error.strerror or str(error), missing=True)
-    return Contents(grouped(members), problem)
 
 
 def grouped(members: Iterable[Member]) -> list[SampleFiles]:
@@ -111,13 +204,8 @@ def grouped(members: Iterable[Member]) -> list[SampleFiles]:
     return samples
 
 
-def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> RawSample:
-    """Read one sample through `read(member)`, its files at once where they lie side by side.
-
-    Raises:
-        BadSample: it has no image or one too large, its JSON or text cannot be read, or its key
-            came before.
-    """
+def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
+    """Read one sample, its files at once where they lie side by side; raises BadSample."""
     if sample.repeated:
         raise _repeated(where)
     extension = next((name for name in IMAGES if name in sample.files), None)
@@ -133,17 +221,12 @@ def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> R
     read = _at_once(wanted, read)
     annotation = parse_annotation(sample, read, where)
     image, *second = (read(sample.files[name]) for name in images)
-    return RawSample(sample.key, image, extension, annotation, second[0] if second else None)
+    second_image = second[0] if second else None
+    return RawSample(sample.key, image, extension, annotation, second_image, where)
 
 
-def parse_annotation(
-    sample: SampleFiles, read: Callable[[Member], bytes], where: str
-) -> Annotation:
-    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none.
-
-    Raises:
-        BadSample: one of them cannot be read, or the sample's key came before.
-    """
+def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
+    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none; raises BadSample."""
     if sample.repeated:
         raise _repeated(where)
     _require_small_texts(sample, where)
@@ -178,9 +261,7 @@ def _require_small_texts(sample: SampleFiles, where: str) -> None:
             raise BadSample("bad annotation", told)
 
 
-def _at_once(
-    members: Sequence[Member], read: Callable[[Member], bytes]
-) -> Callable[[Member], bytes]:
+def _at_once(members: Sequence[Member], read: Reader) -> Reader:
     """Return a reader of the members, which reads them at once if they lie close together."""
     start = min(member.offset for member in members)
     end = max(member.offset + member.size for member in members)
@@ -209,6 +290,25 @@ class DataError(Redacted, RuntimeError):
     def told(self) -> str:
         """The message alone: PyTorch puts a worker's traceback before what the worker said."""
         return str(self).rpartition("DataError: ")[2].strip()
+
+
+class PausedDataError(DataError):
+    """Error for a store that is away for too long, after which the run is started again."""
+
+
+def given_up(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
+    """Return the error that the policy of outages wants where a shard cannot be had.
+
+    Without `may_pass` a later start will not find it either, and a run is not paused for that.
+    """
+    if policy == "skip":
+        return bad
+    if policy == "pause" and may_pass:
+        return PausedDataError(f"{bad}; paused: go on with --resume when the store is back")
+    return DataError(
+        f"{bad}; go on with --resume when it can be had, or drop its samples with "
+        "data.outages.policy=skip"
+    )
 
 
 class Shared(Protocol):

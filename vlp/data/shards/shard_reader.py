@@ -10,11 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,7 +21,6 @@ import numpy as np
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.index import (
-    BLOCK,
     INDEX_NAME,
     LRUCache,
     ShardEntry,
@@ -41,7 +38,6 @@ from vlp.data.shards.remote import (
     OutageConfig,
     RemoteFolder,
     ShardCache,
-    given_up,
     is_url,
 )
 from vlp.data.shards.sample_files import (
@@ -49,23 +45,18 @@ from vlp.data.shards.sample_files import (
     BadSample,
     DataError,
     RawSample,
+    Reader,
     SampleFiles,
-    grouped,
+    ShardFile,
+    given_up,
     parse,
     parse_annotation,
 )
 from vlp.data.shards.shard_writer import ShardWriter
-from vlp.data.shards.tar import Member, members_in, plain_members, section
+from vlp.data.shards.tar import BLOCK, open_tar
 
 # Of the cache: rows of samples that take more are not fetched to save the reading of headers.
 _SMALL_SHARE = 0.01
-
-
-class OpenShard(NamedTuple):
-    """An open file and its length."""
-
-    handle: int
-    bytes: int
 
 
 class ShardLocation:
@@ -79,8 +70,8 @@ class ShardLocation:
     policy: str
     is_remote = False
 
-    def open(self, entry: ShardEntry) -> OpenShard:
-        """Open a shard; raises BadSample where it cannot be had."""
+    def open(self, entry: ShardEntry) -> ShardFile:
+        """Open a shard; raises BadSample or DataError, as the policy says, where it is not had."""
         raise NotImplementedError
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
@@ -105,30 +96,17 @@ class LocalFolder(ShardLocation):
     def __init__(self, folder: Path, policy: str = "fail") -> None:
         self.folder, self.policy = folder, policy
 
-    def open(self, entry: ShardEntry) -> OpenShard:
-        """Open a shard.
-
-        Raises:
-            BadSample, DataError: it cannot be read; which of the two, the policy says.
-            OSError: this process, or the system, can open no more files.
-        """
+    def open(self, entry: ShardEntry) -> ShardFile:
+        """Open a shard; raises OSError where no more files can be opened."""
         path = self.folder / entry.name
         try:
-            # Without waiting: a pipe of that name would otherwise wait for a writer for ever.
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            return ShardFile(open_tar(path), path, self.policy)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             bad = BadSample("missing shard", f"{path} ({error.strerror})")
-            may_pass = not isinstance(error, FileNotFoundError)
+            may_pass = error.errno not in (errno.ENOENT, errno.EINVAL)
             raise given_up(bad, self.policy, may_pass) from error
-        status = os.fstat(handle)
-        if not S_ISREG(status.st_mode):
-            os.close(handle)
-            raise given_up(
-                BadSample("missing shard", f"{path} (it is no file)"), self.policy, False
-            )
-        return OpenShard(handle, status.st_size)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
         """Return the rows of all samples, mapped into memory."""
@@ -152,14 +130,10 @@ class CachedFolder(ShardLocation):
         self._digests = digests
         self._asked = False
 
-    def open(self, entry: ShardEntry) -> OpenShard:
-        """Open a shard in the cache, fetched first where it is not there.
-
-        Raises:
-            BadSample: the shard is gone, or comes damaged, or cannot be fetched.
-            DataError: the cache cannot hold it, or nothing can be fetched any more.
-        """
-        return OpenShard(self.cache.open(self._file(entry)), entry.bytes)
+    def open(self, entry: ShardEntry) -> ShardFile:
+        """Open a shard in the cache, fetched first where it is not there."""
+        handle = self.cache.open(self._file(entry))
+        return ShardFile(handle, self.folder / entry.name, self.policy)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
         """Return the rows of all samples, fetched once and mapped into memory.
@@ -196,6 +170,8 @@ __all__ = [
     "IMAGES",
     "INDEX_NAME",
     "BadSample",
+    "Item",
+    "Items",
     "RawSample",
     "ShardEntry",
     "ShardIndex",
@@ -210,13 +186,7 @@ _FILES_KEPT = 128
 _CACHED_FILES_KEPT = 2
 
 # Of all indexes of this process: where the system opens no more files, all close theirs.
-_OPEN: WeakSet[LRUCache[OpenShard]] = WeakSet()
-
-# A longer sample is read file by file, as far as `vlp.data.shards.sample_files` wants it.
-_BYTES_AT_ONCE = 2**20
-
-Found = tuple[SampleFiles, Callable[[Member], bytes], str]
-"""A sample's files, what reads them, and where they lie, for messages."""
+_OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
 
 
 class _Scan(NamedTuple):
@@ -243,12 +213,11 @@ class ShardIndex:
         self._rows_sought = False
         self._scans: LRUCache[_Scan] = LRUCache(_SCANS_KEPT)
         self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
-        self._paths: LRUCache[str] = LRUCache(_SCANS_KEPT)
         kept = _CACHED_FILES_KEPT
         if not isinstance(place, CachedFolder):
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             kept = _FILES_KEPT if soft < 0 else max(2, min(_FILES_KEPT, soft // 16))
-        self._files: LRUCache[OpenShard] = LRUCache(kept, dispose=_close)
+        self._files: LRUCache[ShardFile] = LRUCache(kept, dispose=ShardFile.close)
         _OPEN.add(self._files)
         place.when_full(self._files.clear)
 
@@ -259,10 +228,7 @@ class ShardIndex:
         cache: ShardCache | None = None,
         outages: OutageConfig = DEFAULT_OUTAGES,
     ) -> ShardIndex:
-        """Read the index of a folder, or of a URL whose shards are then kept in `cache`.
-
-        `outages` says what to do when the store of the URL fails.
-        """
+        """Read the index of a folder, or of a URL whose shards are then kept in `cache`."""
         if is_url(folder):
             return cls._open_remote(str(folder), cache, outages)
         folder = Path(folder)
@@ -322,16 +288,23 @@ class ShardIndex:
     def read(self, shard_number: int, sample_number: int) -> RawSample:
         """Return the sample at a place of the index.
 
-        Raises:
-            BadSample: the shard is missing or damaged there, or the sample itself cannot be used
-                (`vlp.data.shards.sample_files.KINDS`).
-            IndexError: the index has no such place.
+        Raises BadSample where the shard is missing or damaged there, or the sample cannot be used
+        (`vlp.data.shards.sample_files.KINDS`).
         """
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
         """Return the annotation alone, its images left unparsed; raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
+
+    def annotations(self) -> Iterator[Annotation | BadSample]:
+        """Yield the annotation of each sample in order, or why it cannot be read."""
+        for shard_number, entry in enumerate(self.shards):
+            for sample_number in range(entry.samples):
+                try:
+                    yield self.read_annotation(shard_number, sample_number)
+                except BadSample as bad:
+                    yield bad
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
         """Return (samples,) int64: pairs of a shard's samples up to and with each one.
@@ -356,12 +329,6 @@ class ShardIndex:
             )
         return rows
 
-    def path(self, shard_number: int) -> str:
-        """Return what messages call a shard."""
-        return self._paths.get(
-            shard_number, lambda: str(self.folder / self.shards[shard_number].name)
-        )
-
     @property
     def is_remote(self) -> bool:
         """Return whether the shards lie behind a URL."""
@@ -371,43 +338,34 @@ class ShardIndex:
         """Ask for a shard that will be read soon; does nothing for a local folder."""
         self._place.prefetch(self.shards[shard_number])
 
-    def _find(self, shard_number: int, sample_number: int) -> Found:
+    def _find(self, shard_number: int, sample_number: int) -> tuple[SampleFiles, Reader, str]:
+        """Return a sample's files, their reader, and their location for messages."""
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
             raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
-        path = self.path(shard_number)
+        place = f"sample {sample_number}"
         try:
             file = self._file(shard_number, entry)
             rows, problem = self._sample_rows(shard_number, entry, file)
             if sample_number >= len(rows):
                 reason = problem or "it holds fewer samples than its index says"
-                raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+                raise BadSample("corrupt shard", f"{file.path}, {place} ({reason})")
             start, blocks, _ = (int(part) for part in rows[sample_number])
-            if not blocks:
-                return self._find_by_headers(file, sample_number, path)
-            read_file = partial(_read, file.handle, path, start * BLOCK, self._place.policy)
-            samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, read_file)
+            if blocks:
+                (samples, problem, _), read = file.samples_at(start * BLOCK, blocks * BLOCK)
+            else:  # the sample's own bytes do not say if its key came before
+                (samples, problem, _), read = file.list_samples(), file.content
+                samples = samples[sample_number : sample_number + 1]
         except OSError as error:
-            reason = error.strerror or str(error)
-            bad = BadSample("missing shard", f"{path}, sample {sample_number} ({reason})")
+            where = f"{self.folder / entry.name}, {place}"
+            bad = BadSample("missing shard", f"{where} ({error.strerror or error})")
             raise given_up(bad, self._place.policy) from error
-        if problem or len(samples) != 1:
+        if len(samples) != 1 or (blocks and problem):
             reason = problem or "its index is of another shard; index the folder again"
-            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
-        return samples[0], read, f"{path}, {samples[0].key}"
+            raise BadSample("corrupt shard", f"{file.path}, {place} ({reason})")
+        return samples[0], read, file.where(samples[0])
 
-    def _find_by_headers(self, file: OpenShard, sample_number: int, path: str) -> Found:
-        """Find a sample by the shard's headers: its own bytes do not say if its key came before."""
-        members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
-        samples = grouped(members)
-        if sample_number >= len(samples):
-            reason = problem or "it holds fewer samples than its index says"
-            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
-        sample = samples[sample_number]
-        read = partial(_read, file.handle, path, 0, self._place.policy)
-        return sample, read, f"{path}, {sample.key}"
-
-    def _file(self, shard_number: int, entry: ShardEntry) -> OpenShard:
+    def _file(self, shard_number: int, entry: ShardEntry) -> ShardFile:
         try:
             return self._files.get(shard_number, lambda: self._place.open(entry))
         except OSError as error:
@@ -417,10 +375,9 @@ class ShardIndex:
             files.clear()
         return self._files.get(shard_number, lambda: self._place.open(entry))
 
-    def _sample_rows(self, number: int, entry: ShardEntry, file: OpenShard) -> _Scan:
+    def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Scan:
         def scan() -> _Scan:
-            members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
-            samples = grouped(members)
+            samples, problem, _ = file.list_samples()
             return _Scan(sample_rows(samples, [0] * len(samples)), problem)
 
         # A file of another length than its index says is another file.
@@ -442,34 +399,79 @@ class ShardIndex:
         self.__init__(state["place"], state["shards"])  # type: ignore[misc]
 
 
-def _part(
-    file: OpenShard, start: int, size: int, read_file: Callable[[Member], bytes]
-) -> tuple[list[SampleFiles], Callable[[Member], bytes], str | None]:
-    """Return the samples in a part of a shard (one is due), their reader and the damage."""
-    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
-    if size > _BYTES_AT_ONCE:
-        headers = section(file.handle, start, start + size, zeros=BLOCK)
-        members, problem = members_in(headers, size + BLOCK)
-        return grouped(members), read_file, problem
-    data = os.pread(file.handle, size, start)
-    plain = plain_members(data) if len(data) == size else None
-    if plain is None:
-        members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
-    else:
-        members, problem = plain, None
-    return grouped(members), lambda m: data[m.offset : m.offset + m.size], problem
+class Item(NamedTuple):
+    """One item of a sample: a question, say, by its number within the sample."""
+
+    raw: RawSample
+    part: int
+
+    @property
+    def where(self) -> str:
+        """Location of the sample, for messages."""
+        return self.raw.where
+
+    def without_images(self) -> Item:
+        """Return what is left once its images are decoded."""
+        return self._replace(raw=self.raw._replace(image=b"", second_image=None))
 
 
-def _read(handle: int, path: object, start: int, policy: str, member: Member) -> bytes:
-    try:
-        data = os.pread(handle, member.size, start + member.offset)
-    except OSError as error:
-        bad = BadSample("missing shard", f"{path} ({error.strerror})")
-        raise given_up(bad, policy) from error
-    if len(data) != member.size:
-        raise BadSample("corrupt shard", f"{path}: cut off inside {member.name}")
-    return data
+class Items:
+    """Items of shard folders, in their order, by number; `limit` keeps the first so many.
 
+    `parts` gives the number of items of a sample from its annotation, all of which are read once to
+    count them; a sample whose annotation cannot be read is one (bad) item. Without it a sample is
+    an item, and nothing is read.
+    """
 
-def _close(file: OpenShard) -> None:
-    os.close(file.handle)
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        parts: Callable[[Annotation], int] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if not folders:
+            raise ConfigError("no shard folder is given")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit {limit}: at least one item is needed")
+        self.folders = tuple(str(folder) for folder in folders)
+        self.indices = [ShardIndex.open(folder) for folder in folders]
+        self._shards = [
+            (folder, number)
+            for folder, index in enumerate(self.indices)
+            for number in range(len(index.shards))
+        ]
+        samples = np.concatenate([index.shards.samples for index in self.indices])
+        self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
+        # Where each sample's items end; without parts a sample's number is its item's.
+        self._ends: np.ndarray | None = None
+        if parts is not None:
+            annotations = (one for index in self.indices for one in index.annotations())
+            counts = [parts(one) if isinstance(one, Annotation) else 1 for one in annotations]
+            self._ends = np.cumsum(counts, dtype=np.int64)
+        total = int(self._first[-1])
+        if total and self._ends is not None:
+            total = int(self._ends[-1])
+        if not total:
+            raise ConfigError(
+                f"{', '.join(self.folders)}: there is nothing to read in these shards"
+            )
+        self._length = total if limit is None else min(limit, total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> Item:
+        """Read one item; raises BadSample where its sample cannot be read."""
+        folder, shard, sample, part = self.place(number)
+        return Item(self.indices[folder].read(shard, sample), part)
+
+    def place(self, number: int) -> tuple[int, int, int, int]:
+        """Return (folder, shard, sample, part) of an item."""
+        if not 0 <= number < self._length:
+            raise IndexError(f"there are {self._length} items, none at {number}")
+        sample, part = number, 0
+        if self._ends is not None:
+            sample = int(np.searchsorted(self._ends, number, side="right"))
+            part = number - (int(self._ends[sample - 1]) if sample else 0)
+        position = int(np.searchsorted(self._first, sample, side="right")) - 1
+        return *self._shards[position], sample - int(self._first[position]), part

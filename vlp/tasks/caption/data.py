@@ -12,12 +12,11 @@ from vlp.data.downstream.dataset import (
     DownstreamDataConfig,
     DownstreamDataset,
     ImagePreparation,
-    Item,
-    Items,
     decoded,
 )
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, predicted_places
@@ -84,7 +83,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
             if self.config.captions == "one":
                 part = int(rng_for("caption").integers(len(captions)))
             caption = captions[part]
-        image = decoded(item.raw, 1, item.where)
+        image = decoded(item.raw, 1)
         pixels = self.prepare(image, caption, number, rng_for)[0]
         return CaptionExample(pixels, caption, tuple(captions))
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.downstream.dataset import Items
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import OrderedData
 from vlp.models.decoder import AnswerDecoderConfig, Memory, answer_likelihood, generate
 from vlp.models.folder import Loaded

@@ -9,16 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlp.data.downstream.dataset import (
-    DownstreamDataset,
-    ImagePreparation,
-    Item,
-    Items,
-    decoded,
-    panels,
-)
+from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, decoded, panels
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
+from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import RngFactory
 from vlp.data.stream.rng import make_rng
@@ -102,7 +96,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
         """Make the example of an item; `rng_for` augments, in training."""
         said, label = self.kind.read(item.raw.annotation, item.where)
-        images = decoded(item.raw, self.images, item.where)
+        images = decoded(item.raw, self.images)
         shown = [part for image in images for part in panels(image, self.parts)]
         return PairExample(self.prepare(shown, said, number, rng_for), self.text([said]), label)
 
@@ -150,7 +144,7 @@ class AssignmentDataset(PairDataset):
         for _ in range(2 if label == NEITHER else 1):
             others.append(self._other([item, *others], rng))
         shown = [item, *others] if label == FIRST else [*others, item]
-        images = [decoded(one.raw, 1, one.where)[0] for one in shown[:2]]
+        images = [decoded(one.raw, 1)[0] for one in shown[:2]]
         return PairExample(self.prepare(images, said, number, rng_for), self.text([said]), label)
 
     def _other(self, taken: list[Item], rng: np.random.Generator) -> Item:

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.data.downstream.dataset import Items
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss

@@ -18,13 +18,11 @@ from vlp.data.downstream.dataset import (
     DownstreamDataConfig,
     DownstreamDataset,
     ImagePreparation,
-    Item,
-    Items,
     decoded,
 )
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.data.shards.shard_reader import ShardIndex
+from vlp.data.shards.shard_reader import Item, Items, ShardIndex
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
@@ -45,13 +43,8 @@ def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...
     """Return the most frequent answers of shards, the most frequent first."""
     said: Counter[str] = Counter()
     for folder in folders:
-        index = ShardIndex.open(folder)
-        for shard, entry in enumerate(index.shards):
-            for sample in range(entry.samples):
-                try:
-                    annotation = index.read_annotation(shard, sample)
-                except BadSample:  # counted when it is trained on
-                    continue
+        for annotation in ShardIndex.open(folder).annotations():
+            if isinstance(annotation, Annotation):  # a bad one is counted when it is trained on
                 for question in annotation.questions or ():
                     said.update(answers_of(question))
     if not said:
@@ -160,7 +153,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         question = (annotation.questions or [])[item.part]
         if not question.question.strip():
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
-        image = decoded(item.raw, 1, item.where)
+        image = decoded(item.raw, 1)
         answers = answers_of(question)
         # A flipped image would make "left" false in an answer, too.
         said = " ".join([question.question, *answers])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.data.downstream.dataset import Items
+from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import OrderedData
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.decoder import (
