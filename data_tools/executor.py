@@ -68,11 +68,9 @@ class Executor:
     ) -> Iterator[Result]:
         """Yield what `work` makes of each job; jobs are taken from their iterator a few ahead.
 
-        Args:
-            work: a function that can be pickled.
-            jobs: each says in `str` what it is.
-            ordered: yield in the order of the jobs; else as soon as they are ready.
-            ledger: folder from `open_ledger`; jobs whose result is there are not done again.
+        `work` can be pickled, and a job says in `str` what it is. Results come in the order of the
+        jobs, or else as soon as they are ready; jobs whose result is in the `ledger` are not done
+        again.
         """
         return self._results(partial(_do_once, work, ledger) if ledger else work, jobs, ordered)
 

@@ -54,12 +54,7 @@ def feature_writer(
 ) -> FeatureWriter:
     """Return the writer of a configuration's features; the tower is on this rank's device.
 
-    Args:
-        config: names the shards, the tower and the augmentation.
-        out: folder of the features.
-        views: of each image; the first is plain, the others are augmented.
-        dtype: that they are stored in.
-        precision: of the tower's pass.
+    Of each image's `views` the first is plain, the others are augmented.
     """
     settings = config.data.cache
     cache = None if settings is None else ShardCache(settings.folder, settings.limit)
@@ -137,14 +132,7 @@ class Views(NamedTuple):
 
 
 class ViewBlocks(Dataset[Views]):
-    """Prepares the views of blocks; augmentation depends on the header's seed and on the place.
-
-    Args:
-        header: how many views, and the kinds of bad samples.
-        sources: folders of shards.
-        blocks: of their samples.
-        transform: of the views from the second on.
-    """
+    """Prepares the views of blocks; augmentation depends on the header's seed and on the place."""
 
     def __init__(
         self,
@@ -212,16 +200,7 @@ class Written(NamedTuple):
 
 
 class FeatureWriter:
-    """Writes what is missing of a folder of features.
-
-    Args:
-        folder: made if missing.
-        header: of the folder.
-        tower: of the header, on `device`.
-        device: where it is.
-        sources: of the header.
-        transform: of the views from the second on.
-    """
+    """Writes what is missing of a folder of features; the tower lies on `device`."""
 
     def __init__(
         self,
@@ -238,9 +217,7 @@ class FeatureWriter:
     def write(self, batch: int, workers: int) -> Written:
         """Write this rank's share of the shards that are missing; every rank must call it.
 
-        Args:
-            batch: views held at once; a pass of the tower takes one view of each of their images.
-            workers: processes that decode.
+        `batch` views are held at once; a pass of the tower takes one view of each of their images.
         """
         with ExitStack() as held:
             begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(

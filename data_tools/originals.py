@@ -31,13 +31,10 @@ _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 @contextmanager
 def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
-    """Yield the places with a plain tar instead of each compressed one.
+    """Yield the places with a plain tar instead of each compressed one, told by its first bytes.
 
-    Args:
-        places: folders, tars, compressed tars (told by their first bytes, whatever they are
-            called) or anything else; of a folder its compressed tars follow the folder itself.
-        room: folder to unpack into, with as much space as the images take. What is unpacked goes
-            when the context ends; what a killed run left there goes now.
+    Of a folder its compressed tars follow the folder itself. They are unpacked into `room`, which
+    goes when the context ends; what a killed run left there goes now.
     """
     with unpacking_room(room) as folder:
         yield list(_plain(places, folder))
@@ -124,11 +121,7 @@ class ImageLocation(NamedTuple):
     member: str | None = None
 
     def read(self) -> bytes:
-        """Return the bytes.
-
-        Raises:
-            BadSample: they can no longer be read.
-        """
+        """Return the bytes; BadSample where they can no longer be read."""
         try:
             if self.member is not None:
                 archive = _zip(self.path)
@@ -218,11 +211,7 @@ class Originals:
         return self._known[wanted]
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of an image, or None where there is none.
-
-        Raises:
-            BadSample: there is one, and it can no longer be read.
-        """
+        """Return the bytes of an image, or None where there is none; raises BadSample."""
         place = self.find(name)
         return None if place is None else place.read()
 

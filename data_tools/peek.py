@@ -111,11 +111,7 @@ class Card(NamedTuple):
 def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str = "") -> Card:
     """Return the card of a sample; a damaged one becomes a card that says what is wrong.
 
-    Args:
-        shard: open shard.
-        number: of the sample in the shard.
-        boxes: frame the boxes of its expressions, or its `boxes` where it has no expressions.
-        note: said above the captions.
+    Framed are the boxes of its expressions, or its `boxes` where it has no expressions.
     """
     notes = (note,) if note else ()
     if number >= len(shard):

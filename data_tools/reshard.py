@@ -150,11 +150,7 @@ def reshard(
 def survey(
     shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], executor: Executor
 ) -> tuple[list[str], NDArray[np.int64]]:
-    """Write the places of all samples to `plan`, one ROW each.
-
-    Returns:
-        What is wrong with the shards, and how many samples each one has.
-    """
+    """Write the places of all samples, one ROW each; return problems and each shard's samples."""
     problems, counts = [], []
     keys: list[Numbers] = []
     work = partial(_survey, prefixes=prefixes)
@@ -172,13 +168,7 @@ def survey(
 
 
 class Order:
-    """Assignment of samples to new shards.
-
-    Args:
-        total: samples there are.
-        per_shard: samples of a new shard; the last one has what is left.
-        seed: of the shuffle; None keeps the order.
-    """
+    """Assignment of samples to new shards; without a seed of the shuffle they keep their order."""
 
     def __init__(self, total: int, per_shard: int, seed: int | None) -> None:
         self._total = total

@@ -183,9 +183,6 @@ def make_sample(
     """Generate one sample of a part from its index, or from its scene where that is drawn already.
 
     Swaps and twins are of the `kinds` in turn.
-
-    Raises:
-        ValueError: for an unknown part.
     """
     if isinstance(job, Scene):
         return _captioned(job)

@@ -242,10 +242,7 @@ class ShardTally(NamedTuple):
 def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:
     """Count what a shard holds; images are read up to their headers.
 
-    Args:
-        shard: open shard.
-        tokens: the number of tokens of a caption; None counts no tokens.
-        limit: captions of more tokens are counted; of more words, where there are no tokens.
+    Captions of more than `limit` tokens are counted, or of more words where there are no `tokens`.
     """
     tally = Tally()
     names: list[str] = []

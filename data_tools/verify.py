@@ -173,13 +173,7 @@ def check(
 
 
 def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined:
-    """Read one shard to its end.
-
-    Args:
-        shard: the shard.
-        quick: read headers only.
-        hashed: take the sha256 of the whole tar too.
-    """
+    """Read one shard to its end; `hashed` takes the sha256 of the whole tar too."""
     with ShardReader(shard.path) as opened:
         if opened.missing:
             return Examined([Damage("missing shard", f"{shard} ({opened.problem})")])
@@ -326,12 +320,7 @@ def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple
 
 
 def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
-    """Find the places where the index and the shards differ.
-
-    Args:
-        folder: of the shards.
-        found: by name, every shard that is there.
-    """
+    """Find the places where the index and the shards, by name all that are there, differ."""
     path = folder / INDEX_NAME
     remedy = "--fix writes a new one"
     try:

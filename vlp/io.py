@@ -52,10 +52,8 @@ _HALF_TEXT, _HALF_BYTES = re.compile(r"\\u[dD]"), re.compile(rb"\\u[dD]")
 def parse_json(content: str | bytes) -> Any:
     """Return what `json.loads` does, of whatever others wrote.
 
-    Raises:
-        JSONDecodeError: it is no JSON, nested too deeply, has an integer beyond 64 bits, or a text
-            that is none (half of a pair of surrogates).
-        UnicodeDecodeError: the bytes are no text.
+    JSONDecodeError also where it is nested too deeply, has an integer beyond 64 bits, or a text
+    that is none (half of a pair of surrogates); UnicodeDecodeError where the bytes are no text.
     """
     try:
         # Both cost time, so they are done only where there may be such a number or such a text.
@@ -91,11 +89,7 @@ def as_url(place: object) -> str | None:
 
 
 def require_local(path: Path) -> None:
-    """Refuse to write at a URL as if it were a path: that would make a folder called `s3:`.
-
-    Raises:
-        OSError: it is a URL.
-    """
+    """Refuse, by an OSError, to write at a URL as if it were a path to a folder `s3:`."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL, and only a folder on a disk will do here", url)
 
@@ -134,16 +128,10 @@ def unfollowed(path: str, flags: int) -> int:
 
 
 class AtomicFile:
-    """A file written beside its place, which gets its name at `commit`.
+    """A file written beside its place, which gets its name at `commit`; the folder is made.
 
-    Args:
-        path: its place; the folder is made.
-        mode: "wb", or "w" for UTF-8 text.
-        durable: bring the file to the disk before it gets its name, and then the name.
-        suffix: of the temporary name.
-
-    Raises:
-        OSError: of every method but `abandon`; the disk is full, say.
+    The mode is "wb", or "w" for UTF-8 text; `durable` brings the file to the disk before it gets
+    its name, and then the name.
     """
 
     def __init__(
@@ -184,9 +172,8 @@ def atomic_write(
 ) -> Iterator[IO[Any]]:
     """Open a file to write, which gets its name when the block ends well, and else is removed.
 
-    Args:
-        path, mode, durable, suffix: see `AtomicFile`.
-        error: raised in place of an OSError, with a message that names the file.
+    An `error` is raised in place of an OSError, with a message that names the file; the rest is as
+    of `AtomicFile`.
     """
     try:
         output = AtomicFile(path, mode, durable, suffix)
@@ -277,11 +264,7 @@ def _aside(place: Path) -> Path:
 
 
 def keep_others(old: Path, new: Path) -> None:
-    """Give a folder the entries of another one that it has no own of, which stay there too.
-
-    Raises:
-        OSError: one cannot be read, or the disk is full.
-    """
+    """Give a folder the entries of another one that it has no own of, which stay there too."""
     if not old.is_dir():
         return
     own = {path.name for path in new.iterdir()}
@@ -311,11 +294,7 @@ def sha256_of(path: Path) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file and bring it to the disk, with the user's umask.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Write tensors to a safetensors file and bring it to the disk, with the user's umask."""
     # Imported here: whoever writes shards or text needs no torch.
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -51,20 +51,10 @@ def build_in_steps(
     """Write the shards, their index and `OUT/manifest.json`, in two steps; what is there stays.
 
     No sample that is there is lost: a list without it, or another data set, is an error, unless
-    `options.replace` says so.
-
-    Args:
-        wanted: the samples in order, read once and not kept; what is refused is counted.
-        originals: where the images are.
-        out: folder of the shards.
-        options: see `BuildOptions`.
-        title: of the data set, for the manifest.
-        total: how many samples there are, if `wanted` cannot tell.
-        arguments: of the command, as far as the shards depend on them, for the manifest.
-
-    Yields:
-        An empty manifest when the folder is locked and the list read as far as it can be refused,
-        before any shard has changed; then that of `make_manifest`.
+    `options.replace` says so. `wanted` is read once and not kept; `arguments` are those of the
+    command that the shards depend on. Yields an empty manifest when the folder is locked and the
+    list read as far as it can be refused, before any shard has changed; then that of
+    `make_manifest`.
     """
     settings = {
         "version": BUILD_VERSION,

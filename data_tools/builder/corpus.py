@@ -35,15 +35,10 @@ class CorpusPart(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Shards to write.
+    """Shards to write: the folder of the parts, options, and for the manifests title and licence.
 
-    Args:
-        out: folder of the parts.
-        build: options of the command line.
-        title: of the data set, for the manifests.
-        licence: for the manifests, unless the command line says another.
-        settings: arguments of the command that the shards depend on, for the manifests; a file is
-            named without its folder, for where it lies changes no shard.
+    `settings` are arguments that the shards depend on; a file is named without its folder, for
+    where it lies changes no shard.
     """
 
     out: Path
@@ -62,12 +57,7 @@ def convert_rows(
 ) -> int:
     """Build one folder of shards of a benchmark's rows, as `make_corpus` does.
 
-    Args:
-        target: where and how.
-        images: places of the images.
-        wanted: the samples; they may be read as they are needed.
-        faults: what is wrong with rows, complete once `wanted` is through.
-        total: about how many samples there are.
+    `faults` of rows is complete once `wanted`, read as needed, is through.
     """
     part = benchmark_part("", wanted, faults, total, target.title)
     return make_corpus(target, images, [part])
@@ -92,17 +82,7 @@ def make_corpus(
     parts: Sequence[CorpusPart],
     originals: Callable[[Sequence[Path]], Originals] = Originals,
 ) -> int:
-    """Build every part and print what was written and what was not.
-
-    Args:
-        target: where and how.
-        images: places of the images.
-        parts: of the corpus.
-        originals: finds the images in the places.
-
-    Returns:
-        The exit code: 1 where not a single sample was written.
-    """
+    """Build every part and print what was written and what was not; 1 where not one sample was."""
     try:
         with unpacked(images, target.out) as places:
             return build_parts(target, parts, originals(places))

@@ -47,9 +47,7 @@ def require_same_settings(
 class Journal:
     """The records of a folder of shards, by number of the shard: `with Journal(...) as journal`.
 
-    Args:
-        folder: where the shards lie, locked by the caller.
-        settings: what the bytes of all shards depend on.
+    The caller holds the folder's lock; `settings` are what the bytes of all shards depend on.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:

@@ -16,14 +16,10 @@ from vlp.io import atomic_write
 
 
 class SampleSpec(NamedTuple):
-    """One sample to be made.
+    """One sample to be made, of one image or two, whose files `Originals` finds.
 
-    Args:
-        key: of the sample: unique, no dots or slashes.
-        images: one file name, or two for paired samples; found through `Originals`.
-        annotation: what is known about it; boxes in pixels of `size`.
-        size: width and height of the image that the boxes were drawn on; None: of the original,
-            as it is found. Boxes are scaled to the image that is stored.
+    The key has no dots or slashes. Boxes are in pixels of `size`, width and height, or of the
+    original as it is found, and are scaled to the image that is stored.
     """
 
     key: str
@@ -97,10 +93,7 @@ def clean_captions(
 ) -> tuple[list[str], list[Refused]]:
     """Return the captions of one image that are kept, in order, and what was dropped.
 
-    Args:
-        texts: as the raw data has them.
-        key: of the sample; what is dropped is named `KEY/caption 2`, counted from 0.
-        max_words: of a caption.
+    Dropped ones are named `KEY/caption 2`, counted from 0.
     """
     kept, dropped = [], []
     for number, text in enumerate(texts):

@@ -40,16 +40,10 @@ class Prepared(NamedTuple):
 
 
 def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
-    """Check an image wholly and re-encode it where it must be.
+    """Check an image wholly and re-encode it where it must be; raises BadSample.
 
-    Args:
-        data: the encoded image.
-        where: its name, for the message.
-        max_side: longest side in pixels; a larger one is reduced (Lanczos). None: no limit.
-        quality: of re-encoded images, which become JPEG; PNG stays PNG.
-
-    Raises:
-        BadSample: it is no image, ends too early, or is beyond `vlp.data.limits`.
+    One whose longest side is above `max_side` pixels is reduced (Lanczos). Re-encoded images become
+    JPEG; PNG stays PNG.
     """
     with reading(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
@@ -105,16 +99,9 @@ def fit_boxes(
 
     Published boxes stick out of their images now and then (Visual Genome's by dozens of pixels):
     what sticks out is cut off. A box without area, or with too little of it inside
-    (`LEAST_INSIDE`), is left out, an expression or a named word with it.
-
-    Args:
-        annotation: of the image; boxes are [x, y, width, height].
-        image: as it is stored.
-        size: width and height in pixels that the boxes refer to; None: the upright original's.
-
-    Returns:
-        The annotation, and by kind (`OUTSIDE`, `CUT`) the names of such boxes (`expression 7`,
-        `boxes 0`).
+    (`LEAST_INSIDE`), is left out, an expression or a named word with it. Boxes are [x, y, width,
+    height] in pixels of `size`, by default of the upright original. Returns the annotation, and by
+    kind (`OUTSIDE`, `CUT`) the names of such boxes (`expression 7`, `boxes 0`).
     """
     faults: dict[str, list[str]] = defaultdict(list)
     frame = _Frame(image, size)
@@ -239,18 +226,10 @@ class ShardItem(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """One shard to be made.
+    """One shard to be made of items, whose sha256 is `inputs`.
 
-    Args:
-        number: of the shard.
-        folder: that it lies in.
-        items: what it stands for.
-        inputs: sha256 of the items.
-        taken_down: keys that are left out.
-        max_side, quality: see `BuildOptions`.
-        before: the record of the shard as it lies there now, whose samples are kept and whose
-            failures are not tried again.
-        retry: try those failures again.
+    The samples of `before`, the record of the shard as it lies there now, are kept, and its
+    failures not tried again unless `retry`.
     """
 
     number: int
@@ -273,11 +252,7 @@ def temporary(folder: Path, number: int, process: int) -> Path:
 
 
 def make_shard(job: ShardJob) -> tuple[Record, int]:
-    """Write a shard under a temporary name; putting it in its place is the caller's.
-
-    Returns:
-        The record, and the number of the process, which the temporary name holds.
-    """
+    """Write a shard under a temporary name; return the record and the process in that name."""
     process = os.getpid()
     path = temporary(job.folder, job.number, process)
     failures: dict[str, list[str]] = defaultdict(list)
@@ -340,11 +315,7 @@ class _Stored:
             self._load(job.folder / before.name, before.sha256)
 
     def copy(self, key: str, file: IO[bytes], failures: dict[str, list[str]]) -> int | None:
-        """Copy a sample's files; its number of captions, or None where it is not there.
-
-        Raises:
-            BadSample: it failed before.
-        """
+        """Copy a sample's files and return its number of captions; None where it is not there."""
         if key in self._failed or key in self._samples:
             for kind, name in self._boxes.get(key, ()):
                 failures[kind].append(name)
@@ -375,11 +346,7 @@ class _Stored:
 
 
 def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]) -> int:
-    """Write one sample; its number of captions.
-
-    Raises:
-        BadSample: an image is missing or cannot be used, or nothing is left to say about it.
-    """
+    """Write one sample and return its number of captions; raises BadSample."""
     images = []
     for place, name in zip(item.places, item.names, strict=True):
         if place is None:

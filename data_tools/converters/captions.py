@@ -294,10 +294,8 @@ def read_karpathy(path: Path) -> list[Entry]:
 def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
     """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the images.
 
-    Args:
-        path: the .token file.
-        lists: images of each split; one that is in none of them is left out. Without lists the
-            split of all is `all`.
+    `lists` are the images of each split; one that is in none of them is left out. Without lists the
+    split of all is `all`.
     """
     splits: dict[str, str] = {}
     for file in lists:

@@ -76,12 +76,7 @@ class _Category(Row):
 
 
 class CategoryWords:
-    """The objects of COCO's instances_*.json (gzipped or not), and the words that name them.
-
-    Args:
-        paths: the files.
-        faults: what is wrong with rows.
-    """
+    """The objects of COCO's instances_*.json (gzipped or not), and the words that name them."""
 
     def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}

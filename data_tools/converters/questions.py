@@ -341,11 +341,8 @@ def easy_images(
 ) -> list[ImageQuestions]:
     """Return the images that a question file asks about, in the order of their first question.
 
-    Args:
-        path: the question file.
-        known: the answers that there are; None: any.
-        split: folder of the images in the release, or "".
-        faults: what is wrong with rows.
+    `known` are the answers that there are; `split` is the folder of the images in the release, or
+    "".
     """
     images: dict[int, ImageQuestions] = {}
     for number, (where, row) in enumerate(json_list(path)):

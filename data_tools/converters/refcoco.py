@@ -245,10 +245,8 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
 def read_proposals(path: Path, faults: Faults) -> Proposals:
     """Return detected boxes by the number of their image.
 
-    Args:
-        path: a list of {image_id, box or bbox}, the same under "dets", or an object
-            {image_id: [box or {box}, ...]}; of a longer box the first four numbers count.
-        faults: what is wrong with rows.
+    The file is a list of {image_id, box or bbox}, the same under "dets", or an object {image_id:
+    [box or {box}, ...]}; of a longer box the first four numbers count.
     """
     content = read_json(path)
     if isinstance(content, dict) and isinstance(content.get("dets"), list):

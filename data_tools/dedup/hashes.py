@@ -138,11 +138,7 @@ class SomeSamples(NamedTuple):
 def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
     """Return the perceptual hashes of an encoded image, of 64 bits and of 256 (4 words).
 
-    Returns:
-        None for an image without structure, such as a single colour.
-
-    Raises:
-        BadSample: the image cannot be decoded.
+    None for an image without structure, such as a single colour; raises BadSample.
     """
     try:
         with open_image(data, where) as image:

@@ -49,15 +49,9 @@ class Drops(NamedTuple):
 def near_pairs(
     stored: Hashes, distance: int, asked: Hashes | None = None
 ) -> Iterator[tuple[Places, Places]]:
-    """Yield all pairs of hashes within `distance` bits, each once.
+    """Yield all pairs of 64-bit hashes within `distance` (0 to 32) bits, each once.
 
-    Args:
-        stored: hashes of 64 bits.
-        distance: bits in which near ones differ at most, 0 to 32.
-        asked: others that are compared with the stored ones; None: the stored ones with each other.
-
-    Yields:
-        Places in `asked` and in `stored`; without `asked` the earlier and the later place.
+    They are places in `asked` and in `stored`; without `asked` the earlier and the later place.
     """
     masks = band_masks(distance, best_k(distance, len(stored)))
     for number, mask in enumerate(masks):
@@ -115,15 +109,11 @@ def usable_images(records: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
-    """Find the images that repeat an earlier one.
+    """Find the images that repeat an earlier one among RECORDs in order of preference.
 
     An image is dropped if it has the same bytes as an earlier one, or looks like an earlier one
-    that is kept; one that looks like a dropped one alone stays. (Among those that share all 64 bits
-    it goes too, for the sake of the dropped one.)
-
-    Args:
-        records: RECORDs in order of preference.
-        distance: bits of 64, or None for equal bytes only.
+    that is kept, within `distance` bits of 64; one that looks like a dropped one alone stays.
+    (Among those that share all 64 bits it goes too, for the sake of the dropped one.)
     """
     among = np.flatnonzero(usable_images(records))
     links = [_to_first(records["bytes"][among], among)]

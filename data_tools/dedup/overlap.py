@@ -88,10 +88,7 @@ def find_matches(
 ) -> NDArray[np.void]:
     """Return a MATCH for every RECORD of ours that shows one of theirs, in all its ways.
 
-    Args:
-        ours: RECORDs of pretraining.
-        theirs: RECORDs of evaluation.
-        distance: bits of 64 in which alike images may differ, or None for equal bytes only.
+    Alike images differ in at most `distance` bits of 64; None: in none of their bytes.
     """
     found = [
         _joined(BY_NAME, ours["name"], theirs["name"], ours["name"] != 0, theirs["name"] != 0, 0),

@@ -69,12 +69,7 @@ def open_labelled(
 
 
 def require_images(path: str, classes: Sequence[str]) -> None:
-    """Refuse class folders without images, which would be missing among the classes unnoticed.
-
-    Args:
-        path: what `open_labelled` opened; tar files and shards hold no empty classes.
-        classes: those that it found.
-    """
+    """Refuse class folders without images, which would be missing among the classes unnoticed."""
     place = Path(path)
     if not place.is_dir() or (place / INDEX_NAME).is_file():
         return
@@ -87,13 +82,7 @@ def require_images(path: str, classes: Sequence[str]) -> None:
 
 
 def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
-    """So many of the images, drawn once: the same few for every seed of a comparison.
-
-    Args:
-        images: of `path`.
-        limit: how many; None is all of them.
-        path: for the message.
-    """
+    """Draw so many of the images of `path`, the same for every seed of a comparison."""
     if limit is None:
         return images
     if limit > len(images):

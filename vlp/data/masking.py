@@ -23,18 +23,8 @@ def mask_words(
     """Mask one caption as BERT: of the chosen words 80 % become [MASK], 10 % another word.
 
     At least one word is chosen where there is one, so that short captions are trained on too.
-
-    Args:
-        text_ids: (tokens,) integers.
-        word_mask: (tokens,) bool, True = a real word piece; nothing else is ever chosen.
-        probability: that a word is chosen.
-        vocab_size: ids to draw random words from are below it.
-        mask_id: id of [MASK].
-        special_ids: ids that no random word has.
-        rng: where the choices come from.
-
-    Returns:
-        The masked ids, and the labels: the original id where chosen, -100 elsewhere.
+    `text_ids` and `word_mask` are (tokens,); no random word has one of `special_ids`. Returns the
+    masked ids, and the labels: the original id where chosen, -100 elsewhere.
     """
     count = len(text_ids)
     chosen = word_mask & (rng.random(count) < probability)
@@ -54,17 +44,10 @@ def mask_words(
 def mask_patches(
     grid: tuple[int, int], ratio: float, unit: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Mask patches as SimMIM: squares of `unit` x `unit` patches, an exact number of them.
+    """Mask patches as SimMIM: `unit` x `unit` squares, a share `ratio` of them, rounded up.
 
-    Args:
-        grid: patches (rows, columns). Where `unit` does not divide them, the squares at the lower
-            and right border are cut off.
-        ratio: share of squares that is masked, rounded up.
-        unit: side of a square, in patches.
-        rng: where the choice comes from.
-
-    Returns:
-        (rows, columns) bool, True = masked.
+    Where `unit` does not divide the grid (rows, columns), the squares at the lower and right border
+    are cut off. Returns (rows, columns) bool, True = masked.
     """
     rows, columns = -(-grid[0] // unit), -(-grid[1] // unit)
     squares = np.zeros(rows * columns, dtype=bool)

@@ -123,11 +123,7 @@ def article(word: str) -> str:
 
 
 def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
-    """Write `count` captions of different patterns as far as there are, fixed by the scene's key.
-
-    Raises:
-        ValueError: if `count` is below 1.
-    """
+    """Write `count` captions of different patterns as far as there are, by the scene's key."""
     if count < 1:
         raise ValueError(f"captions must be at least 1, got {count}")
     rng = make_rng(0, 0, scene.key, "captions")
@@ -185,15 +181,8 @@ def fill(
 ) -> SceneCaption:
     """Fill a pattern's slots.
 
-    Args:
-        scene: what is spoken of.
-        pattern: slots and words, see above.
-        order: the scene's object for each object number of the pattern.
-        sizes: for each object of the scene, whether its phrase gives the size.
-        style: the choice of wording for each slot (`draw_style`).
-
-    Raises:
-        ValueError: the pattern asks whether two objects are near or far, and they are neither.
+    `order` gives the scene's object for each object number of the pattern, `sizes` whether each
+    object's phrase says its size, and `style` (`draw_style`) the wording of each slot.
     """
     words: list[str] = []
     named: list[NamedWord] = []

@@ -88,12 +88,9 @@ def sample_swap(
 ) -> SwapPair:
     """Draw pair `index`: about two objects that the split holds out from training, or from it.
 
-    Neither image of a pair for training shows what the other two splits hold out. A `place` swap
-    is about one object, of which no pair is held out: for `swaps` its images are new ones with
+    Neither image of a pair for training shows what the other two splits hold out. A `place` swap is
+    about one object, of which no pair is held out: for `swaps` its images are new ones with
     contents that training has.
-
-    Raises:
-        RuntimeError: no scene of the split has such a swap.
     """
     if kind == "place" and split == "swaps":
         split, index = "train", index + _NEW
@@ -121,17 +118,12 @@ def swap_pair(
 ) -> SwapPair | None:
     """Swap two objects of a scene; None where it would not make one caption clearly false.
 
-    Sizes stay with their boxes and the captions do not speak of them.
-
-    Args:
-        scene: any scene of two or more objects; of one or more for `place`.
-        kind: `place` moves one object to another place, and says where it is; `relation` exchanges
-            the two objects' boxes and turns the relation word round; `order` exchanges the nouns
-            instead, so both captions are the same bag of words; `binding` exchanges the two
-            objects' colours; `distance` moves the second object, from near the first to far from
-            it or back, in the same direction.
-        pair: numbers of the two objects, first the caption's subject; for `place`, of one.
-        rng: for the wording.
+    Sizes stay with their boxes and the captions do not speak of them. `place` moves one object to
+    another place, and says where it is; `relation` exchanges the two objects' boxes and turns the
+    relation word round; `order` exchanges the nouns instead, so both captions are the same bag of
+    words; `binding` exchanges the two objects' colours; `distance` moves the second object, from
+    near the first to far from it or back, in the same direction. `pair` numbers the two objects,
+    first the caption's subject.
     """
     patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]

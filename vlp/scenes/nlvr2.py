@@ -44,11 +44,7 @@ class Statement(NamedTuple):
 def sample_statement(
     seed: int, index: int, split: Split = "train", image_size: int = 64
 ) -> Statement:
-    """Draw statement `index`; its images are scenes of the split.
-
-    Raises:
-        RuntimeError: no two scenes of the split fit the statement.
-    """
+    """Draw statement `index`; its images are scenes of the split."""
     key = f"statement-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "statement")
     makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE

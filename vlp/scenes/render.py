@@ -44,11 +44,7 @@ def cover_box(place: str, image_size: int) -> Box:
 
 
 def outline(shape: str, box: Box) -> list[Point]:
-    """Corners of a polygon shape that touches all four sides of its box.
-
-    Raises:
-        ValueError: for a shape that is no polygon.
-    """
+    """Return the corners of a polygon shape that touches all four sides of its box."""
     if shape not in _UNIT_OUTLINES:
         raise ValueError(f"{shape!r} is no polygon, expected one of {sorted(_UNIT_OUTLINES)}")
     x, y, width, height = box

@@ -71,20 +71,10 @@ def sample_scene(
     least: int = 1,
     variety: Variety = FULL,
 ) -> Scene:
-    """Draw scene `index` of a split.
+    """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    Args:
-        seed: seed of the corpus.
-        index: number of the scene within its split; any non-negative number.
-        split: which contents the scene may have (`vlp.scenes.splits`).
-        image_size: side of the image in pixels; the same scene at every size.
-        attempt: another scene in the same place of the corpus, with as many objects.
-        least: fewest objects; `swaps` and `unseen` are about pairs and have two at least.
-        variety: colours, shapes and objects that there are.
-
-    Raises:
-        ValueError: if the index, the image size or the variety is out of range.
-        RuntimeError: no scene of the split is found.
+    `attempt` gives another scene in the same place of the corpus, with as many objects; `least` is
+    the fewest objects: `swaps` and `unseen` are about pairs and have two at least.
     """
     if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")

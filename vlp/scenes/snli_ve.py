@@ -40,11 +40,7 @@ class SnliVeTriple(NamedTuple):
 def sample_triple(
     seed: int, index: int, split: Split = "train", image_size: int = 64
 ) -> SnliVeTriple:
-    """Draw triple `index`; its image is a scene of the split.
-
-    Raises:
-        RuntimeError: no scene of the split fits the hypothesis.
-    """
+    """Draw triple `index`; its image is a scene of the split."""
     key = f"entailment-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "entailment")
     noun, hypothesis = _hypothesis(rng)

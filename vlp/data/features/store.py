@@ -59,19 +59,9 @@ class FeatureSource(_HeaderPart):
 class FeatureHeader(_HeaderPart):
     """All that features depend on, and their shape.
 
-    Attributes:
-        tower: settings of the image tower.
-        weights: SHA-256 of its weights.
-        image_size: side in pixels.
-        mean, std: of the preprocessing.
-        augment: of views from the second on; None where there is one view.
-        views: of each image; the first is that of evaluation.
-        seed: of the augmentation.
-        precision: of the tower's pass.
-        dtype: of the files; bfloat16 stands in them as its 16 bits.
-        tokens, width: of one view, `[CLS]` first.
-        kinds: of bad samples, in the order of their codes.
-        sources: the folders of shards, in the order of their numbers.
+    `augment` is of views from the second on, the first being that of evaluation; `precision` of the
+    tower's pass, `dtype` of the files (bfloat16 stands in them as its 16 bits); `tokens` and
+    `width` are of one view, `[CLS]` first; `kinds` of bad samples are in the order of their codes.
     """
 
     version: Literal[1] = 1
@@ -170,11 +160,7 @@ _FILES_KEPT = 128
 
 
 class StoredFeatures:
-    """A whole folder of features.
-
-    Args:
-        folder: of `vlp data features`.
-    """
+    """A whole folder of features, as `vlp data features` writes it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -186,12 +172,10 @@ class StoredFeatures:
         indices: Sequence[ShardIndex],
         augment: AugmentConfig | None = None,
     ) -> list[SourceFeatures]:
-        """Return the features of each index's samples.
+        """Return the features of each index's samples, which were prepared as given.
 
-        Args:
-            preprocessing: that they must have been made with.
-            indices: of the shards; a part of the folder's sources, in any order.
-            augment: that of their views from the second on; None: the first alone is given.
+        The indices are of a part of the folder's sources, in any order. `augment` is that of the
+        views from the second on; without it the first alone is given.
         """
         wanted: dict[str, Any] = {
             "image_size": preprocessing.image_size,
@@ -235,17 +219,9 @@ def stored_sources(
 
 
 class SourceFeatures:
-    """Features of one folder of shards; every file is opened when it is first read.
+    """Features of source `number` of a folder; every file is opened when it is first read.
 
-    Args:
-        folder: of all features.
-        header: the folder's.
-        number: of the source there.
-        index: of its shards.
-        plain: `views` gives the first alone.
-
-    Attributes:
-        blank: zeros, in the shape and type of one view.
+    With `plain` the first view alone is given; `blank` holds zeros in the shape and type of a view.
     """
 
     def __init__(
@@ -270,11 +246,7 @@ class SourceFeatures:
             )
 
     def views(self, shard: int, sample: int, flipped: bool, where: str) -> list[int]:
-        """Return a sample's views; those that are flipped only where `flipped` says so.
-
-        Raises:
-            BadSample: there was no image when the features were made; `where` names the place.
-        """
+        """Return a sample's views, flipped ones if wanted; BadSample where there was no image."""
         codes = self._open(shard)[1][sample].tolist()
         if codes[0] >= BAD:
             kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # a damaged code

@@ -46,23 +46,17 @@ TURNS = {
 
 
 def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Image:
-    """Decode an image wholly, to RGB, as a viewer shows it.
+    """Decode an image wholly, to RGB, as a viewer shows it; BadSample names `where` it lies.
 
     It is turned by its EXIF orientation, so boxes are in pixels of the upright image. What is
-    transparent shows white; 16 bits become their upper 8; of an animation the first image is
-    taken. The format is found in the bytes: a PNG that is called .jpg decodes.
+    transparent shows white; 16 bits become their upper 8; of an animation the first image is taken.
+    The format is found in the bytes: a PNG that is called .jpg decodes. Bytes that end too early
+    are bad (a truncated JPEG would come out with a grey lower part), as is what lies beyond
+    `vlp.data.limits`, before memory or time are spent on it.
 
-    Args:
-        data: the bytes.
-        where: names the place in errors.
-        least: pixels that both sides must keep. A JPEG then comes at 1/2, 1/4 or 1/8 of its size
-            where that is enough, straight from its low frequencies and without its full size in
-            memory; other formats, and smaller images, come as they are.
-
-    Raises:
-        BadSample: the bytes are no image of FORMATS, or end too early (a truncated JPEG would
-            otherwise come out with a grey lower part); or it is beyond `vlp.data.limits`, which is
-            said before memory or time are spent on it.
+    With `least` pixels that both sides must keep, a JPEG comes at 1/2, 1/4 or 1/8 of its size where
+    that is enough, straight from its low frequencies; other formats, and smaller images, as they
+    are.
     """
     with reading(where), open_image(data, where) as image:
         if least is not None:
@@ -72,11 +66,7 @@ def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Ima
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return an image that others opened as `decode_image` does; one that is so already as is.
-
-    Raises:
-        OSError: the file ends too early, or cannot be decoded.
-    """
+    """Return an opened image as `decode_image` does; one that is upright RGB already as it is."""
     image.load()
     turn = orientation(image)
     if image.mode == "RGB" and turn not in TURNS and not image.has_transparency_data:
@@ -98,12 +88,7 @@ def reading(where: str) -> Iterator[None]:
 
 
 def open_image(data: bytes, where: str) -> Image.Image:
-    """Read the header alone.
-
-    Raises:
-        BadSample: the image is beyond `vlp.data.limits`. Bytes that are no image raise whatever the
-            decoder does: see `reading`.
-    """
+    """Read the header alone; BadSample beyond `vlp.data.limits`, else what the decoder raises."""
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
     file = _Metered(data)
@@ -184,15 +169,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 class JpegImage:
-    """An encoded image of any format, of which the header alone has been read.
-
-    Args:
-        data: the bytes.
-        where: names the place in errors.
-
-    Raises:
-        BadSample: as `decode_image`; the methods too.
-    """
+    """An encoded image of any format, of which the header alone has been read; raises BadSample."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
@@ -213,11 +190,9 @@ class JpegImage:
     def levels(self, least: tuple[int, int] | None = None) -> Tensor:
         """Decode to levels, (3, height, width) uint8: those of `image`, or quicker ones.
 
-        Args:
-            least: (width, height) that must be left, for a quick result: a JPEG is decoded by the
-                less exact transforms (1 level off on average), and at 1/2, 3/8, 1/4 or 1/8 of its
-                size, the smallest that leaves so much, straight from its low frequencies (3 levels
-                off once resized). None is exact.
+        `least` is (width, height) that must be left for a quick result: a JPEG is decoded by the
+        less exact transforms (1 level off on average), and at 1/2, 3/8, 1/4 or 1/8 of its size, the
+        smallest that leaves so much, straight from its low frequencies (3 levels off once resized).
         """
         if self._plain:
             try:
@@ -254,17 +229,10 @@ ACCEPTED = "give a path, a PIL image, an array or a tensor, or a list of these"
 def as_images(given: Any) -> list[Image.Image]:
     """Return one image or several as PIL images.
 
-    Args:
-        given: a path; a PIL image; an array (height, width), (height, width, 1, 3 or 4) or
-            (3, height, width); a tensor (3, height, width); levels, also of a PIL image of mode F
-            or I, are 0..255 in whole numbers or 0..1 in fractions; several in an array or tensor of
-            4 axes, or in a list.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: of another shape, out of range, or there is none.
-        FileNotFoundError: there is no such file.
-        OSError: a file is no image that can be decoded.
+    An image is a path; a PIL image; an array (height, width), (height, width, 1, 3 or 4) or (3,
+    height, width); or a tensor (3, height, width). Levels, also of a PIL image of mode F or I, are
+    0..255 in whole numbers or 0..1 in fractions. Several come in an array or tensor of 4 axes, or
+    in a list. Raises TypeError, ValueError, or OSError for a file.
     """
     many = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     images = [as_image(one) for one in (given if many else [given])]
@@ -274,11 +242,7 @@ def as_images(given: Any) -> list[Image.Image]:
 
 
 def as_image(given: Any) -> Image.Image:
-    """Return one image, given as `as_images` takes it, as a PIL image.
-
-    Raises:
-        TypeError, ValueError, OSError: as `as_images` raises them.
-    """
+    """Return one image, given as `as_images` takes it, as a PIL image."""
     if isinstance(given, Image.Image):
         # Of F Pillow has levels up to 255, of I 16 bits, and others make fractions and bytes.
         most = {"F": 1, "I": 255 if given.format is None else 0}.get(given.mode)

@@ -176,12 +176,8 @@ Box = tuple[int, int, int, int]
 class Preprocessing:
     """Squash an image to a square, bicubic, and normalise it (as ALBEF evaluates).
 
-    Nothing is cropped, so whatever a caption names stays in the image.
-
-    Args:
-        image_size: side in pixels.
-        mean: per channel, of pixel values in [0, 1].
-        std: per channel.
+    Nothing is cropped, so whatever a caption names stays in the image. `mean` and `std` are per
+    channel, of pixel values in [0, 1].
     """
 
     def __init__(
@@ -195,11 +191,7 @@ class Preprocessing:
         self.std = std
 
     def __call__(self, image: Any) -> Tensor:
-        """Prepare an image, a path, an array or a tensor -> (3, image_size, image_size) float32.
-
-        Raises:
-            TypeError, ValueError, OSError: as `vlp.data.image.decode.as_images` raises them.
-        """
+        """Prepare an image, a path, an array or a tensor -> (3, image_size, image_size) float32."""
         return self.normalise(self.squash(as_image(image)))
 
     def squash(self, image: Image.Image) -> Image.Image:
@@ -253,13 +245,7 @@ def normalise(
     mean: RGB = MEAN,
     std: RGB = STD,
 ) -> Tensor:
-    """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
-
-    Args:
-        levels: 0..255, of any type; they are left as they are.
-        mean: per channel, of pixel values in [0, 1].
-        std: per channel.
-    """
+    """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device."""
     pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
     # be copied to a GPU, which waits until all that is queued there is done.
@@ -292,11 +278,7 @@ class TrainTransform:
     def __call__(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """Convert to (3, image_size, image_size) float32; `caption` decides about the flip.
-
-        Raises:
-            BadSample: an encoded image cannot be decoded.
-        """
+        """Convert to (3, image_size, image_size) float32; `caption` decides about the flip."""
         return self.preprocessing.normalise(self.levels(image, rng, caption))
 
     def levels(
@@ -396,16 +378,10 @@ View = Literal["image", "shuffled", "blank"]
 
 
 def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Show images as the view wants them; each one's patches have an order of their own.
+    """Show images (images, 3, height, width) as the view wants them, each with its own order.
 
     Before it is cut to be shuffled, an image is moved by a random part of a patch, out at one side
     and in at the other: where the grid cuts a thing would tell where the thing lay.
-
-    Args:
-        pixels: (images, 3, height, width).
-        view: what is shown.
-        patch_size: side of a patch in pixels.
-        seed: of the moves and orders.
     """
     if view == "blank":
         return torch.zeros_like(pixels)

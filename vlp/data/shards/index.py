@@ -139,13 +139,7 @@ class ShardTable:
 
 
 def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
-    """Return the shards that an `index.npz` names.
-
-    Args:
-        file: open, or its content in memory.
-        where: its name, for messages.
-        remedy: what to do when it cannot be used, for messages.
-    """
+    """Return the shards that an `index.npz` names; `where` and `remedy` are for messages."""
     try:
         with ZipFile(file) as archive:
             version = int(_member(archive, "version", "i", ()))
@@ -348,12 +342,8 @@ def index_folder(
 ) -> list[str]:
     """Write the index of a folder of shards, whoever wrote them; the caller holds its lock.
 
-    Args:
-        folder: holds the *.tar files.
-        mapped: applies a function that can be pickled to each shard, as `map` does.
-
-    Returns:
-        One line for each shard that is empty or damaged; what can be reached in it is indexed.
+    `mapped` applies a function that can be pickled to each shard, as `map` does. Returns one line
+    for each shard that is empty or damaged; what can be reached in it is indexed.
     """
     folder = Path(folder)
     if not folder.is_dir():

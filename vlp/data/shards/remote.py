@@ -91,17 +91,11 @@ def share_retries(count: Any) -> None:
 
 
 def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Value:
-    """Return the value of `attempt`, which is tried again after growing, random pauses.
+    """Return the value of `attempt`, tried again for `seconds` after its first failure.
 
-    Args:
-        attempt: one try.
-        seconds: after the first failure; a try that is under way then comes to its end.
-        place: what is tried, for the message that says so once.
-
-    Raises:
-        FileNotFoundError, PermissionError, ConfigError, DataError: at once; another try would end
-            as this one.
-        Unreachable: the last of several tries failed.
+    Pauses grow and are random. FileNotFoundError, PermissionError, ConfigError and DataError come
+    at once, as another try would end alike; Unreachable after the last of several tries. `place` is
+    named in the message that says so once.
     """
     deadline, wait, tries = float("inf"), _FIRST_WAIT, 0
     while True:
@@ -147,12 +141,7 @@ def is_url(place: object) -> bool:
 
 
 class RemoteFolder:
-    """A folder behind a URL. Connections are made where they are used, in any process.
-
-    Args:
-        url: of the folder, with its protocol; see `connected`.
-        outages: what to do when the store fails.
-    """
+    """A folder behind a URL. Connections are made where they are used, in any process."""
 
     def __init__(self, url: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.url, self.outages = url.rstrip("/"), outages
@@ -169,14 +158,8 @@ class RemoteFolder:
     def read(self, name: str, optional: bool = False) -> bytes | None:
         """Return a small file, or None where there is none.
 
-        Args:
-            name: of the file.
-            optional: a file that we may not read is as good as none; some stores say nothing else
-                of files that are not there.
-
-        Raises:
-            ConfigError: it cannot be fetched.
-            PausedDataError: the store does not answer, and the policy is to pause.
+        An `optional` file that we may not read is as good as none; some stores say nothing else of
+        files that are not there.
         """
 
         def attempt() -> bytes:
@@ -198,12 +181,7 @@ class RemoteFolder:
             raise ConfigError(f"{self / name}: cannot be fetched ({error})") from error
 
     def fetch(self, name: str, target: str) -> None:
-        """Write a file to a local path, in one try.
-
-        Raises:
-            FileNotFoundError: there is none.
-            Exception: whatever else goes wrong on the way.
-        """
+        """Write a file to a local path, in one try."""
         files, path = self._connect()
         files.get_file(f"{path}/{name}", target)
 
@@ -355,11 +333,8 @@ class _Full(Exception):
 class ShardCache:
     """A folder of fetched files, the ones unused for longest removed first.
 
-    Safe to hand to forked or spawned processes.
-
-    Args:
-        folder: on a local disk; made, for this user alone, when it is not there.
-        limit: bytes of all files in it, those being fetched included.
+    Safe to hand to forked or spawned processes. The folder is on a local disk and made for this
+    user alone; `limit` is the bytes of all files in it, those being fetched included.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
@@ -384,12 +359,8 @@ class ShardCache:
     def open(self, file: CachedFile) -> int:
         """Return a handle of the whole file, fetched first where it is not there.
 
-        The file stays in the cache as long as the handle is open.
-
-        Raises:
-            BadSample, DataError: it is gone, comes damaged or cannot be fetched; which of the two,
-                the policy of outages says.
-            DataError: the cache is too small or cannot be written.
+        The file stays in the cache as long as the handle is open. Where it is gone, comes damaged
+        or cannot be fetched, the policy of outages chooses BadSample or DataError.
         """
         self._check(file)
         path = self.folder / file.path

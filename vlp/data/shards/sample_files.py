@@ -319,15 +319,9 @@ class Shared(Protocol):
 
 
 class SkippedShareWatch:
-    """Ends a run whose data is mostly bad, epoch by epoch.
+    """Ends a run of whose epoch more than `max_share` of a rank's samples are bad.
 
     It sees one rank's samples, from where the run started or resumed.
-
-    Args:
-        order: says how many samples of an epoch are this rank's.
-        max_share: more bad ones than this share of them are too many.
-        rank: whose samples.
-        world_size: number of ranks.
     """
 
     def __init__(self, order: Shared, max_share: float, rank: int, world_size: int) -> None:
@@ -339,11 +333,7 @@ class SkippedShareWatch:
         self._last = SkippedSample("", "")
 
     def see(self, epoch: int, batch: Slots) -> None:
-        """Count a batch.
-
-        Raises:
-            DataError: too much of the epoch is bad, or all of the one before was.
-        """
+        """Count a batch; DataError where too much of the epoch is bad, or all of the last one."""
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch

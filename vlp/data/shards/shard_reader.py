@@ -116,10 +116,7 @@ class LocalFolder(ShardLocation):
 class CachedFolder(ShardLocation):
     """Shards behind a URL, each fetched whole into the cache when it is needed.
 
-    Args:
-        folder: the URL.
-        cache: where shards are kept.
-        digests: SHA-256 of each shard by name, as far as they are known.
+    `digests` are the SHA-256 of shards by name, as far as they are known.
     """
 
     folder: RemoteFolder

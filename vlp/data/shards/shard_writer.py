@@ -23,10 +23,6 @@ class ShardWriter:
     finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
     gets the same bytes as without the interruption, also where a shard was deleted: the free
     numbers are taken, smallest first. The index is written on a clean exit.
-
-    Raises:
-        ValueError: `samples_per_shard` is below 1.
-        ConfigError: a shard of an earlier run is damaged, or another process writes the folder.
     """
 
     def __init__(
@@ -70,18 +66,10 @@ class ShardWriter:
         annotation: Annotation,
         second_image: bytes | None = None,
     ) -> None:
-        """Append one sample.
+        """Append one sample: `KEY.EXTENSION`, `KEY.json` and, of a pair, `KEY.1.EXTENSION`.
 
-        Args:
-            key: name of the sample, unique in the folder, without dots or slashes.
-            image: the encoded image.
-            extension: `jpg`, `jpeg`, `png` or `webp`; of both images.
-            annotation: written as `KEY.json`.
-            second_image: the other image of a paired sample, written as `KEY.1.EXTENSION`.
-
-        Raises:
-            ValueError: the key is not usable or was written before, or the extension is unknown.
-            ConfigError: the disk is full, or refuses the file; the unfinished shard is lost.
+        The key is unique in the folder and has no dots or slashes; the extension is `jpg`, `jpeg`,
+        `png` or `webp`. On a full disk the unfinished shard is lost.
         """
         if not key or "." in key or "/" in key:
             raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")

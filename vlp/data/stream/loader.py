@@ -33,9 +33,7 @@ from vlp.signals import STOPS, end_with_parent
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
     """Return arguments of a DataLoader whose workers leave signals to the main process.
 
-    Args:
-        workers: processes; 0 reads in the main one.
-        prefetch: batches that each of them has ready or in work.
+    Each worker has `prefetch` batches ready or in work; without workers the main process reads.
     """
     if not workers:
         return {"num_workers": 0}
@@ -99,14 +97,7 @@ class BatchRequest(NamedTuple):
 class ShardAwareBatchSampler:
     """Yield one `BatchRequest` for each global batch: the batch sampler of a torch `DataLoader`.
 
-    Args:
-        sampler: which sample stands where.
-        batch: slots of a global batch.
-        consumed: samples that are gone.
-        rank: whose slots.
-        world_size: number of ranks.
-        stop_after: number of batches; None is no end.
-        fetchers: workers among which shards to fetch are dealt out; 0 asks for none.
+    Shards to fetch are dealt out among `fetchers` workers; 0 asks for none.
     """
 
     def __init__(
@@ -174,12 +165,7 @@ def read_at_once(
 
 
 class Answers(Dataset[Any]):
-    """Gives the slots that are asked for, and passes on which shards to fetch.
-
-    Args:
-        samples: maps a `Request` to a slot.
-        prefetch: is told which shards are needed soon; None where nothing has to be fetched.
-    """
+    """Data set that maps a `BatchRequest` to slots and passes on what to prefetch."""
 
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
@@ -202,15 +188,10 @@ class Answers(Dataset[Any]):
 class OrderedData:
     """Batches in a training order, the same for any number of ranks and workers.
 
-    Args:
-        sampler: which sample stands where.
-        samples: maps a `Request` to what `collate` takes.
-        collate: makes a batch (see `vlp.data.stream.batch.Slots`) of a rank's samples.
-        batch: slots of a global batch (all ranks).
-        workers: loader processes of each rank.
-        max_skipped_share: more bad samples than this share of an epoch end the run; a set that is
-            half bad was built wrongly.
-        prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
+    `samples` maps a `Request` to what `collate` takes, which makes a batch
+    (`vlp.data.stream.batch.Slots`) of a rank's samples; `batch` is the slots of a global batch.
+    More bad samples than `max_skipped_share` of an epoch end the run: a set that is half bad was
+    built wrongly. `prefetch` has a shard fetched that is needed soon.
 
     `fingerprint` holds a hash of each part of the data by its name, equal for equal data wherever
     it lies; whoever knows more of the data than its samples' number puts it there.
@@ -256,21 +237,11 @@ class OrderedData:
         world_size: int = 1,
         stop_after: int | None = None,
     ) -> Generator[tuple[Any, int], None, None]:
-        """Yield one rank's share of the global batches, epoch after epoch without end.
+        """Yield one rank's share of global batches, and the samples that all ranks consumed then.
 
-        Args:
-            samples_consumed: where to go on; the number that came with the last batch used, by any
-                number of ranks.
-            rank: whose share.
-            world_size: number of ranks; it divides `canonical_streams`.
-            stop_after: number of batches after which to end; None is never.
-
-        Yields:
-            The batch, and the samples consumed by all ranks after it.
-
-        Raises:
-            ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
-            DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
+        Goes on behind `samples_consumed`, by any number of ranks that divides `canonical_streams`,
+        epoch after epoch without end, unless `stop_after` so many batches. DataError where too much
+        is bad.
         """
         self.sampler.locate(samples_consumed)
         self.sampler.share(0, rank, world_size)
@@ -368,12 +339,7 @@ class MapDatasetConfig(Config):
 
 
 class IndexedSamples(Dataset[Any]):
-    """Calls `read(number, rng_for)` for each slot; bad samples and empty slots are skipped ones.
-
-    Args:
-        read: makes sample `number`; every random choice comes from `rng_for`.
-        seed: of the run.
-    """
+    """Calls `read(number, rng_for)` for each slot; bad samples and empty slots are skipped ones."""
 
     def __init__(self, read: Callable[[int, RngFactory], Any], seed: int) -> None:
         self._read, self._seed = read, seed
@@ -403,13 +369,7 @@ def indexed_data(
 ) -> OrderedData:
     """Return batches of `count` samples, each once an epoch, the same for any number of ranks.
 
-    Args:
-        count: samples.
-        read: see `IndexedSamples`.
-        collate: a batch of a rank's good samples (there may be none) and its bad ones.
-        config: streams and workers.
-        batch: slots of a global batch.
-        seed: of the run.
+    `collate` makes a batch of a rank's good samples (there may be none) and its bad ones.
     """
     if batch % config.canonical_streams:
         raise ConfigError(

@@ -67,12 +67,9 @@ def own_streams(streams: int, rank: int, world_size: int) -> range:
 class TrainingSampler:
     """Places of the elements of every epoch, worked out piece by piece.
 
-    Args:
-        pools: the sources. One of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements
-            to epoch e, from where the epoch before stopped: 2 is twice each, 0.5 a fresh half.
-        streams: number of pieces; the number of ranks must divide it.
-        window: elements within which a stream is shuffled.
-        seed: of the whole run.
+    A pool of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements to epoch e, from
+    where the epoch before stopped: 2 is twice each, 0.5 a fresh half. The number of ranks divides
+    `streams`, each of which is shuffled within a `window` of elements.
     """
 
     def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
@@ -170,10 +167,9 @@ class TrainingSampler:
     def shards_of_window(
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List the shards one rank reads while its streams go through their window `number`.
+        """List (source, shard) that a rank reads while its streams go through window `number`.
 
-        Returns:
-            (source, shard) pairs, each once, stream by stream; none where the epoch has ended.
+        Each comes once, stream by stream; none where the epoch has ended.
         """
         bounds = self._bounds(epoch, self._own(rank, world_size))
         first = bounds[:-1] + number * self.window
@@ -235,11 +231,7 @@ class TrainingSampler:
         )
 
     def _chunks(self, epoch: int) -> np.ndarray:
-        """Return what an epoch takes of each shard: source, shard, first position, visit, length.
-
-        Returns:
-            (5, chunks) integers, source by source.
-        """
+        """Return (5, chunks) of an epoch: source, shard, first position, visit, length."""
         parts = []
         for source, (sizes, total, weight) in enumerate(
             zip(self._sizes, self._totals, self._weights)
@@ -266,12 +258,7 @@ class TrainingSampler:
 
 
 class EndlessSampler:
-    """Global batches of a stream without end; an epoch is a number of batches.
-
-    Args:
-        epoch_samples: samples that count as an epoch, rounded up to whole batches.
-        size: slots of a global batch.
-    """
+    """Global batches of `size` slots of a stream without end; an epoch is a number of batches."""
 
     def __init__(self, epoch_samples: int, size: int) -> None:
         self._batches = -(-epoch_samples // size)
@@ -371,11 +358,7 @@ class SlidingSampler(TrainingSampler):
     def shards_of_window(
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List the shards one rank reads while its streams go through their window `number`.
-
-        Returns:
-            (source, shard) pairs, each once, stream by stream; none where the epoch has ended.
-        """
+        """List (source, shard) that a rank reads while its streams go through window `number`."""
         own = self._own(rank, world_size)
         found: dict[tuple[int, int], None] = {}
         for first, stream in zip(self._bounds(epoch, own).tolist(), own):

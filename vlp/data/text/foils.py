@@ -44,20 +44,13 @@ class Edit(NamedTuple):
 
 
 def make_foils(captions: Sequence[str], seed: int, key: str) -> list[list[Foil]]:
-    """Make at most one foil of each kind for each caption of an image.
+    """Make for each caption of an image at most one foil of each of `FOIL_KINDS`, in that order.
 
     Kinds: `subject_object` exchanges two noun phrases of beings; `colour` says another colour and
-    `binding` exchanges the colours of two things; `number` says another number from two to six
-    and `count` two of the one being that all captions speak of; `preposition`, `left_right` and
+    `binding` exchanges the colours of two things; `number` says another number from two to six and
+    `count` two of the one being that all captions speak of; `preposition`, `left_right` and
     `near_far` say the opposite place. What any caption of the image says is no foil's new word.
-
-    Args:
-        captions: all of one image.
-        seed: of the choice among several foils of a kind.
-        key: of the sample.
-
-    Returns:
-        The foils of each caption, in the order of `FOIL_KINDS`.
+    Seed and key of the sample choose among several foils of a kind.
     """
     known = {_plain(caption) for caption in captions}
     everything = " . ".join(captions).lower()

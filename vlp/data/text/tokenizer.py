@@ -40,13 +40,8 @@ class TextTokens(NamedTuple):
 class TextProcessor:
     """Turns captions into ids of a fixed length; too long ones are cut, keeping [SEP].
 
-    Args:
-        tokenizer: a BERT-like tokenizer that knows the five special tokens, by BERT's names or by
-            RoBERTa's; it is copied.
-        max_tokens: length of every row, [CLS] and [SEP] included.
-
-    `vocab_size` is the largest id and one; `pad_id`, `unk_id`, `cls_id`, `sep_id` and `mask_id` are
-    those of the special tokens.
+    The tokenizer is BERT-like and knows the five special tokens, by BERT's names or by RoBERTa's;
+    it is copied. `max_tokens` counts [CLS] and [SEP]; `vocab_size` is the largest id and one.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -92,12 +87,7 @@ class TextProcessor:
         return self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id
 
     def __call__(self, texts: str | Sequence[str]) -> TextTokens:
-        """Tokenise one caption or several into (captions, max_tokens) tensors.
-
-        Raises:
-            TypeError: one is no string.
-            ValueError: one is no valid Unicode.
-        """
+        """Tokenise one caption or several into (captions, max_tokens) tensors."""
         texts = as_texts(texts)
         # One caption at a time in loader workers: encode_batch starts threads, which a forked
         # process must not.
@@ -190,12 +180,7 @@ def predicted_places(ids: Tensor, pad_id: int) -> Tensor:
 
 
 def as_texts(given: Any) -> list[str]:
-    """Return one text or several as a list.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it is no valid Unicode.
-    """
+    """Return one text or several as a list; TypeError or ValueError where one is no text."""
     texts = list(given) if isinstance(given, list | tuple) else [given]
     for one in texts:
         if not isinstance(one, str):
@@ -214,12 +199,7 @@ def as_texts(given: Any) -> list[str]:
 def bert_tokenizer(
     vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer | None = None
 ) -> Tokenizer:
-    """Return BERT's WordPiece tokenizer over a vocabulary of token -> id.
-
-    Args:
-        vocabulary: with BERT's special tokens.
-        normalizer: None: it lower-cases.
-    """
+    """Return BERT's WordPiece tokenizer over a vocabulary; by default it lower-cases."""
     _special_names(vocabulary)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
     tokenizer.normalizer = normalizer or normalizers.BertNormalizer(lowercase=True)

@@ -14,16 +14,10 @@ from vlp.data.schema import Annotation, caption_numbers
 def patches_in_box(
     box: Sequence[float], grid: tuple[int, int], size: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Return patches whose centre lies in the box; for a tiny box, the patch it is on.
+    """Return (rows * columns,) bool, patches whose centre lies in the box; one at least.
 
-    Args:
-        box: [x, y, width, height] in pixels of the image.
-        grid: patches (rows, columns). The image is squashed to the model's square, so patches
-            of an image that is not square are not square either.
-        size: the image's (width, height) in pixels.
-
-    Returns:
-        (rows * columns,) in raster order.
+    The box is [x, y, width, height] in pixels of an image of `size` (width, height). The image is
+    squashed to the model's square, so patches of one that is not square are not square either.
     """
     rows, columns = grid
     x, y, width, height = box
@@ -108,19 +102,11 @@ def named_patches(
     grid: tuple[int, int],
     size: tuple[int, int],
 ) -> NDArray[np.int8]:
-    """Find the patches that show what each token of a caption names.
+    """Find the patches that show what each token of a caption names: (tokens, patches) int8.
 
-    Args:
-        annotation: one without named words gives zeros.
-        caption: number of the caption.
-        pieces: its word pieces, [CLS] and [SEP] in.
-        tokens: N, the padded length.
-        grid: patches (rows, columns).
-        size: the image's (width, height) in pixels.
-
-    Returns:
-        (N, M) int8: OWN in the box of the object that the token names, OTHER in another object's
-        box, 0 elsewhere and for tokens that name nothing.
+    OWN in the box of the object that the token names, OTHER in another object's box, 0 elsewhere
+    and for tokens that name nothing. `pieces` are the caption's word pieces, [CLS] and [SEP] in;
+    `tokens` is the padded length, `size` the image's (width, height) in pixels.
     """
     shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     named = named_words(annotation)

@@ -224,14 +224,10 @@ class BoxStatement(NamedTuple):
 def sample_box_statement(
     seed: int, index: int, split: Split = "train", same_items: bool = True
 ) -> BoxStatement:
-    """Draw statement `index` of a split.
+    """Draw statement `index` of a split; two splits share no image but by chance.
 
-    Args:
-        seed: seed of the corpus.
-        index: number of the statement within its split.
-        split: statements of two splits share no image but by chance.
-        same_items: whether false images hold a true one's items. Without it what there is says
-            much: easier to start from.
+    With `same_items` false images hold a true one's items. Without it what there is says much:
+    easier to start from.
     """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")
