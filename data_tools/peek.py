@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
+from textwrap import shorten, wrap
 from typing import Annotated, NamedTuple
 
-import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
 from tqdm import tqdm
 from typer import Argument, Option
 
 from data_tools.options import at_least_1
-from data_tools.shards import Shard, ShardReader, shards_of
+from data_tools.shards import ShardReader, shards_of
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
@@ -27,7 +29,6 @@ def peek(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="folder of shards")],
     out: Annotated[Path, Option(metavar="FILE.png", help="the PNG to write")],
     count: Annotated[int, Option(metavar="N", help="samples")] = 36,
-    columns: Annotated[int, Option(metavar="N", help="cards in a row")] = 6,
     seed: Annotated[int, Option(help="of the random choice")] = 0,
     first: Annotated[bool, Option("--first", help="the first samples instead")] = False,
     boxes: Annotated[bool, Option("--boxes", help="frame the boxes of expressions")] = False,
@@ -41,7 +42,7 @@ def peek(
     Samples are drawn at random unless --first asks for the first ones. A damaged sample is a grey
     card that names the damage. The folder needs its index.npz.
     """
-    at_least_1(count=count, columns=columns)
+    at_least_1(count=count)
     table = read_index(folder)
     if not table.total:
         raise ConfigError(f"{folder}: its shards are empty")
@@ -49,7 +50,7 @@ def peek(
     for name, number in tqdm(choose(table, count, None if first else seed), desc="peek"):
         with ShardReader(folder / name) as shard:
             cards.append(sample_card(shard, number, boxes))
-    draw_sheet(cards, out, columns)
+    draw_sheet(cards, out)
     damaged = sum(card.image is None for card in cards)
     told = f", {damaged} of them damaged" if damaged else ""
     print(f"{out}: {len(cards)} of {table.total} samples{told}")
@@ -81,13 +82,8 @@ def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[str, i
     return [(table[shard].name, int(number)) for shard, number in zip(shards, numbers)]
 
 
-WIDTH = 240
-"""Of a card, and the height of its image; in pixels."""
-LINES = 9
-"""A card shows at most so many lines of text."""
-
-_GAP, _LINE, _TEXT = 8, 15, 11
-_PAPER, _INK, _FAINT, _GREY = "white", "#202020", "#707070", "#c8c8c8"
+_COLUMNS, _LINES = 6, 9
+_WIDTH, _LINE = 2.4, 0.15  # inches: side of a card's image, height of a line below it
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2")
 
 
@@ -108,21 +104,20 @@ class Card(NamedTuple):
     problem: str = ""
 
 
-def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str = "") -> Card:
+def sample_card(shard: ShardReader, number: int, boxes: bool = False) -> Card:
     """Return the card of a sample; a damaged one becomes a card that says what is wrong.
 
     Framed are the boxes of its expressions, or its `boxes` where it has no expressions.
     """
-    notes = (note,) if note else ()
     if number >= len(shard):
         kind = "missing shard" if shard.missing else "corrupt shard"
-        return Card(f"{shard.path.name}, sample {number}", None, notes, problem=kind)
+        return Card(f"{shard.path.name}, sample {number}", None, problem=kind)
     files = shard.samples[number]
     title, where = files.key, shard.where(files)
     try:
         sample = shard.read(files)
     except BadSample as bad:
-        return Card(title, None, (*notes, _told(bad, where)), problem=bad.kind)
+        return Card(title, None, (_told(bad, where),), problem=bad.kind)
     annotation = sample.annotation
     try:
         image = decode_image(sample.image, where)
@@ -130,107 +125,65 @@ def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str 
         if sample.second_image is not None:
             second = decode_image(sample.second_image, where)
     except BadSample as bad:
-        told = _told(bad, where)
-        return Card(title, None, (*notes, told, *captions_of(annotation)), problem=bad.kind)
+        texts = (_told(bad, where), *captions_of(annotation))
+        return Card(title, None, texts, problem=bad.kind)
     frames = _frames(annotation) if boxes else []
     if second is not None:
         image = _beside(image, second)
-    return Card(title, image, (*notes, *_texts(annotation)), frames)
+    return Card(title, image, _texts(annotation), frames)
 
 
-def draw_sheet(cards: Sequence[Card], path: Path, columns: int = 6) -> Path:
+def draw_sheet(cards: Sequence[Card], path: Path) -> None:
     """Draw the cards in rows and save them as a PNG; the folder is made if it is missing."""
-    drawn = [_draw_card(card) for card in cards]
-    rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
-    heights = [max(card.height for card in row) for row in rows]
-    widest = max((len(row) for row in rows), default=1)
-    size = widest * (WIDTH + _GAP) + _GAP, sum(heights) + _GAP * (len(rows) + 1)
-    sheet = Image.new("RGB", size, _PAPER)
-    top = _GAP
-    for row, height in zip(rows, heights):
-        for column, card in enumerate(row):
-            sheet.paste(card, (_GAP + column * (WIDTH + _GAP), top))
-        top += height + _GAP
+    columns = min(len(cards), _COLUMNS)
+    rows = -(-len(cards) // columns)
+    figure = Figure(figsize=(columns * _WIDTH, rows * (_WIDTH + _LINE * (_LINES + 2))))
+    grid = {"left": 0, "right": 1, "bottom": 0, "top": 1, "hspace": 0, "wspace": 0}
+    for axes in figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat:
+        axes.axis("off")
+    for card, axes in zip(cards, figure.axes):
+        _draw_card(card, axes)
     with atomic_write(path, error=ConfigError) as file:
-        sheet.save(file, "png")
-    return path
+        figure.savefig(file, format="png", dpi=100)
 
 
-class SheetCell(NamedTuple):
-    """A sample for a sheet of pairs, and what is said about it."""
-
-    shard: Shard
-    number: int
-    note: str
-
-
-def draw_pairs(pairs: Sequence[tuple[SheetCell, SheetCell]], path: Path) -> None:
-    """Draw pairs of samples side by side, three pairs in a row."""
-    cards = []
-    for shown in (each for pair in pairs for each in pair):
-        with ShardReader(shown.shard.path) as opened:
-            cards.append(sample_card(opened, shown.number, note=shown.note))
-    draw_sheet(cards, path, columns=6)
-    print(f"{path}: {len(pairs)} pairs, the most different first")
-
-
-def wrapped(text: str, width: float, font: ImageFont.FreeTypeFont) -> list[str]:
-    """Return lines of at most `width` pixels; a word that is longer is cut."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width:
-            lines[-1] = longer
-            continue
-        if lines[-1]:
-            lines.append("")
-        for letter in word:
-            if lines[-1] and font.getlength(lines[-1] + letter) > width:
-                lines.append("")
-            lines[-1] += letter
-    return [line for line in lines if line]
-
-
-def _draw_card(card: Card) -> Image.Image:
+def _draw_card(card: Card, axes: Axes) -> None:
+    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(card.frames))]
     # What the frames say comes first: it is what they were asked for.
-    texts = [
-        (frame.text, _COLOURS[number % len(_COLOURS)]) for number, frame in enumerate(card.frames)
+    texts = [(frame.text, colour) for frame, colour in zip(card.frames, colours)]
+    texts += [(text, "black") for text in card.texts]
+    lines = [
+        (f"   {line}" if number else line, colour)
+        for text, colour in texts
+        for number, line in enumerate(wrap(text, 38) or [""])
     ]
-    texts += [(text, _INK) for text in card.texts]
-    lines = [(line, colour) for text, colour in texts for line in _marked(text)]
-    if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], (f"… and {len(lines) - LINES + 1} more lines", _FAINT)]
-    drawn = Image.new("RGB", (WIDTH, WIDTH + _LINE * (len(lines) + 1) + 4), _PAPER)
-    draw = ImageDraw.Draw(drawn)
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], (f"… and {len(lines) - _LINES + 1} more lines", "grey")]
+    axes.set_anchor("N")
     if card.image is None:
-        draw.rectangle((0, 0, WIDTH - 1, WIDTH - 1), _GREY)
-        for number, line in enumerate(wrapped(card.problem, WIDTH - 20, _font(16, bold=True))):
-            draw.text((10, WIDTH // 2 - 20 + 20 * number), line, _INK, _font(16, bold=True))
+        axes.imshow(Image.new("RGB", (4, 4), "silver"))
+        axes.text(1.5, 1.5, card.problem, ha="center", weight="bold")
     else:
-        # Small ones are enlarged: a sheet is for looking at.
-        small = ImageOps.contain(card.image, (WIDTH, WIDTH), Image.Resampling.LANCZOS)
-        left, top = (WIDTH - small.width) // 2, (WIDTH - small.height) // 2
-        drawn.paste(small, (left, top))
-        across, down = small.width / card.image.width, small.height / card.image.height
-        for number, frame in enumerate(card.frames):
-            x, y, width, height = frame.box
-            corners = (
-                sorted((x * across, (x + width) * across)),
-                sorted((y * down, (y + height) * down)),
-            )
-            place = [(left + corners[0][end], top + corners[1][end]) for end in (0, 1)]
-            draw.rectangle(place, outline=_COLOURS[number % len(_COLOURS)], width=2)
-    title = wrapped(card.title, WIDTH, _font(_TEXT, bold=True))
-    draw.text((0, WIDTH + 2), title[0] if title else "", _INK, _font(_TEXT, bold=True))
-    for number, (line, colour) in enumerate(lines):
-        draw.text((0, WIDTH + 2 + _LINE * (number + 1)), line, colour, _font(_TEXT))
-    return drawn
-
-
-def _marked(text: str) -> list[str]:
-    """Return the lines of one text; all but the first are indented to show where it begins."""
-    first, *rest = wrapped(text, WIDTH - 12, _font(_TEXT)) or [""]
-    return [first, *(f"   {line}" for line in rest)]
+        axes.imshow(card.image)
+    for frame, colour in zip(card.frames, colours):
+        x, y, width, height = frame.box
+        axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=2))
+    below = [(shorten(card.title, 36), "black"), *lines]
+    for number, (line, colour) in enumerate(below):
+        weight = "normal" if number else "bold"
+        place = (3, -11 * number - 3)  # points from the image's lower left corner
+        axes.annotate(
+            line,
+            (0, 0),
+            place,
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="top",
+            color=colour,
+            fontsize=7,
+            weight=weight,
+            parse_math=False,
+        )
 
 
 def _texts(annotation: Annotation) -> list[str]:
@@ -253,7 +206,7 @@ def _frames(annotation: Annotation) -> list[Frame]:
 
 def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
     height = max(first.height, second.height)
-    both = Image.new("RGB", (first.width + second.width + height // 20, height), _PAPER)
+    both = Image.new("RGB", (first.width + second.width + height // 20, height), "white")
     both.paste(first, (0, 0))
     both.paste(second, (both.width - second.width, 0))
     return both
@@ -263,10 +216,3 @@ def _told(bad: BadSample, where: str) -> str:
     """Return the fault without the place, which the title says already."""
     reason = bad.where.removeprefix(where).strip()
     return reason.removeprefix("(").removesuffix(")") or bad.kind
-
-
-@cache
-def _font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    # Matplotlib brings a font of many scripts along; Pillow's own knows Latin letters alone.
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)

@@ -29,7 +29,6 @@ from data_tools.shards import (
     ShardReader,
     keys_in,
     numbers_of,
-    prefixed,
     repeated,
     repeated_keys,
     scan,
@@ -79,19 +78,12 @@ def reshard(
     shuffle: Annotated[
         int | None, Option(metavar="SEED", help="deal all samples anew (default: keep order)")
     ] = None,
-    prefix_keys: Annotated[
-        bool,
-        Option(
-            "--prefix-keys",
-            help="put the name of its folder before every key, where folders use the same ones",
-        ),
-    ] = False,
 ) -> int:
     """Deal the samples of folders of shards into new shards of another size, or in another order.
 
         python -m data_tools reshard shards/sbu --out shards/sbu-4k --samples-per-shard 4000
         python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
-            --samples-per-shard 1000 --shuffle 0 --prefix-keys
+            --samples-per-shard 1000 --shuffle 0
 
     Every file of every sample is kept, byte for byte, those that nothing here reads too; only the
     tar's headers are written anew, without times and users. Without --shuffle the order is that of
@@ -106,20 +98,18 @@ def reshard(
     shards, executor = shards_of(folders), workers.workers()
     if out.resolve() in {folder.resolve() for folder in folders}:
         raise ConfigError(f"{out}: is read from; choose another --out")
-    prefixes = folder_prefixes(folders) if prefix_keys else {}
     settings = {
         "version": RESHARD_VERSION,
         "folders": [str(folder.resolve()) for folder in folders],
         "sources": _digest(shards),
         "samples_per_shard": samples_per_shard,
         "shuffle": shuffle,
-        "prefix_keys": prefix_keys,
     }
     with FolderLock(out):
         _refuse_others(out, settings)
         plan = out / _PLAN_NAME
         try:
-            problems, counts = survey(shards, plan, prefixes, executor)
+            problems, counts = survey(shards, plan, executor)
             total = int(counts.sum())
             if not total:
                 raise ConfigError("there are no samples in these folders")
@@ -129,7 +119,7 @@ def reshard(
             order = Order(total, samples_per_shard, shuffle)
             missing = [n for n in range(len(order)) if not (out / shard_name(n)).exists()]
             pieces = (order.piece(number, shards, counts) for number in missing)
-            write = partial(write_shard, out=out, plan=plan, prefixes=prefixes)
+            write = partial(write_shard, out=out, plan=plan)
             with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
                 for _ in executor.map(write, pieces):
                     bar.update()
@@ -148,14 +138,13 @@ def reshard(
 
 
 def survey(
-    shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], executor: Executor
+    shards: Sequence[Shard], plan: Path, executor: Executor
 ) -> tuple[list[str], NDArray[np.int64]]:
     """Write the places of all samples, one ROW each; return problems and each shard's samples."""
     problems, counts = [], []
     keys: list[Numbers] = []
-    work = partial(_survey, prefixes=prefixes)
     with open(plan, "wb") as file:
-        for shard, found in scan(work, shards, executor, "survey"):
+        for shard, found in scan(_survey, shards, executor, "survey"):
             if found.problem:
                 problems.append(f"{shard}: {found.problem}, {len(found.rows)} samples before it")
             counts.append(len(found.rows))
@@ -163,7 +152,7 @@ def survey(
             file.write(found.rows.tobytes())
     twice = repeated(keys).values
     if len(twice):
-        raise ConfigError(_say_repeated(repeated_keys(shards, twice, executor, prefixes)))
+        raise ConfigError(_say_repeated(repeated_keys(shards, twice, executor)))
     return problems, np.array(counts, dtype=np.int64)
 
 
@@ -188,38 +177,23 @@ class Order:
         return Piece(number, samples, [shards[place] for place in used], source)
 
 
-def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) -> None:
+def write_shard(piece: Piece, out: Path, plan: Path) -> None:
     """Write one new shard; it gets its name when it is whole and on disk."""
     rows = np.memmap(plan, dtype=ROW, mode="r")
     with atomic_write(out / shard_name(piece.number), durable=True) as file:
         for sample, source in zip(piece.samples, piece.source):
             go_on()
-            shard = piece.sources[source]
-            _copy(shard, rows[sample], prefixes.get(shard.folder, ""), file)
+            _copy(piece.sources[source], rows[sample], file)
         close_tar(file)
 
 
-def folder_prefixes(folders: Sequence[Path]) -> dict[Path, str]:
-    """Return a prefix for each folder's keys: as much of its path as no other one has."""
-    parts = {folder: folder.resolve().parts[1:] for folder in folders}
-    for length in range(1, max(map(len, parts.values())) + 1):
-        names = {
-            folder: "_".join(part[-length:]).replace(".", "_").replace(" ", "_") + "_"
-            for folder, part in parts.items()
-        }
-        if len(set(names.values())) == len(names):
-            return names
-    raise ConfigError("--prefix-keys: the folders' names do not tell them apart; rename one")
-
-
-def _survey(shard: Shard, prefixes: dict[Path, str]) -> Surveyed:
-    prefix = prefixes.get(shard.folder, "")
+def _survey(shard: Shard) -> Surveyed:
     with ShardReader(shard.path) as opened:
         rows = sample_rows(opened.samples, [0] * len(opened))
-        return Surveyed(rows, numbers_of(keys_in(opened, prefix)), opened.problem)
+        return Surveyed(rows, numbers_of(keys_in(opened)), opened.problem)
 
 
-def _copy(shard: Shard, row: np.void, prefix: str, file: IO[bytes]) -> None:
+def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:
     start, length = int(row["start"]) * BLOCK, int(row["blocks"]) * BLOCK
     with open(shard.path, "rb") as source:
         source.seek(start)
@@ -231,7 +205,7 @@ def _copy(shard: Shard, row: np.void, prefix: str, file: IO[bytes]) -> None:
         raise ConfigError(f"{shard}: cannot be read at byte {start}; has it changed meanwhile?")
     for member in samples[0].files.values():
         content = data[member.offset : member.offset + member.size]
-        append_member(file, prefixed(prefix, member.name), content)
+        append_member(file, member.name, content)
 
 
 def _refuse_others(out: Path, settings: dict[str, object]) -> None:
@@ -270,9 +244,6 @@ def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
     for shard, key in places:
         found.setdefault(key, []).append(shard)
     found = {key: shards for key, shards in found.items() if len(shards) > 1}
-    remedy = "--prefix-keys tells the folders apart"
-    if any(len({shard.folder for shard in shards}) < len(shards) for shards in found.values()):
-        remedy = "a folder repeats its own keys: `verify` names them all"
     named = [f"{key} ({shards[0]}, {shards[1]})" for key, shards in list(found.items())[:_NAMED]]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{len(found)} keys come more than once: {', '.join(named)}{more}; {remedy}"
+    return f"{len(found)} keys come more than once: {', '.join(named)}{more}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -41,6 +41,8 @@ class ShardReader(ShardFile):
 
     A shard that cannot be opened has no samples and is `missing`.
     """
+
+    path: Path
 
     def __init__(self, path: Path) -> None:
         try:
@@ -127,34 +129,22 @@ def repeated(numbers: Sequence[Numbers]) -> Repeated:
     return Repeated(len(found), found[counts > 1])
 
 
-def prefixed(prefix: str, name: str) -> str:
-    """Put a prefix before the last part of a key or file name; folders in it stay folders."""
-    folder, slash, own = name.rpartition("/")
-    return f"{folder}{slash}{prefix}{own}"
-
-
-def keys_in(shard: ShardReader, prefix: str = "") -> list[str]:
+def keys_in(shard: ShardReader) -> list[str]:
     """Return the keys of a shard in order."""
-    return [prefixed(prefix, sample.key) for sample in shard.samples]
+    return [sample.key for sample in shard.samples]
 
 
 def repeated_keys(
-    shards: Sequence[Shard],
-    repeated: Numbers,
-    executor: Executor,
-    prefixes: Mapping[Path, str] | None = None,
+    shards: Sequence[Shard], repeated: Numbers, executor: Executor
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield every occurrence of the keys whose `number_of` is among `repeated`, in order.
-
-    `prefixes` go before the keys of each folder.
-    """
-    work = partial(_repeated, repeated=repeated, prefixes=prefixes or {})
+    """Yield every occurrence of the keys whose `number_of` is among `repeated`, in order."""
+    work = partial(_repeated, repeated=repeated)
     for shard, names in scan(work, shards, executor, "repeated keys"):
         for name in names:
             yield shard, name
 
 
-def _repeated(shard: Shard, repeated: Numbers, prefixes: Mapping[Path, str]) -> list[str]:
+def _repeated(shard: Shard, repeated: Numbers) -> list[str]:
     with ShardReader(shard.path) as opened:
-        names = keys_in(opened, prefixes.get(shard.folder, ""))
+        names = keys_in(opened)
     return [names[number] for number in np.flatnonzero(np.isin(numbers_of(names), repeated))]

@@ -67,7 +67,6 @@ def verify(
     ] = False,
     fix: Annotated[bool, Option("--fix", help="index anew where the index is wrong")] = False,
     report: Annotated[Path | None, Option(metavar="FILE", help="write all damage here")] = None,
-    places: Annotated[int, Option(metavar="N", help="print so many a kind")] = 10,
 ) -> int:
     """Check shards: every tar, every annotation, every image, the index and the manifest.
 
@@ -96,7 +95,7 @@ def verify(
                 samples += examined.found.samples if examined.found else 0
                 for damage in examined.damage:
                     counts[damage.kind] += 1
-                    _tell(damage, counts[damage.kind], places, file)
+                    _tell(damage, counts[damage.kind], file)
             repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
             if fix and any(repairs.values()):
                 with FolderLock(folder):
@@ -258,13 +257,16 @@ def _opened(path: Path) -> IO[str]:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _tell(damage: Damage, count: int, limit: int, report: IO[str] | None) -> None:
+_MOST_SHOWN = 10  # of a kind
+
+
+def _tell(damage: Damage, count: int, report: IO[str] | None) -> None:
     if report is not None:
         report.write(f"{damage.kind}\t{damage.where}\n")
         report.flush()
-    if count <= limit:
+    if count <= _MOST_SHOWN:
         tqdm.write(f"{damage.kind}: {damage.where}")
-    elif count == limit + 1:
+    elif count == _MOST_SHOWN + 1:
         tqdm.write(f"{damage.kind}: more of them, which are counted")
 
 

@@ -22,18 +22,10 @@ RECALL_AT = (1, 5, 10)
 def pessimistic_ranks(
     scores: NDArray[np.floating], positive: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Rank of each query's best right candidate from the full score matrix.
+    """Return (queries,) numbers of wrong candidates that score at least as the best right one.
 
-    Args:
-        scores: (queries, candidates), higher is better. NaN counts as standing before everything
-            when wrong and behind everything when right.
-        positive: (queries, candidates), True = right answer.
-
-    Returns:
-        (queries,) number of wrong candidates whose score is at least that of the best right one.
-
-    Raises:
-        ValueError: the shapes differ, or a query has no right candidate.
+    `scores` and `positive` (True = right answer) are (queries, candidates). NaN stands before
+    everything when wrong and behind everything when right.
     """
     if scores.shape != positive.shape or scores.ndim != 2:
         raise ValueError(f"scores {scores.shape} and positive {positive.shape} must be one matrix")
@@ -47,11 +39,7 @@ def pessimistic_ranks(
 
 
 def recall_at(ranks: NDArray[np.integer], k: int) -> float:
-    """Share of queries whose best right candidate is among the first `k`.
-
-    Raises:
-        ValueError: there is no query, or k is below 1.
-    """
+    """Return the share of queries whose best right candidate is among the first `k`."""
     if k < 1:
         raise ValueError(f"recall at {k}: k starts at 1")
     if len(ranks) == 0:
@@ -60,18 +48,11 @@ def recall_at(ranks: NDArray[np.integer], k: int) -> float:
 
 
 def chance_recall(positives: NDArray[np.integer], candidates: int, k: int) -> float:
-    """Expected recall at k of a random order.
+    """Return the expected recall at k of a random order.
 
-    A query with p right answers among n candidates misses all of them with probability
-    C(n - p, k) / C(n, k) (hypergeometric); the mean over queries is returned.
-
-    Args:
-        positives: (queries,) number of right candidates of each query.
-        candidates: number of candidates n.
-        k: list length; above n it is n.
-
-    Raises:
-        ValueError: a query has no right candidate or more than there are candidates.
+    A query with p right answers among n candidates misses all of them with probability C(n - p, k)
+    / C(n, k) (hypergeometric); the mean over queries, of `positives` (queries,) right ones each, is
+    returned.
     """
     counts, queries = np.unique(np.asarray(positives), return_counts=True)
     if not counts.size or counts[0] < 1 or counts[-1] > candidates:
@@ -89,20 +70,12 @@ def bootstrap_means(
     resamples: int = 1000,
     seed: int = 0,
 ) -> NDArray[np.float64]:
-    """Compute weighted means of clusters drawn with replacement.
+    """Compute (resamples, figures) weighted means of clusters drawn with replacement.
 
-    Args:
-        values: (clusters, figures) sum of a figure over the cluster's queries, e.g. hits.
-        weights: (clusters, figures) number of queries in the cluster; None = 1 each. A figure
-            without any query in a resample keeps the mean of all clusters there.
-        resamples: number of draws.
-        seed: the same seed gives the same clusters, and so the same draw for every figure.
-
-    Returns:
-        (resamples, figures) sum of values / sum of weights in each resample.
-
-    Raises:
-        ValueError: no cluster, or shapes that differ.
+    `values` (clusters, figures) are sums of a figure over the cluster's queries, such as hits;
+    `weights` alike the number of queries, 1 each by default. A figure without any query in a
+    resample keeps the mean of all clusters there. The same seed draws the same clusters for every
+    figure.
     """
     values = np.asarray(values, dtype=np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -124,13 +97,10 @@ def bootstrap_means(
 def percentile_interval(
     means: NDArray[np.floating], confidence: float = 0.95
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the central interval over the first axis of resampled means.
+    """Return low and high of the central interval over the first axis of resampled means.
 
     It has no width where all clusters agree (recall 0 or 1): there it says nothing about how the
     figure would be on other images.
-
-    Returns:
-        low and high, each of the shape of one resample.
     """
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)

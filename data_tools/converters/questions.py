@@ -22,7 +22,6 @@ from data_tools.rows import (
     parsed,
     read_json,
     streamed_list,
-    text_lines,
 )
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
@@ -125,9 +124,6 @@ def vqa(
     subset: Annotated[
         str | None, Option(help="train2014, val2014, test2015; for files without a header")
     ] = None,
-    image_name: Annotated[
-        str, Option(metavar="PATTERN", help="file name of an image")
-    ] = "COCO_{subset}_{image_id:012d}.jpg",
     visual_genome: Annotated[
         Path | None, Option(metavar="FILE", help="Visual Genome's question_answers.json")
     ] = None,
@@ -154,7 +150,7 @@ def vqa(
     asked: list[ImageQuestions] = []
     if questions:
         answers = read_answers(annotations, faults)
-        asked += vqa_images(questions, answers, subset, image_name, faults)
+        asked += vqa_images(questions, answers, subset, faults)
         if annotations and not any(each.answers for one in asked for each in one.questions):
             raise ConfigError(
                 f"{annotations[0]}: answers none of the questions of {questions[0]}; are both of "
@@ -166,7 +162,6 @@ def vqa(
         "questions": file_names(questions),
         "annotations": file_names(annotations),
         "subset": subset,
-        "image_name": image_name,
         "visual_genome": None if visual_genome is None else visual_genome.name,
         "image_data": None if image_data is None else image_data.name,
     }
@@ -179,24 +174,17 @@ def easy_vqa(
     images: Images,
     out: Out,
     build: BuildOptions,
-    answers: Annotated[Path | None, Option(metavar="FILE", help="answers.txt, one a line")] = None,
     split: Annotated[str, Option(help="folder of the images in the release: train or test")] = "",
 ) -> int:
     """easy-VQA to shards: one sample an image of one shape, with all its questions.
 
     --questions takes {train,test}_questions.json, a list of [question, answer, image's number];
-    --images the images of the same split, <number>.png. With --answers (answers.txt) a question
-    with an answer that is not in it is left out and counted. The data has no question ids: a
-    question's place in the file (from 0) is its id. Its one answer counts as given by ten people.
+    --images the images of the same split, <number>.png. The data has no question ids: a question's
+    place in the file (from 0) is its id. Its one answer counts as given by ten people.
     """
     faults: Faults = []
-    known = None if answers is None else read_answer_list(answers)
-    asked = easy_images(questions, known, split, faults)
-    settings = {
-        "questions": questions.name,
-        "answers": None if answers is None else answers.name,
-        "split": split,
-    }
+    asked = easy_images(questions, split, faults)
+    settings = {"questions": questions.name, "split": split}
     return _write(Target(out, build, "easy-VQA", "MIT", settings), images, asked, faults)
 
 
@@ -237,7 +225,6 @@ def vqa_images(
     paths: Sequence[Path],
     answers: Mapping[str, Given],
     subset: str | None,
-    pattern: str,
     faults: Faults,
 ) -> list[ImageQuestions]:
     """Return the images that the question files ask about, in the order of their first question."""
@@ -246,7 +233,7 @@ def vqa_images(
     for path in paths:
         content = read_json(path)
         rows = parsed(members(content, path, "questions"), QuestionRow, faults)
-        known = _subset_of(content, path, subset) if "{subset" in pattern else ""
+        known = _subset_of(content, path, subset)
         for row in rows:
             if row.question_id in seen:
                 faults.append(Refused("question id given twice", row.question_id))
@@ -255,7 +242,7 @@ def vqa_images(
             if not row.question.strip():
                 faults.append(Refused("empty question", row.question_id))
                 continue
-            name = _file_name(pattern, known, row.image_id)
+            name = f"COCO_{known}_{row.image_id:012d}.jpg"
             if name not in images:
                 source, image_id = image_identity(name, "coco")
                 images[name] = ImageQuestions(name, source, image_id, [])
@@ -319,31 +306,8 @@ def _subset_of(content: dict[str, Any], path: Path, subset: str | None) -> str:
     return str(found)
 
 
-def _file_name(pattern: str, subset: str, image_id: int) -> str:
-    try:
-        return pattern.format(subset=subset, image_id=image_id)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"--image-name {pattern!r}: {{subset}} and {{image_id}} can stand in it ({error})"
-        ) from error
-
-
-def read_answer_list(path: Path) -> frozenset[str]:
-    """Return the answers of answers.txt."""
-    answers = frozenset(line.strip() for line in text_lines(path))
-    if not answers:
-        raise ConfigError(f"{path}: holds no answers, one a line")
-    return answers
-
-
-def easy_images(
-    path: Path, known: frozenset[str] | None, split: str, faults: Faults
-) -> list[ImageQuestions]:
-    """Return the images that a question file asks about, in the order of their first question.
-
-    `known` are the answers that there are; `split` is the folder of the images in the release, or
-    "".
-    """
+def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
+    """Return the images that a question file asks about, in the order of their first question."""
     images: dict[int, ImageQuestions] = {}
     for number, (where, row) in enumerate(json_list(path)):
         if not _fits(row):
@@ -353,9 +317,6 @@ def easy_images(
             faults.append(Refused("row of another layout", problem))
             continue
         question, answer, image = row
-        if known is not None and answer not in known:
-            faults.append(Refused("unknown answer", f"{number} ({answer})"))
-            continue
         if image not in images:
             folder, prefix = (f"{split}/images/", f"{split}-") if split else ("", "")
             name, image_id = f"{folder}{image}.png", f"{prefix}{image}"

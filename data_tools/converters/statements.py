@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import re
@@ -103,7 +102,6 @@ def nlvr_v1(
     out: Out,
     build: BuildOptions,
     permutations: Annotated[int, Option(metavar="N", help="of each example, 1 to 6")] = 1,
-    hold_out: Annotated[float, Option(metavar="SHARE", help="of the presentations, 0 to 1")] = 0.0,
 ) -> int:
     """NLVR v1 to shards: a statement about one image of three boxes, true or false.
 
@@ -112,37 +110,24 @@ def nlvr_v1(
     --split is that name's first part. The release shows each example in six permutations, the same
     three boxes in another order, and its official score counts all six (--permutations 6). Where
     only permutation 0 is there, the others are made from it. Images are stored as RGB.
-
-    --hold-out makes two folders, OUT/kept and OUT/held_out, of whole presentations: examples that
-    share the first part of their identifier share their statement too.
     """
     if not 1 <= permutations <= len(PERMUTATIONS):
         raise ConfigError(f"--permutations is {permutations}, 1 to 6 are possible")
-    if not 0 <= hold_out < 1:
-        raise ConfigError(f"--hold-out is {hold_out}, a share from 0 up to 1 is possible")
-    title = f"NLVR v1 {split}"
-
-    def samples(folder: str, faults: Faults) -> Iterator[SampleSpec]:
-        for example in _statements(annotations, _NlvrV1Row, faults):
-            presentation = example.identifier.partition("-")[0]
-            if not folder or is_held_out(presentation, hold_out) == (folder == "held_out"):
-                for permutation in range(permutations):
-                    yield _nlvr_v1_sample(example, split, permutation)
-
-    parts = []
-    for folder in ("kept", "held_out") if hold_out else ("",):
-        total = None if hold_out else line_count(annotations) * permutations
-        faults: Faults = []
-        parts.append(benchmark_part(folder, samples(folder, faults), faults, total, title))
+    title, faults = f"NLVR v1 {split}", Faults()
+    samples = (
+        _nlvr_v1_sample(example, split, permutation)
+        for example in _statements(annotations, _NlvrV1Row, faults)
+        for permutation in range(permutations)
+    )
+    total = line_count(annotations) * permutations
+    part = benchmark_part("", samples, faults, total, title)
     settings = {
         "annotations": file_names(annotations),
         "split": split,
         "permutations": permutations,
-        "hold_out": hold_out,
     }
-    return make_corpus(
-        Target(out, build, title, "CC BY 4.0", settings), images, parts, PermutedOriginals
-    )
+    target = Target(out, build, title, "CC BY 4.0", settings)
+    return make_corpus(target, images, [part], PermutedOriginals)
 
 
 def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -> int:
@@ -191,12 +176,6 @@ class PermutedOriginals(Originals):
         found = PermutedPlace(*place)
         found.order = order
         return found
-
-
-def is_held_out(presentation: str, share: float) -> bool:
-    """Return whether a presentation belongs to the held-out share: a function of its name alone."""
-    number = int.from_bytes(hashlib.sha256(presentation.encode()).digest()[:8], "big")
-    return number < share * 2**64
 
 
 def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:

@@ -17,7 +17,6 @@ from data_tools.dedup.hashes import (
 )
 from data_tools.dedup.near import Drops, duplicate_images
 from data_tools.options import Folders
-from data_tools.peek import SheetCell, draw_pairs
 from data_tools.shards import shards_of
 
 
@@ -26,11 +25,10 @@ def dedup(folders: Folders, near: NearOptions) -> int:
 
         python -m data_tools dedup shards/cc3m shards/sbu --out repeated.txt
         python -m data_tools dedup shards/cc3m --out repeated.txt --exact       # equal bytes only
-        python -m data_tools dedup shards/cc3m --out repeated.txt --sheet pairs.png
 
     Exact means the same stored bytes (sha256). Near means that two images look alike: saved again,
     reduced, squeezed or slightly cut; data_tools/dedup/hashes.py tells how that is measured and
-    what it cannot see. All pairs within --distance are found. Folders are taken in the order given,
+    what it cannot see. Folders are taken in the order given,
     and an image is dropped for the first one that it looks like. Samples of two images are left
     alone.
 
@@ -60,16 +58,6 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     warn_of_shared_keys(
         images.kept_with_shared_keys(np.isin(np.arange(len(records)), drops.dropped))
     )
-    if near.sheet is not None and len(drops.dropped):
-        shown = np.argsort(-bits, kind="stable")[: near.pairs]
-        pairs = [
-            (
-                _cell(images, drops.kept[place], f"kept, {bits[place]} bits apart"),
-                _cell(images, drops.dropped[place], "dropped"),
-            )
-            for place in shown
-        ]
-        draw_pairs(pairs, near.sheet)
     return 0
 
 
@@ -87,7 +75,3 @@ def _lines(
         how = "the same bytes as" if equal else f"like ({count} bits of 64)"
         reason = f"{how} {keys[kept]} of {images.shards[images.shard[kept]]}"
         yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
-
-
-def _cell(images: HashedImages, image: int, note: str) -> SheetCell:
-    return SheetCell(images.shards[images.shard[image]], int(images.records["sample"][image]), note)

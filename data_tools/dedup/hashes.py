@@ -5,12 +5,12 @@ signs of a discrete cosine transform of the image's luminance at 32 x 32: the lo
 16 x 16 coefficients, each above its median or not (the arrangement of `imagehash.phash`, which is
 not used because it would bring PyWavelets along and decodes every JPEG at full size).
 
-Two images look alike if they differ in at most `distance` (default 6) of the 64 bits and in at
-most 48 of the 256. On Flickr8k and COCO this finds all copies that were saved again (JPEG, WebP,
-PNG), reduced to a third or squeezed, 99 % of those brightened by a fifth or cut by 1 % at each
-edge, and 68 % of those cut by 2.5 %. Of 26 million pairs of different images, the 167 that differ
-in at most 12 bits differ in at least 80 of the 256. Turned and mirrored copies are not found, and a
-change of colour that leaves the luminance alone is not seen.
+Two images look alike if they differ in at most 6 of the 64 bits and in at most 48 of the 256. On
+Flickr8k and COCO this finds all copies that were saved again (JPEG, WebP, PNG), reduced to a third
+or squeezed, 99 % of those brightened by a fifth or cut by 1 % at each edge, and 68 % of those cut
+by 2.5 %. Of 26 million pairs of different images, the 167 that differ in at most 12 bits differ in
+at least 80 of the 256. Turned and mirrored copies are not found, and a change of colour that leaves
+the luminance alone is not seen.
 """
 
 from __future__ import annotations
@@ -73,31 +73,19 @@ _LOW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class NearOptions(WorkerOptions):
-    """What counts as the same image, where hashes are kept, and the sheet of pairs."""
+    """The list to write, and what counts as the same image."""
 
     out: Annotated[Path, Option(metavar="LIST", help="list of the keys to take out")]
     exact: Annotated[bool, Option("--exact", help="the same bytes only")] = False
-    distance: Annotated[
-        int, Option(metavar="BITS", help="of 64 in which alike images may differ, 0 to 16")
-    ] = DISTANCE
-    hashes: Annotated[
-        Path | None, Option(metavar="FOLDER", help="keep hashes here (default: LIST.hashes)")
-    ] = None
-    sheet: Annotated[Path | None, Option(metavar="FILE.png", help="draw pairs side by side")] = None
-    pairs: Annotated[int, Option(metavar="N", help="pairs on the sheet")] = 24
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.distance <= 16:
-            raise ConfigError(f"--distance is {self.distance}, 0 to 16 bits are possible")
 
     @property
     def most(self) -> int | None:
-        """Return the distance, None where only equal bytes count."""
-        return None if self.exact else self.distance
+        """Return the bits of 64 in which alike images differ, None where equal bytes count."""
+        return None if self.exact else DISTANCE
 
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
         """Hash the images of shards, but for those whose hashes are kept."""
-        folder = self.hashes or self.out.with_name(self.out.name + ".hashes")
+        folder = self.out.with_name(self.out.name + ".hashes")
         work = partial(_keep_hashes, folder=folder)
         parts = [np.load(kept) for _, kept in scan(work, shards, self.workers(), title)]
         shard = np.repeat(np.arange(len(parts)), [len(part) for part in parts])

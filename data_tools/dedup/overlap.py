@@ -22,7 +22,6 @@ from data_tools.dedup.hashes import (
     fine_distance,
 )
 from data_tools.dedup.near import near_pairs
-from data_tools.peek import SheetCell, draw_pairs
 from data_tools.shards import shards_of
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
@@ -47,7 +46,7 @@ def overlap(
     """Find the images of evaluation sets in pretraining data and list the keys to take out.
 
         python -m data_tools overlap --pretraining shards/coco/train shards/cc3m \\
-            --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt --sheet leaked.png
+            --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt
 
     A pretraining image is in an evaluation set if both name the same image (`source` and
     `image_id`), or have the same bytes, or look alike; data_tools/dedup/hashes.py tells how the
@@ -70,16 +69,6 @@ def overlap(
         print(f"  {unreadable} images cannot be decoded (see verify): only name and bytes count")
     dropped = np.isin(_samples(ours), _samples(ours)[matches["ours"]])
     warn_of_shared_keys(ours.kept_with_shared_keys(dropped))
-    if near.sheet is not None and len(matches):
-        most = np.argsort(-matches["bits"].astype(int), kind="stable")[: near.pairs]
-        pairs = [
-            (
-                _cell(ours, match["ours"], f"pretraining: {_ways(match)}"),
-                _cell(theirs, match["theirs"], f"evaluation, {match['bits']} bits apart"),
-            )
-            for match in matches[most]
-        ]
-        draw_pairs(pairs, near.sheet)
     return 0
 
 
@@ -166,7 +155,3 @@ def _print_counts(matches: NDArray[np.void], ours: HashedImages, theirs: HashedI
             by_way = here[(here["ways"] & way) != 0]
             samples = len(np.unique(_samples(ours)[by_way["ours"]]))
             print(f"    {text}: {len(np.unique(by_way['theirs']))}, by {samples} samples")
-
-
-def _cell(images: HashedImages, image: int, note: str) -> SheetCell:
-    return SheetCell(images.shards[images.shard[image]], int(images.records["sample"][image]), note)

@@ -130,22 +130,7 @@ def test_repeated_keys_are_refused_by_name(
     message = capsys.readouterr().err
     assert "1 keys come more than once: k3 (" in message
     assert str(folder / "shard-000001.tar") in message
-    assert "--prefix-keys" in message
     assert not list(out.glob("*.tar"))
-
-    assert deal(folder, other, "--out", out, "--prefix-keys") == 0
-    prefix = f"{tmp_path.name}_shards_".replace(".", "_")
-    assert keys(out) == [prefix + key for key in keys(folder)] + ["deep_er_shards_k3",
-                                                                  "deep_er_shards_x"]  # fmt: skip
-    assert [content for _, content in members(out)] == [
-        content for _, content in members(folder) + members(other)
-    ]
-    assert len(ShardIndex.open(out)) == 13
-
-    inside = tmp_path / "inside"
-    write_tar(inside / "0.tar", [("a.jpg", jpeg(1)), ("b.jpg", jpeg(2)), ("a.jpg", jpeg(3))])
-    assert deal(inside, "--out", tmp_path / "never", "--prefix-keys") == 2
-    assert "a folder repeats its own keys" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_gives_what_it_has(

@@ -95,15 +95,8 @@ class Slot(NamedTuple):
 class CaptionedSamples(Dataset[Slot]):
     """Prepares slots; every random choice is drawn from (seed, epoch, element, purpose).
 
-    Args:
-        sources: the folders of shards, in the order of the configuration.
-        every_caption: whether each caption makes an element; else one is drawn on each visit.
-        text: captions to ids.
-        transform: images to pixels.
-        inputs: patch grid and masking.
-        seed: of the run.
-        texts: which texts of a sample are its captions.
-        features: of each source's images, in place of their pixels; None decodes the images.
+    With `every_caption` each caption makes an element; else one is drawn on each visit. Stored
+    `features` of each source stand in place of its pixels.
     """
 
     def __init__(
@@ -464,14 +457,9 @@ __all__ = ["DataError", "PretrainData"]
 
 
 class PretrainData(OrderedData):
-    """The batches of one pretraining run, the same for any number of ranks and workers.
+    """The batches of `batch` slots of a pretraining, the same for any number of ranks and workers.
 
-    Args:
-        config: sources, order and preparation.
-        inputs: sizes of text and image, and which masks are drawn.
-        batch: slots of a global batch (all ranks).
-        seed: of the run.
-        text: tokenizer; None is the one that the configuration names.
+    Without `text` the tokenizer is the one that the configuration names.
     """
 
     def __init__(

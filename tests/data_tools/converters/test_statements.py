@@ -6,7 +6,7 @@ import gzip
 import io
 import itertools
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from benchmark_files import failures_of, lines_of, photo, said_of, samples_of, t
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.converters.statements import is_held_out
 from vlp.data.shards.tar import stored_files
 
 
@@ -118,26 +117,6 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path: Path) -> None:
     assert middles == [
         (10, 20, 30), (10, 30, 20), (20, 10, 30), (1, 2, 3), (30, 10, 20), (30, 20, 10),
     ]  # fmt: skip
-
-
-def test_whole_presentations_are_held_out(tmp_path: Path) -> None:
-    rows = [example(f"{number}-{image}") for number in range(60) for image in range(4)]
-    files = {f"train-{row['identifier']}-0.png": boxes_image((1, 2, 3)) for row in rows}
-    annotations = lines_of(tmp_path / "train.json", rows)
-    arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "train", "--images"]
-    arguments += [str(tar_of(tmp_path / "images.tar", files)), "--processes", "1"]
-    assert main([*arguments, "--hold-out", "0.25", "--out", str(tmp_path / "out")]) == 0
-    folders = defaultdict(set)
-    for folder in ("kept", "held_out"):
-        for sample in samples_of(tmp_path / "out" / folder).values():
-            folders[said_of(sample)["identifier"].partition("-")[0]].add(folder)
-    assert len(folders) == 60
-    assert all(len(found) == 1 for found in folders.values())
-    held = sum(found == {"held_out"} for found in folders.values())
-    assert held == sum(is_held_out(str(number), 0.25) for number in range(60))
-    assert 5 < held < 25
-    share = sum(is_held_out(str(number), 0.25) for number in range(4000)) / 4000
-    assert abs(share - 0.25) < 0.03
 
 
 def pair(identifier: str, **changes: Any) -> dict[str, Any]:
