@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from vlp.data.shards import sample_files as skipped
-from vlp.data.shards.sample_files import DataError, SkippedSample, SkippedShareWatch
+from vlp.data.shards.sample_files import DataError, SkippedSample
+from vlp.data.stream.loader import SkippedShareWatch
 from vlp.data.stream.sampler import Pool, TrainingSampler
 
 

@@ -59,48 +59,19 @@ from vlp.data.shards.tar import BLOCK, open_tar
 _SMALL_SHARE = 0.01
 
 
-class ShardLocation:
-    """Place where the shards of a `ShardIndex` lie.
+class LocalFolder:
+    """A folder of shards, read where they lie; `policy` is of `OutageConfig`."""
 
-    `folder / name` names a shard in messages; `is_remote` says that files are fetched first;
-    `policy` says what follows where a shard cannot be had (see `OutageConfig`).
-    """
-
-    folder: Path | RemoteFolder
-    policy: str
     is_remote = False
 
-    def open(self, entry: ShardEntry) -> ShardFile:
-        """Open a shard; raises BadSample or DataError, as the policy says, where it is not had."""
-        raise NotImplementedError
-
-    def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the rows of all samples; None if there are none, or without `wait` none yet.
-
-        With `wait` they are checked, too.
-        """
-        raise NotImplementedError
-
-    def prefetch(self, entry: ShardEntry) -> None:
-        """Fetch a shard that will be opened soon; a local one is here."""
-
-    def when_full(self, release: Callable[[], object]) -> None:
-        """Have `release` called when room for another shard is wanted: it closes shards."""
-
-
-class LocalFolder(ShardLocation):
-    """A folder of shards, read where they lie."""
-
-    folder: Path
-
-    def __init__(self, folder: Path, policy: str = "fail") -> None:
+    def __init__(self, folder: Path | RemoteFolder, policy: str = "fail") -> None:
         self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> ShardFile:
         """Open a shard; raises OSError where no more files can be opened."""
         path = self.folder / entry.name
         try:
-            return ShardFile(open_tar(path), path, self.policy)
+            return ShardFile(open_tar(Path(path)), path, self.policy)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -109,11 +80,17 @@ class LocalFolder(ShardLocation):
             raise given_up(bad, self.policy, may_pass) from error
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the rows of all samples, mapped into memory."""
+        """Return the rows of all samples, mapped into memory and with `wait` checked."""
         return map_samples(self.folder / shards.file, shards, check=wait)
 
+    def prefetch(self, entry: ShardEntry) -> None:
+        """Fetch a shard that will be opened soon; a local one is here."""
 
-class CachedFolder(ShardLocation):
+    def when_full(self, release: Callable[[], object]) -> None:
+        """Have `release` called when room for another shard is wanted: it closes shards."""
+
+
+class CachedFolder(LocalFolder):
     """Shards behind a URL, each fetched whole into the cache when it is needed.
 
     `digests` are the SHA-256 of shards by name, as far as they are known.
@@ -123,8 +100,8 @@ class CachedFolder(ShardLocation):
     is_remote = True
 
     def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:
-        self.folder, self.cache, self.policy = folder, cache, folder.outages.policy
-        self._digests = digests
+        super().__init__(folder, folder.outages.policy)
+        self.cache, self._digests = cache, digests
         self._asked = False
 
     def open(self, entry: ShardEntry) -> ShardFile:
@@ -186,11 +163,8 @@ _CACHED_FILES_KEPT = 2
 _OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
 
 
-class _Scan(NamedTuple):
-    """Result of reading a shard's headers: rows of its samples, up to `problem` (None: all)."""
-
-    rows: np.ndarray
-    problem: str | None
+_Rows = tuple[np.ndarray, str | None]
+"""Rows of a shard's samples, and the problem behind them (None: they are all)."""
 
 
 class ShardIndex:
@@ -200,7 +174,7 @@ class ShardIndex:
     carry their own offset.
     """
 
-    def __init__(self, place: ShardLocation, shards: ShardTable) -> None:
+    def __init__(self, place: LocalFolder, shards: ShardTable) -> None:
         self._place = place
         self.folder = place.folder
         self.shards = shards
@@ -208,7 +182,7 @@ class ShardIndex:
         self._first = np.concatenate([[0], np.cumsum(shards.samples)])
         self._rows: np.ndarray | None = None
         self._rows_sought = False
-        self._scans: LRUCache[_Scan] = LRUCache(_SCANS_KEPT)
+        self._scans: LRUCache[_Rows] = LRUCache(_SCANS_KEPT)
         self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
         kept = _CACHED_FILES_KEPT
         if not isinstance(place, CachedFolder):
@@ -372,16 +346,16 @@ class ShardIndex:
             files.clear()
         return self._files.get(shard_number, lambda: self._place.open(entry))
 
-    def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Scan:
-        def scan() -> _Scan:
+    def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Rows:
+        def scan() -> _Rows:
             samples, problem, _ = file.list_samples()
-            return _Scan(sample_rows(samples, [0] * len(samples)), problem)
+            return sample_rows(samples, [0] * len(samples)), problem
 
         # A file of another length than its index says is another file.
         rows = self._all_rows(wait=False) if file.bytes == entry.bytes else None
         if rows is None:
             return self._scans.get(number, scan)
-        return _Scan(rows[self._first[number] : self._first[number + 1]], None)
+        return rows[self._first[number] : self._first[number + 1]], None
 
     def _all_rows(self, wait: bool) -> np.ndarray | None:
         if self._rows is None and (self.is_remote or not self._rows_sought):

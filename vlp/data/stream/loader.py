@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import Config, ConfigError
 from vlp.data.shards.remote import retries, share_retries
-from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample, SkippedShareWatch
+from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import make_rng
 from vlp.data.stream.sampler import EndlessSampler, Pool, Request, SampleStep, TrainingSampler
@@ -286,6 +286,66 @@ class OrderedData:
                     yield batch, step.consumed
         except DataError as error:
             raise type(error)(error.told) from error
+
+
+# A rank that has seen nothing good for so long will see nothing good: of a billion samples, half an
+# epoch is not waited for.
+_MOST_IN_A_ROW = 10_000
+
+
+class SkippedShareWatch:
+    """Ends a run of whose epoch more than `max_share` of a rank's samples are bad.
+
+    It sees one rank's samples, from where the run started or resumed.
+    """
+
+    def __init__(
+        self,
+        sampler: TrainingSampler | EndlessSampler,
+        max_share: float,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._sampler = sampler
+        self._max_share = max_share
+        self._ranks = rank, world_size
+        self._epoch = -1
+        self._expected = self._bad = self._in_a_row = 0
+        self._last = SkippedSample("", "")
+
+    def see(self, epoch: int, batch: Slots) -> None:
+        """Count a batch; DataError where too much of the epoch is bad, or all of the last one."""
+        if epoch != self._epoch:
+            self._end_epoch()
+            self._epoch = epoch
+            self._expected = self._sampler.share(epoch, *self._ranks)
+            self._bad = 0
+        good, bad = int(batch.valid.sum()), len(batch.skipped)
+        self._bad += bad
+        self._in_a_row = 0 if good else self._in_a_row + bad
+        if not bad:
+            return
+        self._last = batch.skipped[-1]
+        if self._bad > self._max_share * self._expected:
+            raise DataError(
+                f"{self._bad} of {self._expected} samples of epoch {epoch} are bad, more than "
+                f"{self._max_share:.0%} of them; {self._last_one()}"
+            )
+        if self._in_a_row > _MOST_IN_A_ROW:
+            raise DataError(
+                f"{self._in_a_row} samples in a row are bad, none good; {self._last_one()}"
+            )
+
+    def _end_epoch(self) -> None:
+        # After a resume near its end little of an epoch was seen, and that may well be bad.
+        if 0 < self._expected <= self._bad:
+            raise DataError(
+                f"nothing is left of epoch {self._epoch}: all of its {self._bad} samples are bad; "
+                f"{self._last_one()}"
+            )
+
+    def _last_one(self) -> str:
+        return f"the last one: {self._last.kind}, {self._last.where}"
 
 
 class CopyStream:
