@@ -27,7 +27,7 @@ COMMANDS = {
     "index": ("verify", "write index.npz for shards somebody else made"),
     "nlvr2": ("converters.statements", "NLVR2 to shards"),
     "nlvr_v1": ("converters.statements", "NLVR v1, with its permutations, to shards"),
-    "overlap": ("dedup.overlap", "list the pretraining images that are in evaluation sets"),
+    "overlap": ("dedup.dedup", "list the pretraining images that are in evaluation sets"),
     "peek": ("peek", "draw samples as a contact sheet"),
     "refcoco": ("converters.refcoco", "RefCOCO, RefCOCO+ and RefCOCOg to shards"),
     "reshard": ("reshard", "deal samples into shards of another size or order"),

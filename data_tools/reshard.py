@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from typer import Option
 
-from data_tools.builder.plan import require_same_settings
-from data_tools.builder.write_shard import shard_name
+from data_tools.builder.write_shard import require_same_settings, shard_name
 from data_tools.executor import Executor, go_on
 from data_tools.options import (
     Folders,

@@ -32,16 +32,21 @@ from vlp.scenes.annotation import (
     statement_annotation,
     swap_annotation,
 )
-from vlp.scenes.distinct import ambiguous_share, distinct_scenes
 from vlp.scenes.graph import Scene
 from vlp.scenes.negatives import SWAP_KINDS, SwapKind, sample_swap, swap_kinds
 from vlp.scenes.nlvr2 import sample_statement
-from vlp.scenes.nlvr_v1.boxes import render_boxes
-from vlp.scenes.nlvr_v1.sentences import sample_box_statement
+from vlp.scenes.nlvr_v1 import render_boxes, sample_box_statement
 from vlp.scenes.render import encode_png, render
-from vlp.scenes.sample import FULL, LEAST, Variety, sample_scene
+from vlp.scenes.sample import (
+    FULL,
+    LEAST,
+    Split,
+    Variety,
+    ambiguous_share,
+    distinct_scenes,
+    sample_scene,
+)
 from vlp.scenes.snli_ve import sample_triple
-from vlp.scenes.splits import Split
 
 SETTINGS_NAME = "scenes.json"
 CORPUS_VERSION = 7

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 from typer import Option
 
-from data_tools.builder.corpus import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.converters.questions import PlainQuestion, counted, lone_answer, plain_answer
 from data_tools.converters.refcoco import (

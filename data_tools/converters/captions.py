@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasChoices, Field, ValidationError
 from typer import Option
 
-from data_tools.builder.corpus import CorpusPart, Target, make_corpus
+from data_tools.builder.build import CorpusPart, Target, make_corpus
 from data_tools.builder.samples import (
     Refused,
     SampleSpec,

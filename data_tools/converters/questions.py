@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasChoices, Field
 from typer import Option
 
-from data_tools.builder.corpus import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, Images, Out
 from data_tools.rows import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from typer import Option
 
-from data_tools.builder.corpus import (
+from data_tools.builder.build import (
     Target,
     benchmark_part,
     convert_rows,

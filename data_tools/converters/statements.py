@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from PIL import Image
 from typer import Option
 
-from data_tools.builder.corpus import (
+from data_tools.builder.build import (
     Target,
     benchmark_part,
     convert_rows,

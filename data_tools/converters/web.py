@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 from typer import Option
 
-from data_tools.builder.corpus import CorpusPart, Target, make_corpus
+from data_tools.builder.build import CorpusPart, Target, make_corpus
 from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, why_dropped
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out

@@ -1,21 +1,30 @@
-"""Images that come more than once, and the list of keys to drop."""
+"""Images that come more than once, or in evaluation sets too, and the list of keys to drop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from typer import Option
 
 from data_tools.builder.samples import Line, warn_of_shared_keys, write_list
 from data_tools.dedup.hashes import (
+    FINE_DISTANCE,
     FLAT_IMAGE,
+    READABLE,
     UNREADABLE,
+    Drops,
     HashedImages,
     NearOptions,
+    Places,
     differing_bits,
+    duplicate_images,
+    fine_distance,
+    near_pairs,
 )
-from data_tools.dedup.near import Drops, duplicate_images
 from data_tools.options import Folders
 from data_tools.shards import shards_of
 
@@ -75,3 +84,136 @@ def _lines(
         how = "the same bytes as" if equal else f"like ({count} bits of 64)"
         reason = f"{how} {keys[kept]} of {images.shards[images.shard[kept]]}"
         yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
+
+
+BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
+WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}
+
+MATCH = np.dtype(
+    [
+        ("ours", "<i8"),  # image of pretraining
+        ("theirs", "<i8"),  # image of evaluation
+        ("ways", "u1"),
+        ("bits", "u1"),  # of the 64 of the perceptual hash
+    ]
+)
+"""A pretraining image that is an evaluation image."""
+
+
+def overlap(
+    pretraining: Annotated[list[Path], Option(metavar="FOLDER", help="to look in")],
+    evaluation: Annotated[list[Path], Option(metavar="FOLDER", help="to look for")],
+    near: NearOptions,
+) -> int:
+    """Find the images of evaluation sets in pretraining data and list the keys to take out.
+
+        python -m data_tools overlap --pretraining shards/coco/train shards/cc3m \\
+            --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt
+
+    A pretraining image is in an evaluation set if both name the same image (`source` and
+    `image_id`), or have the same bytes, or look alike; data_tools/dedup/hashes.py tells how the
+    latter is measured and what it cannot see. Second images of samples count too.
+
+    The list has one key a line with the reason above it; builders take it as --take-down. The exit
+    code is 0 whether images overlap or not. Hashes of finished shards are kept in LIST.hashes, so
+    that an interrupted run goes on. Memory: some 100 bytes an image.
+    """
+    searched, sought = shards_of(pretraining), shards_of(evaluation)
+    theirs, ours = near.load(sought, "evaluation"), near.load(searched, "pretraining")
+    matches = find_matches(ours.records, theirs.records, near.most)
+    heading = "overlap: pretraining samples that show evaluation images"
+    count = write_list(near.out, heading, _match_lines(matches, ours, theirs, near))
+    samples = int((~ours.records["second"]).sum())
+    print(f"{near.out}: {count} of {samples} pretraining samples show an evaluation image")
+    _print_counts(matches, ours, theirs)
+    unreadable = sum(int((one.records["state"] == UNREADABLE).sum()) for one in (ours, theirs))
+    if unreadable:
+        print(f"  {unreadable} images cannot be decoded (see verify): only name and bytes count")
+    dropped = np.isin(_samples(ours), _samples(ours)[matches["ours"]])
+    warn_of_shared_keys(ours.kept_with_shared_keys(dropped))
+    return 0
+
+
+def find_matches(
+    ours: NDArray[np.void], theirs: NDArray[np.void], distance: int | None
+) -> NDArray[np.void]:
+    """Return a MATCH for every RECORD of ours that shows one of theirs, in all its ways.
+
+    Alike images differ in at most `distance` bits of 64; None: in none of their bytes.
+    """
+    found = [
+        _joined(BY_NAME, ours["name"], theirs["name"], ours["name"] != 0, theirs["name"] != 0, 0),
+        _joined(BY_BYTES, ours["bytes"], theirs["bytes"], None, None, 0),
+    ]
+    if distance is not None:
+        readable = ours["state"] == READABLE, theirs["state"] == READABLE
+        alike = _joined(BY_LOOKS, ours["coarse"], theirs["coarse"], *readable, distance)
+        fine = fine_distance(ours["fine"][alike["ours"]], theirs["fine"][alike["theirs"]])
+        found.append(alike[fine <= FINE_DISTANCE])
+    every = np.concatenate(found)
+    _, first, place = np.unique(every[["ours", "theirs"]], return_index=True, return_inverse=True)
+    matches = every[first]
+    np.bitwise_or.at(matches["ways"], place.reshape(-1), every["ways"])
+    their_hashes = theirs["coarse"][matches["theirs"]]
+    matches["bits"] = differing_bits(ours["coarse"][matches["ours"]], their_hashes)
+    return matches
+
+
+def _joined(
+    way: int,
+    ours: NDArray[np.uint64],
+    theirs: NDArray[np.uint64],
+    our_part: NDArray[np.bool_] | None,
+    their_part: NDArray[np.bool_] | None,
+    distance: int,
+) -> NDArray[np.void]:
+    """Return a MATCH for every near pair among the parts that count."""
+    first = np.arange(len(ours)) if our_part is None else np.flatnonzero(our_part)
+    second = np.arange(len(theirs)) if their_part is None else np.flatnonzero(their_part)
+    parts = [np.empty(0, MATCH)]
+    for asked, stored in near_pairs(theirs[second], distance, ours[first]):
+        part = np.zeros(len(asked), MATCH)
+        part["ours"], part["theirs"], part["ways"] = first[asked], second[stored], way
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _samples(images: HashedImages) -> Places:
+    """Return a number for each image's sample, which its second image shares."""
+    return images.shard << 32 | images.records["sample"].astype(np.int64)
+
+
+def _match_lines(
+    matches: NDArray[np.void], ours: HashedImages, theirs: HashedImages, near: NearOptions
+) -> Iterator[Line]:
+    """Yield one line for each sample, of its match that has the most ways."""
+    samples = _samples(ours)[matches["ours"]]
+    order = np.lexsort((matches["bits"], -matches["ways"].astype(int), samples))
+    best = matches[order][np.unique(samples[order], return_index=True)[1]]
+    executor, shown = near.workers(), np.unique(best["theirs"])
+    their_keys = dict(zip(shown.tolist(), theirs.keys(shown, executor)))
+    for match, key in zip(best, ours.keys(best["ours"], executor)):
+        image = int(match["theirs"])
+        reason = f"{their_keys[image]} of {theirs.shards[theirs.shard[image]]}: {_ways(match)}"
+        yield Line(ours.shards[ours.shard[match["ours"]]].folder, key, reason)
+
+
+def _ways(match: np.void) -> str:
+    return ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
+
+
+def _print_counts(matches: NDArray[np.void], ours: HashedImages, theirs: HashedImages) -> None:
+    folders = list(dict.fromkeys(shard.folder for shard in theirs.shards))
+    of_shard = np.array([folders.index(shard.folder) for shard in theirs.shards])
+    of_image = of_shard[theirs.shard]
+    for place, folder in enumerate(folders):
+        here = matches[of_image[matches["theirs"]] == place]
+        images = int((of_image == place).sum())
+        print(
+            f"  {folder}: {len(np.unique(here['theirs']))} of {images} images are shown in "
+            "pretraining"
+        )
+        for way, text in WAYS.items():
+            by_way = here[(here["ways"] & way) != 0]
+            samples = len(np.unique(_samples(ours)[by_way["ours"]]))
+            print(f"    {text}: {len(np.unique(by_way['theirs']))}, by {samples} samples")

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_tools.dedup.hashes import RECORD, UNREADABLE, image_record
-from data_tools.dedup.near import alike_groups
+from data_tools.dedup.hashes import RECORD, UNREADABLE, alike_groups, image_record
 from data_tools.executor import Executor, go_on
 from data_tools.originals import ImageLocation
 from data_tools.own.file_tree import FileTree

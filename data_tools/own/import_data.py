@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from typer import Argument, Option
 
-from data_tools.builder.corpus import CorpusPart, Target, build_parts
+from data_tools.builder.build import CorpusPart, Target, build_parts
 from data_tools.builder.samples import Refused, SampleSpec, clean_captions
 from data_tools.options import (
     MAX_WORDS,

@@ -10,8 +10,8 @@ from PIL import Image
 from evaluation.retrieval.gallery import Gallery
 from vlp.data.schema import Annotation, texts_of
 from vlp.scenes.annotation import annotation
-from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import render
+from vlp.scenes.sample import distinct_scenes
 
 COUNT = 3
 """So many leave the answer below them on the screen."""

@@ -21,8 +21,8 @@ from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
 from vlp.scenes.annotation import annotation
-from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import distinct_scenes
 from vlp.training.config import PretrainConfig
 
 SCENES = 21

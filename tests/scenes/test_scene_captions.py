@@ -14,8 +14,7 @@ from vlp.scenes.captions import (
     word_objects,
     words_of,
 )
-from vlp.scenes.graph import COLOURS, SHAPES, Scene
-from vlp.scenes.meaning import Meaning, ObjectPhrase, holds
+from vlp.scenes.graph import COLOURS, SHAPES, Meaning, ObjectPhrase, Scene, holds
 from vlp.scenes.sample import sample_scene
 
 NOUN = rf"(?:(small|little|large|big) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})"

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from vlp.scenes.meaning import Meaning, ObjectPhrase, holds, subjects, truth
+from vlp.scenes.graph import Meaning, ObjectPhrase, holds, subjects, truth
 from vlp.scenes.sample import sample_scene
 
 RED_CIRCLE = ObjectPhrase(shape="circle", colour="red")

@@ -5,7 +5,7 @@ import pytest
 
 from vlp.scenes.captions import words_of
 from vlp.scenes.negatives import SWAP_KINDS, sample_swap
-from vlp.scenes.splits import held_out_pairs
+from vlp.scenes.sample import held_out_pairs
 
 BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}
 BACK |= {"below": "above", "under": "over"}

@@ -9,15 +9,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from vlp.scenes.nlvr_v1.boxes import (
+from vlp.scenes.nlvr_v1 import (
     BOXES,
     COLOURS,
     SIDE,
     WIDTH,
     render_boxes,
+    sample_box_statement,
     sample_boxes,
 )
-from vlp.scenes.nlvr_v1.sentences import sample_box_statement
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 COUNT = (

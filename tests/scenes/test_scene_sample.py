@@ -10,22 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlp.scenes.captions import captions
-from vlp.scenes.distinct import ambiguous_share, distinct_scenes
 from vlp.scenes.graph import (
     INVERSE,
     PLACES,
     RELATIONS,
     Obj,
     Scene,
+    holds,
     main_relation,
     offset,
     relation_holds,
     relations,
 )
-from vlp.scenes.meaning import holds
 from vlp.scenes.negatives import SWAP_KINDS, swap_pair
-from vlp.scenes.sample import sample_scene
-from vlp.scenes.splits import SPLITS, content, held_out_pairs, split_of, swap_family
+from vlp.scenes.sample import (
+    SPLITS,
+    ambiguous_share,
+    content,
+    distinct_scenes,
+    held_out_pairs,
+    sample_scene,
+    split_of,
+    swap_family,
+)
 
 indices = st.integers(0, 10**9)
 

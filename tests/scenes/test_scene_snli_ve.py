@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from vlp.scenes.captions import PLACE_WORDS
-from vlp.scenes.meaning import ObjectPhrase
+from vlp.scenes.graph import ObjectPhrase
 from vlp.scenes.render import render
 from vlp.scenes.snli_ve import LABELS, hides_nothing, label_of, sample_triple
 

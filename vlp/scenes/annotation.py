@@ -11,7 +11,7 @@ from vlp.scenes.expressions import expressions
 from vlp.scenes.graph import Scene, relations
 from vlp.scenes.negatives import SwapPair
 from vlp.scenes.nlvr2 import Statement
-from vlp.scenes.nlvr_v1.sentences import BoxStatement
+from vlp.scenes.nlvr_v1 import BoxStatement
 from vlp.scenes.snli_ve import SnliVeTriple
 from vlp.scenes.vqa import questions
 

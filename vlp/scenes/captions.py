@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.stream.rng import make_rng
-from vlp.scenes.graph import Box, Scene, main_relation, nearness
-from vlp.scenes.meaning import Meaning, ObjectPhrase
+from vlp.scenes.graph import Box, Meaning, ObjectPhrase, Scene, main_relation, nearness
 
 MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""

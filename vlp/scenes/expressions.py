@@ -9,8 +9,7 @@ import numpy as np
 
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import PLACE_WORDS, RELATION_WORDS
-from vlp.scenes.graph import Scene, main_relation
-from vlp.scenes.meaning import Meaning, ObjectPhrase, holds, subjects
+from vlp.scenes.graph import Meaning, ObjectPhrase, Scene, holds, main_relation, subjects
 
 
 class ReferringExpression(NamedTuple):

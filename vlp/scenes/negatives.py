@@ -15,10 +15,16 @@ import numpy as np
 
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import SceneCaption, draw_style, fill
-from vlp.scenes.graph import LATTICE, Scene, gap, nearness
-from vlp.scenes.meaning import truth
-from vlp.scenes.sample import FULL, Variety, moved, sample_scene
-from vlp.scenes.splits import held_out_pairs, split_of, swap_family
+from vlp.scenes.graph import LATTICE, Scene, gap, nearness, truth
+from vlp.scenes.sample import (
+    FULL,
+    Variety,
+    held_out_pairs,
+    moved,
+    sample_scene,
+    split_of,
+    swap_family,
+)
 
 SwapKind = Literal["place", "relation", "order", "binding", "distance"]
 SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)

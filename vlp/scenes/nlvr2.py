@@ -17,11 +17,21 @@ import numpy as np
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import PLACE_WORDS, RELATION_WORDS, article
 from vlp.scenes.expressions import noun_words
-from vlp.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
-from vlp.scenes.meaning import Meaning, ObjectPhrase, holds, referents, truth
-from vlp.scenes.nlvr_v1.grammar import every
-from vlp.scenes.sample import sample_scene
-from vlp.scenes.splits import Split
+from vlp.scenes.graph import (
+    COLOURS,
+    PLACES,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    Meaning,
+    ObjectPhrase,
+    Scene,
+    holds,
+    referents,
+    truth,
+)
+from vlp.scenes.nlvr_v1 import every
+from vlp.scenes.sample import Split, sample_scene
 
 Rule = Callable[[Scene, Scene], bool | None]
 

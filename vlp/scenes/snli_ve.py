@@ -15,11 +15,9 @@ import numpy as np
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import PLACE_WORDS, article, captions
 from vlp.scenes.expressions import noun_words
-from vlp.scenes.graph import COLOURS, PLACES, SHAPES, Scene
-from vlp.scenes.meaning import ObjectPhrase
+from vlp.scenes.graph import COLOURS, PLACES, SHAPES, ObjectPhrase, Scene
 from vlp.scenes.render import cover_box
-from vlp.scenes.sample import sample_scene
-from vlp.scenes.splits import Split
+from vlp.scenes.sample import Split, sample_scene
 
 Label = Literal["entailment", "neutral", "contradiction"]
 LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")

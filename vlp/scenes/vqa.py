@@ -13,8 +13,18 @@ import numpy as np
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import RELATION_WORDS, article
 from vlp.scenes.expressions import noun_words
-from vlp.scenes.graph import COLOURS, INVERSE, SHAPES, Scene, main_relation
-from vlp.scenes.meaning import Meaning, ObjectPhrase, referents, subjects, truth
+from vlp.scenes.graph import (
+    COLOURS,
+    INVERSE,
+    SHAPES,
+    Meaning,
+    ObjectPhrase,
+    Scene,
+    main_relation,
+    referents,
+    subjects,
+    truth,
+)
 
 NUMBERS = ("zero", "one", "two", "three")
 

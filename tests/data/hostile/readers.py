@@ -17,7 +17,7 @@ from tests_support import CAPTIONS, TINY_MODEL, tiny_text
 from training_toy import PlainEngine, ToyTask, toy_config
 
 import vlp
-from data_tools.builder.plan import Journal
+from data_tools.builder.write_shard import Journal
 from data_tools.verify import against_index, against_manifest, read_manifest
 from evaluation.report.sources import read_sources
 from evaluation.results import read_lines

@@ -13,7 +13,7 @@ from broken_images import photo
 from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
 
-from data_tools.builder.plan import Journal
+from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals, unpacked
 from vlp.config import ConfigError
 from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache

@@ -31,7 +31,7 @@ from data_tools.builder.build import (
     build_in_steps,
     print_manifest,
 )
-from data_tools.builder.plan import Journal
+from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of

@@ -13,8 +13,7 @@ from PIL import Image
 from data_tools.__main__ import main
 from data_tools.builder.samples import TakeDown
 from data_tools.dedup import hashes as image_hash
-from data_tools.dedup.hashes import RECORD, differing_bits, fine_distance
-from data_tools.dedup.near import duplicate_images
+from data_tools.dedup.hashes import RECORD, differing_bits, duplicate_images, fine_distance
 from data_tools.originals import Originals
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter

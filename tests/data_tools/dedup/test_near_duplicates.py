@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from made_shards import encoded, jpeg, photo
 from PIL import Image
 
-from data_tools.dedup import near
-from data_tools.dedup.hashes import fine_distance, hash_image
-from data_tools.dedup.near import band_masks, best_k, near_pairs
+from data_tools.dedup import hashes as near
+from data_tools.dedup.hashes import band_masks, best_k, fine_distance, hash_image, near_pairs
 from vlp.data.shards.sample_files import BadSample
 
 

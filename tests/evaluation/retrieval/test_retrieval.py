@@ -23,8 +23,8 @@ from vlp.data.shards.shard_reader import ShardWriter
 from vlp.metrics import pessimistic_ranks
 from vlp.models.itm_scorer import ITMScorer
 from vlp.scenes.annotation import annotation
-from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import distinct_scenes
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4, 1, 3, 2, 1]
 

@@ -23,8 +23,8 @@ from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.scenes.annotation import annotation
-from vlp.scenes.distinct import distinct_scenes
 from vlp.scenes.render import encode_png, render
+from vlp.scenes.sample import distinct_scenes
 from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification import task as pair_classification

@@ -27,8 +27,7 @@ from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, in
 from vlp.io import parse_json
 from vlp.scenes.graph import SHAPES
 from vlp.scenes.render import render
-from vlp.scenes.sample import sample_scene
-from vlp.scenes.splits import Split
+from vlp.scenes.sample import Split, sample_scene
 
 ROUNDING = 1.0
 """Pixels by which a box may stand over the image's edge: annotators' rounding, which is cut."""
