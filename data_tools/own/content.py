@@ -34,14 +34,10 @@ class OwnSample(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """Samples with their splits.
+    """Samples in the order of the images with their splits; `groups` number images that look alike.
 
-    Args:
-        samples: in the order of the images.
-        groups: of images that look alike, a number for each sample.
-        same: images left out because another has the same bytes; it got their captions.
-        given: the splits are those of the data.
-        unsplit: samples that the data gives no split, though it gives others one.
+    `same` images were left out because another has the same bytes; it got their captions. `given`
+    says that the splits are those of the data, which gives `unsplit` samples none.
     """
 
     samples: list[OwnSample]
@@ -87,16 +83,11 @@ def deal(
     splits_named: bool,
     exact: bool = False,
 ) -> Dealt:
-    """Join images of equal bytes and give each a split.
+    """Join images of equal bytes and give each a split by `shares` of train, val and test.
 
-    Args:
-        images: each path once.
-        tree: where they are.
-        shares: of train, val and test.
-        executor: reads and hashes them.
-        before: splits of an earlier run, by path.
-        splits_named: the command line names the column of the splits.
-        exact: images that look alike, but differ in their bytes, may go to two sides.
+    `before` are splits of an earlier run, by path; `splits_named` says that the command line names
+    the column of the splits. With `exact`, images that look alike but differ in their bytes may go
+    to two sides.
     """
     records = _records(images, tree, executor)
     first: dict[int, int] = {}
@@ -132,9 +123,7 @@ def deal(
 def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
     """Return the splits that the data gives; all None where they divide nothing.
 
-    Args:
-        names: as the data has them.
-        named: the command line says that they are splits.
+    With `named` the command line says that they are splits.
     """
     counts = Counter(name for name in names if name is not None)
     known = {name: split_of(name) for name in counts}
@@ -158,16 +147,9 @@ def given_or_dealt(
 ) -> list[str]:
     """Return the split of each image: the given one, else that of before or its group, else train.
 
-    Where none is given, a group goes where its smallest digest lies in [0, 1): below the share of
-    test, below that and the share of val, or above. Only where a split would be empty, and there
-    is none of before, the smallest digests fill it.
-
-    Args:
-        groups: number of each image's group.
-        digests: of the bytes, uniform in 64 bits.
-        given: splits that stay.
-        shares: of train, val and test.
-        before: splits of an earlier run; empty where there was none.
+    Where none is given, a group goes where its smallest digest (of the bytes, uniform in 64 bits)
+    lies in [0, 1): below the share of test, below that and the share of val, or above. Only where a
+    split would be empty, and there is none of before, the smallest digests fill it.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)

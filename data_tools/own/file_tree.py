@@ -39,14 +39,10 @@ _AT_ONCE = 1 << 20
 class FileTree(Originals):
     """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
 
-    Hidden files and macOS's `__MACOSX` are left out. A folder or archive that lies in an earlier
-    place is there once, and its files are found by either path. No name in an archive becomes a
-    path on the disk: what is needed as a file is copied into `room` under a name of its own.
-
-    Args:
-        places: folders, tars (compressed or not), zips or single files.
-        room: temporary folder for what is unpacked.
-        left_out: a folder that is not looked through.
+    Hidden files, macOS's `__MACOSX` and the folder `left_out` are not looked through. A folder or
+    archive that lies in an earlier place is there once, and its files are found by either path. No
+    name in an archive becomes a path on the disk: what is needed as a file is copied into the
+    temporary folder `room` under a name of its own.
     """
 
     def __init__(self, places: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
@@ -87,15 +83,11 @@ class FileTree(Originals):
         return None if found is None else self._location(PurePosixPath(name).name, found)
 
     def path_of(self, name: str, folder: str = "") -> str | None:
-        """Return the path of a file that a table names.
+        """Return the path of a file that a table names, perhaps absolute or with backslashes.
 
         Tried in this order: from the table's folder, from the top, from the top of a place that
         lies in another, then the only file whose path ends like the name or whose name ends like
         its path, at last without the extension.
-
-        Args:
-            name: as the table has it, perhaps absolute or with backslashes.
-            folder: that the table lies in.
         """
         name = name.strip().replace("\\", "/").removeprefix("./")
         others = [
@@ -114,11 +106,7 @@ class FileTree(Originals):
         return alike[0] if len(alike) == 1 else None
 
     def read_text(self, path: str) -> str:
-        """Return a small text.
-
-        Raises:
-            BadSample: it cannot be read, is larger than MAX_ANNOTATION_BYTES, or not UTF-8.
-        """
+        """Return a small text in UTF-8; raises BadSample."""
         place = self.find(path)
         assert place is not None
         try:
@@ -155,11 +143,7 @@ class FileTree(Originals):
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
-        """Store an image that a table holds itself; returns its name, one for equal bytes.
-
-        Raises:
-            BadSample: it is larger than MAX_IMAGE_BYTES.
-        """
+        """Store an image that a table holds itself; returns its name, one for equal bytes."""
         if len(data) > MAX_IMAGE_BYTES:
             raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]

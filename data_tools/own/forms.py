@@ -59,13 +59,9 @@ _MOST_TABLES = 10_000
 
 
 class OwnImage(NamedTuple):
-    """An image with what its data says of it.
+    """An image with its uncleaned captions, its split as the data names it, and its URL.
 
-    Args:
-        image: its path in the tree; the name that the data gives where it is nowhere.
-        captions: as they are, uncleaned.
-        split: as the data names it.
-        url: that it comes from.
+    `image` is its path in the tree, or the name that the data gives where it is nowhere.
     """
 
     image: str
@@ -75,13 +71,9 @@ class OwnImage(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form that was recognised.
+    """A form that was recognised: its title, what was taken for what, and its images, read once.
 
-    Args:
-        title: what it is.
-        took: what was taken for what, one line each.
-        images: read once.
-        every_image: every image of the place should have a caption.
+    `every_image` says that every image of the place should have a caption.
     """
 
     title: str
@@ -102,12 +94,8 @@ def recognise(
 ) -> Form:
     """Recognise the form of a place by its files' names, and the columns of tables.
 
-    Args:
-        tree: the files.
-        named: columns on the command line.
-        faults: what cannot be used is added while images are read.
-        place: that the command line names, for messages.
-        beside: folder whose files a table of a single file names; None: those of the tree.
+    What cannot be used is added to `faults` while images are read; `beside` is the folder whose
+    files a table of a single file names, in place of the tree.
     """
     files, images = tree.files, tree.images
     stems = {path.rpartition(".")[0] for path in images}
@@ -173,13 +161,8 @@ def other_files(tree: FileTree) -> str:
 def value_image(value: Any, name: str, tree: FileTree) -> str | None:
     """Return the path of an image that a table's value holds as bytes; None where it has none.
 
-    Args:
-        value: bytes, or the struct of `datasets` with `bytes` and `path`.
-        name: of the image where the value has none, without extension.
-        tree: that takes the image.
-
-    Raises:
-        BadSample: it is larger than limits allow.
+    The value is bytes, or the struct of `datasets` with `bytes` and `path`; without a path the
+    image gets `name`. BadSample where it is larger than limits allow.
     """
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -226,8 +209,7 @@ def _table_images(
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
     """Return the path of an image that a table names; the name itself where it is nowhere.
 
-    Raises:
-        BadSample: it lies outside the table's folder: the table may be a stranger's.
+    BadSample where it lies outside the table's folder: the table may be a stranger's.
     """
     for said in (name, name.partition("#")[0]):
         if beside is None:
@@ -407,14 +389,10 @@ def hub_form(
     faults: Faults,
     chosen: Sequence[str] | None = None,
 ) -> Form:
-    """Open a data set of the hub; its images pass through the tree's temporary folder.
+    """Open `hub:OWNER/NAME[:CONFIG]`, some splits or all; NAME may be a local folder.
 
-    Args:
-        place: `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIG`; NAME may be a local folder.
-        tree: that takes the images.
-        named: columns on the command line.
-        faults: rows that cannot be used are added.
-        chosen: only these splits; None: all.
+    Its images pass through the tree's temporary folder; rows that cannot be used are added to
+    `faults`.
     """
     try:
         import datasets
@@ -494,11 +472,7 @@ def _is_image(kind: Any) -> bool:
 
 
 def _with_bytes(value: Any, name: str) -> Any:
-    """Return the value with its bytes, which a data set of single files only points at.
-
-    Raises:
-        BadSample: it points at something that is no file of the data set.
-    """
+    """Return the value with its bytes, which a data set of single files only points at."""
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec

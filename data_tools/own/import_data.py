@@ -351,12 +351,7 @@ VOCABULARY = 4000
 
 
 def next_steps(out: Path, splits: Sequence[str]) -> str:
-    """Return the commands that train on the shards and evaluate the model.
-
-    Args:
-        out: folder of the splits.
-        splits: that were written.
-    """
+    """Return the commands that train on the splits that were written and evaluate the model."""
     train = out / "train"
     aligned, run = Path("runs") / f"{out.name}_aligned", Path("runs") / out.name
     sources = _quoted(f"data.sources=[{{path: {train}}}]")
@@ -420,9 +415,7 @@ class Earlier(NamedTuple):
 def keys_of(paths: Sequence[str], known: Mapping[str, str]) -> list[str]:
     """Return a key for each path: without the folders that all share; of equal ones a number.
 
-    Args:
-        paths: of images.
-        known: keys by path, which stay.
+    Keys that are `known` by path stay.
     """
     parts = [PurePosixPath(path).parts for path in paths]
     shared = 0

@@ -72,10 +72,7 @@ def find_columns(
 ) -> Columns | None:
     """Find the columns by usual names, whatever their case; None where there are none.
 
-    Args:
-        names: of all columns.
-        named: on the command line.
-        bytes_columns: those that hold encoded images, by their type.
+    Columns that are `named` come first; `bytes_columns` hold encoded images, by their type.
     """
     given = (named.image, *(named.captions or ()), named.split)
     if any(name is not None and name not in names for name in given):
@@ -147,10 +144,7 @@ def require_splits(
 ) -> None:
     """Refuse names of which some are splits and others are not; one split alone may be chance.
 
-    Args:
-        counts: of images by name, as far as they are known.
-        where: the names are, for messages.
-        remedy: for messages.
+    `counts` are of images by name, as far as they are known; the rest is for messages.
     """
     known = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in known.values()]
@@ -175,12 +169,9 @@ _BATCH = 32
 
 
 class OwnTable(NamedTuple):
-    """One table that can be read.
+    """One table that can be read: `rows` reads some columns and yields where a row is, and the row.
 
-    Args:
-        columns: names of all columns.
-        rows: reads some columns; yields where a row is, and the row.
-        bytes_columns: columns that hold encoded images.
+    `bytes_columns` hold encoded images.
     """
 
     columns: list[str]
@@ -191,11 +182,8 @@ class OwnTable(NamedTuple):
 def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
     """Open a table by its suffix; None where it holds no rows.
 
-    Args:
-        path: the file.
-        where: its name, for messages.
-        named: columns on the command line, which decide on the delimiter of a CSV.
-        faults: rows that cannot be read are added.
+    Columns that are `named` decide on the delimiter of a CSV; rows that cannot be read are added to
+    `faults`.
     """
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".arrow"):
