@@ -16,12 +16,13 @@ from tqdm import tqdm
 from typer import Argument, Option
 
 from data_tools.options import at_least_1
-from data_tools.shards import ShardReader, shards_of
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.index import INDEX_NAME, ShardTable, read_table
+from vlp.data.shards.index import ShardTable
+from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import atomic_write
 
 
@@ -43,33 +44,19 @@ def peek(
     card that names the damage. The folder needs its index.npz.
     """
     at_least_1(count=count)
-    table = read_index(folder)
-    if not table.total:
+    index = ShardIndex.open(folder, outages=OutageConfig(policy="skip"))
+    if not len(index):
         raise ConfigError(f"{folder}: its shards are empty")
-    cards = []
-    for name, number in tqdm(choose(table, count, None if first else seed), desc="peek"):
-        with ShardReader(folder / name) as shard:
-            cards.append(sample_card(shard, number, boxes))
+    places = choose(index.shards, count, None if first else seed)
+    cards = [sample_card(index, *place, boxes) for place in tqdm(places, desc="peek")]
     draw_sheet(cards, out)
     damaged = sum(card.image is None for card in cards)
     told = f", {damaged} of them damaged" if damaged else ""
-    print(f"{out}: {len(cards)} of {table.total} samples{told}")
+    print(f"{out}: {len(cards)} of {len(index)} samples{told}")
     return 0
 
 
-def read_index(folder: Path) -> ShardTable:
-    """Return the shards that the index of a folder names."""
-    shards_of([folder])
-    path = folder / INDEX_NAME
-    remedy = f"make one with: python -m data_tools index {folder}"
-    try:
-        with path.open("rb") as file:
-            return read_table(file, str(path), remedy)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
-
-
-def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[str, int]]:
+def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
     """Choose shards and sample numbers, in order, each once; the first ones without a seed."""
     count = min(count, table.total)
     if seed is None:
@@ -79,7 +66,7 @@ def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[str, i
     ends = np.cumsum(table.samples)
     shards = np.searchsorted(ends, places, side="right")
     numbers = places - (ends - table.samples)[shards]
-    return [(table[shard].name, int(number)) for shard, number in zip(shards, numbers)]
+    return list(zip(shards.tolist(), numbers.tolist()))
 
 
 _COLUMNS, _LINES = 6, 9
@@ -104,33 +91,23 @@ class Card(NamedTuple):
     problem: str = ""
 
 
-def sample_card(shard: ShardReader, number: int, boxes: bool = False) -> Card:
+def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
     """Return the card of a sample; a damaged one becomes a card that says what is wrong.
 
     Framed are the boxes of its expressions, or its `boxes` where it has no expressions.
     """
-    if number >= len(shard):
-        kind = "missing shard" if shard.missing else "corrupt shard"
-        return Card(f"{shard.path.name}, sample {number}", None, problem=kind)
-    files = shard.samples[number]
-    title, where = files.key, shard.where(files)
+    texts: list[str] = []
+    title = f"{index.shards[shard].name}, sample {number}"
     try:
-        sample = shard.read(files)
-    except BadSample as bad:
-        return Card(title, None, (_told(bad, where),), problem=bad.kind)
-    annotation = sample.annotation
-    try:
-        image = decode_image(sample.image, where)
-        second = None
+        sample = index.read(shard, number)
+        title, texts = sample.key, captions_of(sample.annotation)
+        image = decode_image(sample.image, sample.where)
         if sample.second_image is not None:
-            second = decode_image(sample.second_image, where)
+            image = _beside(image, decode_image(sample.second_image, sample.where))
     except BadSample as bad:
-        texts = (_told(bad, where), *captions_of(annotation))
-        return Card(title, None, texts, problem=bad.kind)
-    frames = _frames(annotation) if boxes else []
-    if second is not None:
-        image = _beside(image, second)
-    return Card(title, image, _texts(annotation), frames)
+        return Card(title, None, (bad.where.rpartition("/")[2], *texts), problem=bad.kind)
+    frames = _frames(sample.annotation) if boxes else []
+    return Card(title, image, _texts(sample.annotation), frames)
 
 
 def draw_sheet(cards: Sequence[Card], path: Path) -> None:
@@ -210,9 +187,3 @@ def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
     both.paste(first, (0, 0))
     both.paste(second, (both.width - second.width, 0))
     return both
-
-
-def _told(bad: BadSample, where: str) -> str:
-    """Return the fault without the place, which the title says already."""
-    reason = bad.where.removeprefix(where).strip()
-    return reason.removeprefix("(").removesuffix(")") or bad.kind

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple
 
@@ -35,8 +34,8 @@ from data_tools.shards import (
 )
 from vlp.config import ConfigError
 from vlp.data.shards.index import BLOCK, ROW, index_folder, sample_rows
-from vlp.data.shards.sample_files import grouped
-from vlp.data.shards.tar import append_member, close_tar, members_in
+from vlp.data.shards.sample_files import ShardFile
+from vlp.data.shards.tar import append_member, close_tar, open_tar
 from vlp.io import atomic_write, parse_json, write_json
 from vlp.lock import FolderLock
 
@@ -194,17 +193,12 @@ def _survey(shard: Shard) -> Surveyed:
 
 def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:
     start, length = int(row["start"]) * BLOCK, int(row["blocks"]) * BLOCK
-    with open(shard.path, "rb") as source:
-        source.seek(start)
-        data = source.read(length)
-    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
-    members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
-    samples = grouped(members)
-    if not length or problem or len(samples) != 1:
-        raise ConfigError(f"{shard}: cannot be read at byte {start}; has it changed meanwhile?")
-    for member in samples[0].files.values():
-        content = data[member.offset : member.offset + member.size]
-        append_member(file, member.name, content)
+    with ShardFile(open_tar(shard.path), shard.path) as source:
+        (samples, problem, _), read = source.samples_at(start, length)
+        if not length or problem or len(samples) != 1:
+            raise ConfigError(f"{shard}: cannot be read at byte {start}; has it changed meanwhile?")
+        for member in samples[0].files.values():
+            append_member(file, member.name, read(member))
 
 
 def _refuse_others(out: Path, settings: dict[str, object]) -> None:

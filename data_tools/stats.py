@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -57,26 +57,42 @@ def stats(
 
     FILE has the histograms too. Words are runs of letters and digits in lower case; with
     --vocabulary captions are counted in its tokens too, [CLS] and [SEP] included. Of images the
-    headers are read; `verify` decodes them. Interrupted, it writes what was counted so far and says
-    so; run again, it counts the rest. Memory: some 24 bytes a sample.
+    headers are read; `verify` decodes them. Interrupted and run again, it counts the rest. Memory:
+    some 24 bytes a sample.
     """
     shards_of(folders)
     if vocabulary is not None:
         _tokens(vocabulary)
     work = partial(_tally, vocabulary=vocabulary, limit=max_tokens)
     unit = "words" if vocabulary is None else "tokens"
-    count = _Count(out, folders, f"{max_tokens} {unit}")
-    try:
-        with open_ledger(out.with_name(f"{out.name}.tasks")) as ledger:
-            for folder in folders:
-                shards = shards_of([folder])
-                executor, title = workers.workers(), f"stats {folder}"
-                count.add(found for _, found in scan(work, shards, executor, title, ledger=ledger))
-    except KeyboardInterrupt:
-        count.write(complete=False)
-        print(f"\n{out}: what was counted before the interruption")
-        raise
-    summary = count.write(complete=True)
+    tally, names, words = Tally(), list[Numbers](), set[int]()
+    number = repeated_keys = 0
+    with open_ledger(out.with_name(f"{out.name}.tasks")) as ledger:
+        for folder in folders:
+            shards, title, keys = shards_of([folder]), f"stats {folder}", list[Numbers]()
+            for _, found in scan(work, shards, workers.workers(), title, ledger=ledger):
+                number += 1
+                tally.add(found.tally)
+                names.append(found.names)
+                words.update(found.words.tolist())
+                keys.append(found.keys)
+            repeated_keys += len(repeated(keys).values)
+    distinct, several = repeated(names)
+    counts = ("samples", "captions", "images", "bytes of images", "samples without caption")
+    summary = {
+        "folders": [str(folder) for folder in folders],
+        "shards": number,
+        "limit": f"{max_tokens} {unit}",
+        **dict.fromkeys((*counts, "captions that are too long"), 0),
+        **tally.summary(),
+        "vocabulary size": len(words),
+        "repeated": {
+            "keys": repeated_keys,
+            "named images": distinct,
+            "images": len(several),
+        },
+    }
+    write_json(out, summary, indent=1, error=ConfigError, ensure_ascii=False)
     print_summary(summary)
     print(f"{out} tells more")
     return 0
@@ -107,50 +123,6 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"  keys that a folder has more than once: {repeated['keys']}; images (source and "
         f"image_id) of more than one sample: {repeated['images']} of {repeated['named images']}"
     )
-
-
-class _Count:
-    """Counts of all shards so far."""
-
-    def __init__(self, out: Path, folders: Sequence[Path], limit: str) -> None:
-        self._out, self._folders, self._limit = out, folders, limit
-        self._tally = Tally()
-        self._names: list[Numbers] = []
-        self._words: set[int] = set()
-        self._repeated_keys = self._shards = 0
-
-    def add(self, found: Iterable[ShardTally]) -> None:
-        """Count the shards of a folder."""
-        keys: list[Numbers] = []
-        for one in found:
-            self._shards += 1
-            self._tally.add(one.tally)
-            self._names.append(one.names)
-            self._words.update(one.words.tolist())
-            keys.append(one.keys)
-        self._repeated_keys += len(repeated(keys).values)
-
-    def write(self, complete: bool) -> dict[str, Any]:
-        """Write the JSON; returns what it holds."""
-        names = repeated(self._names)
-        counted = ("samples", "captions", "images", "bytes of images")
-        counts = (*counted, "samples without caption", "captions that are too long")
-        summary = {
-            "folders": [str(folder) for folder in self._folders],
-            "complete": complete,
-            "shards": self._shards,
-            "limit": self._limit,
-            **dict.fromkeys(counts, 0),
-            **self._tally.summary(),
-            "vocabulary size": len(self._words),
-            "repeated": {
-                "keys": self._repeated_keys,
-                "named images": names.distinct,
-                "images": len(names.values),
-            },
-        }
-        write_json(self._out, summary, indent=1, error=ConfigError, ensure_ascii=False)
-        return summary
 
 
 def _tally(shard: Shard, vocabulary: str | None, limit: int) -> ShardTally:

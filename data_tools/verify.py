@@ -65,23 +65,20 @@ def verify(
     quick: Annotated[
         bool, Option("--quick", help="headers and structure only: no content is read")
     ] = False,
-    fix: Annotated[bool, Option("--fix", help="index anew where the index is wrong")] = False,
     report: Annotated[Path | None, Option(metavar="FILE", help="write all damage here")] = None,
 ) -> int:
     """Check shards: every tar, every annotation, every image, the index and the manifest.
 
         python -m data_tools verify shards/cc3m shards/sbu
         python -m data_tools verify shards/cc3m --quick       # headers only, no image is decoded
-        python -m data_tools verify shards/cc3m --fix         # and index anew where it is wrong
 
     Damage is printed as it is found and counted by kind at the end; --report FILE keeps all of it,
     one line each: kind, tab, place, and with it an interrupted check goes on where it was. The exit
-    code is 1 if any is left. Only --fix writes into a folder, and nothing but its index. A flipped
-    byte that leaves an image decodable shows only against the sha256 of a manifest.json.
+    code is 1 if there is any. Nothing is mended; `index` writes an index anew. A flipped byte that
+    leaves an image decodable shows only against the sha256 of a manifest.json.
     """
     executor = workers.workers()
     counts: Counter[str] = Counter()
-    fixed: Counter[str] = Counter()
     images = samples = 0
     with ExitStack() as stack:
         file = ledger = None
@@ -89,27 +86,19 @@ def verify(
             file = stack.enter_context(_opened(report))
             ledger = stack.enter_context(open_ledger(Path(f"{report}.tasks")))
         for folder in _distinct(folders):
-            before = counts.copy()
             for examined in check(folder, quick, executor, ledger):
                 images += examined.images
                 samples += examined.found.samples if examined.found else 0
                 for damage in examined.damage:
                     counts[damage.kind] += 1
                     _tell(damage, counts[damage.kind], file)
-            repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
-            if fix and any(repairs.values()):
-                with FolderLock(folder):
-                    index_folder(folder, executor.map)
-                print(f"{folder}: indexed anew")
-                fixed.update(repairs)
     print(f"{samples} samples, {images} images {'listed' if quick else 'decoded'}")
     for kind, count in sorted(counts.items()):
-        print(f"  {kind}: {count}{', repaired' if fixed[kind] == count else ''}")
+        print(f"  {kind}: {count}")
     if counts and report is not None:
         print(f"{report} names every one of them")
-    left = (counts - fixed).total()
-    print(f"damaged in {left} places" if left else "no damage")
-    return 1 if left else 0
+    print(f"damaged in {counts.total()} places" if counts else "no damage")
+    return 1 if counts else 0
 
 
 def index(
@@ -278,8 +267,6 @@ def _distinct(folders: Sequence[Path]) -> list[Path]:
 
 
 MANIFEST_NAME = "manifest.json"
-INDEX_KINDS = ("missing index", "unusable index", "index differs")
-"""Kinds of damage that a new index repairs."""
 
 
 class Damage(NamedTuple):
@@ -324,7 +311,7 @@ def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple
 def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
     """Find the places where the index and the shards, by name all that are there, differ."""
     path = folder / INDEX_NAME
-    remedy = "--fix writes a new one"
+    remedy = f"make a new one with: python -m data_tools index {folder}"
     try:
         with path.open("rb") as file:
             shards = read_table(file, str(path), remedy)

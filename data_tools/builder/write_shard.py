@@ -28,11 +28,12 @@ from data_tools.builder.samples import Refused, SampleSpec, TakeDown, has_text
 from data_tools.executor import go_on
 from data_tools.options import BuildOptions
 from data_tools.originals import ImageLocation, Originals
+from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, Expression, Word, captions_of
-from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
+from vlp.data.shards.sample_files import BadSample, contents
 from vlp.data.shards.tar import Member, append_member, close_tar, readable
 from vlp.io import atomic_write, parse_json, sha256_of, sync, unfollowed
 
@@ -346,14 +347,9 @@ class _Stored:
     def _load(self, path: Path, digest: str) -> None:
         if sha256_of(path) != digest:
             return
-        with open(path, "rb") as file:
-
-            def read(member: Member) -> bytes:
-                file.seek(member.offset)
-                return file.read(member.size)
-
-            for sample in contents(path).samples:
-                count = len(captions_of(parse_annotation(sample, read, str(path))))
+        with ShardReader(path) as shard:
+            for sample in shard.samples:
+                count = len(captions_of(shard.annotation(sample)))
                 self._samples[sample.key] = (list(sample.files.values()), count)
         self._data = path
 

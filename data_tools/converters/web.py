@@ -29,10 +29,11 @@ from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
 from data_tools.rows import Row, explained, read_json
+from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import IMAGES, contents
+from vlp.data.shards.sample_files import IMAGES
 from vlp.io import atomic_write
 
 URLS_NAME = "urls.tsv"
@@ -226,12 +227,9 @@ class Downloads(Originals):
 
 def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
     """Return one tar's images (URL, size, offset), how many have no URL, and the damage."""
-    found = contents(path)
     entries, without = [], 0
-    if found.missing:
-        return np.empty(0, _ENTRY), 0, found.problem
-    with open(path, "rb") as file:
-        for sample in found.samples:
+    with ShardReader(path) as shard:
+        for sample in shard.samples:
             extension = next((name for name in IMAGES if name in sample.files), None)
             said = sample.files.get("json")
             if extension is None:
@@ -239,15 +237,14 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
             if said is None or said.size > MAX_ANNOTATION_BYTES:
                 without += 1
                 continue
-            file.seek(said.offset)
             try:
-                url = _Downloaded.model_validate_json(file.read(said.size)).url
+                url = _Downloaded.model_validate_json(shard.content(said)).url
             except ValidationError:
                 without += 1
                 continue
             image = sample.files[extension]
             entries.append((_url_number(url), 0, min(image.size, 2**32 - 1), image.offset))
-    return np.array(entries, _ENTRY), without, found.problem
+        return np.array(entries, _ENTRY), without, shard.problem
 
 
 def _tars(place: Path) -> list[Path]:

@@ -10,9 +10,8 @@ from PIL import Image
 from data_tools import peek
 from data_tools.__main__ import main
 from data_tools.peek import sample_card
-from data_tools.shards import ShardReader
 from vlp.data.schema import Annotation, Expression, Question
-from vlp.data.shards.shard_reader import ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 
 RED = (214, 39, 40)
 """The colour of the first frame."""
@@ -36,10 +35,8 @@ def columns_of(image: Image.Image) -> int:
 
 
 def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    index = peek.read_index(folder)
-    assert peek.choose(index, 5, None) == [("shard-000000.tar", n) for n in range(4)] + [
-        ("shard-000001.tar", 0)
-    ]
+    index = ShardIndex.open(folder).shards
+    assert peek.choose(index, 5, None) == [*((0, n) for n in range(4)), (1, 0)]
     drawn = {tuple(peek.choose(index, 5, seed)) for seed in range(8)}
     assert len(drawn) > 4
     assert all(len(set(each)) == 5 for each in drawn)
@@ -76,8 +73,8 @@ def test_damaged_samples_are_grey_cards(
     write_tar(broken / "0.tar", files)
     assert main(["index", str(broken)]) == 0
     cut(broken / "0.tar")
-    with ShardReader(broken / "0.tar") as shard:
-        cards = [sample_card(shard, number) for number in range(5)]
+    shards = ShardIndex.open(broken)
+    cards = [sample_card(shards, 0, number) for number in range(5)]
     problems = ["unreadable image", "missing image", "bad annotation", "", "corrupt shard"]
     assert [card.problem for card in cards] == problems
     assert [card.image is None for card in cards] == [True, True, True, False, True]
@@ -114,8 +111,8 @@ def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
         asked = [Question.model_validate({"id": "1", "question": "why?", "answers": []})]
         writer.write("asked", jpeg(3), "jpg", Annotation(questions=asked))
         writer.write("silent", jpeg(4), "jpg", Annotation(boxes=[[1, 2, 3, 4]]))
-    with ShardReader(tmp_path / "shard-000000.tar") as shard:
-        pair, question, silent = (sample_card(shard, number, boxes=True) for number in range(3))
+    shards = ShardIndex.open(tmp_path)
+    pair, question, silent = (sample_card(shards, 0, number, boxes=True) for number in range(3))
     assert list(pair.texts) == ["statement: two dogs", "label: True"]
     assert pair.image is not None
     assert pair.image.size == (96 + 50 + 4, 90)

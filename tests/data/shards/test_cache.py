@@ -63,7 +63,7 @@ def on_disk(folder: Path) -> int:
 
 def read_all(index: ShardIndex) -> list[Any]:
     return [
-        index.read(shard, sample)
+        index.read(shard, sample)._replace(where="")
         for shard, entry in enumerate(index.shards)
         for sample in range(entry.samples)
     ]
@@ -90,7 +90,7 @@ def test_a_url_gives_what_the_folder_gives(
     if protocol == "http":
         assert {server.asked[f"shard-{n:06d}.tar"] for n in range(5)} == {1}
     again = pickle.loads(pickle.dumps(index))
-    assert again.read(3, 2) == local.read(3, 2)
+    assert again.read(3, 2)[:5] == local.read(3, 2)[:5]
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])

@@ -72,7 +72,7 @@ def test_what_is_written_is_read_at_random(tmp_path: Path) -> None:
     assert index.read(1, 0)[:3] == ("z", b"Z", "webp")
     second = index.read(0, 1)
     assert (second.image, second.second_image, second.annotation.label) == (b"", b"second", True)
-    assert index.read(0, 0) == ("x", b"X" * 513, "jpg", first, None)
+    assert index.read(0, 0)[:5] == ("x", b"X" * 513, "jpg", first, None)
     assert index.read_annotation(0, 0) == first
     with pytest.raises(IndexError):
         index.read(1, 1)

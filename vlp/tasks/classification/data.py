@@ -114,8 +114,8 @@ class LabelledSamples:
 
     def __call__(self, number: int, rng_for: RngFactory) -> tuple[Tensor, int]:
         """Return the pixels (3, size, size) and class."""
-        image, label, _ = self.images.read(number)
-        return self.pixels(image, rng_for), label
+        read = self.images.read(number)
+        return self.pixels(read.image, rng_for), read.label
 
     def pixels(self, image: Image.Image, rng_for: RngFactory) -> Tensor:
         """Augment one image: (3, size, size) float32, normalised."""

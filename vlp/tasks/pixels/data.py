@@ -79,7 +79,7 @@ class PixelSamples:
 
     def __call__(self, number: int, rng_for: RngFactory) -> Tensor:
         """Return the pixels (size, size, 3) uint8."""
-        image, _, where = self.images.read(number)
+        image, _, where, *_ = self.images.read(number)
         if self.config.hflip and rng_for("mirror").random() < 0.5:
             image = ImageOps.mirror(image)
         return pixel_values(image, self.config.image_size, where)
