@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Scored, TaskEvaluation
-from evaluation.item_results import clustered_figures, image_name, keep_scores
+from evaluation.item_results import clustered_figures, keep_scores
 from vlp.data.downstream.dataset import DownstreamDataset, Items, decoded
 from vlp.data.schema import captions_of
 from vlp.data.stream.batch import moved
@@ -46,7 +46,7 @@ class ColourData(DownstreamDataset):
     def make(self, item, number, rng_for=None):
         words = " ".join(captions_of(item.raw.annotation)).lower().split()
         label = next((COLOURS.index(word) for word in words if word in COLOURS), None)
-        image = decoded(item.raw, 1, item.where)
+        image = decoded(item.raw, 1)
         return Example(self.prepare(image, "", number, rng_for)[0], label)
 
     def blank(self):  # takes the place of a sample that could not be read
@@ -91,7 +91,7 @@ class ColourEvaluation(TaskEvaluation):
 
     def row(self, task, item, example, prediction):
         label = None if example.label is None else COLOURS[example.label]
-        ids = {"key": item.raw.key, "image": image_name(item)}
+        ids = {"key": item.raw.key, "image": item.raw.image_name}
         return ids | {"prediction": prediction, "label": label}
 
     def score(self, task, rows, resamples, **options):
