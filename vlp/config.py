@@ -297,7 +297,7 @@ def _said(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """The key as it is written, and the fields of the schema in it, as in `_schema_paths`.
+    """The key as it is written, and the fields of the schema in it, as in `schema_fields`.
 
     Of a choice by `kind`, the chosen kind is no part of it; a place in a list is no field.
     """
@@ -324,7 +324,7 @@ def _kind_of(schema: type[Config]) -> Any:
 
 def _nearest(key: str, schema: type[Config]) -> str:
     # A choice by `kind` lists the keys of all kinds: the key itself may be one of another kind.
-    known = [path for path in _schema_paths(schema) if path != key]
+    known = [path for path, _ in schema_fields(schema) if path != key]
     parent, _, leaf = key.rpartition(".")
     siblings = [path for path in known if path.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
@@ -338,11 +338,12 @@ def _nearest(key: str, schema: type[Config]) -> str:
     return f"the nearest valid key is '{near[0]}'" if near else "no key is valid here"
 
 
-def _schema_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
+def schema_fields(schema: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield each field below a configuration class by its dotted key."""
     for name, field in schema.model_fields.items():
-        yield f"{prefix}{name}"
+        yield f"{prefix}{name}", field
         for inner in _field_types(field):
-            yield from _schema_paths(inner, f"{prefix}{name}.")
+            yield from schema_fields(inner, f"{prefix}{name}.")
 
 
 def _field_types(field: FieldInfo) -> Iterator[type[Config]]:

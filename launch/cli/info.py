@@ -1,16 +1,20 @@
-"""`vlp info`: what is installed, where, and what it computes on; `vlp info RUN`: how a run goes."""
+"""`vlp info`: the installation, or how a run goes; `vlp config keys`: configuration keys."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
+
+from vlp.command_line import Command, new_app
 
 OPTIONAL = ("pycocoevalcap", "pycocotools", "gradio", "wandb", "mlflow-skinny")
 OWN = ("vlp", "data_tools", "evaluation", "launch", "configs")
@@ -116,3 +120,35 @@ def _installed() -> None:
         spec = importlib.util.find_spec(name)
         places = [] if spec is None else list(spec.submodule_search_locations or ())
         print(f"  {name:14} {places[0] if places else 'not installed'}")
+
+
+config_app = new_app("Look up configuration keys.")
+
+
+@config_app.command(cls=Command)
+def keys(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="PATTERN", help="regular expression that a key matches")
+    ] = None,
+    of: Annotated[
+        Literal["pretrain", "finetune", "vision"], Option(help="kind of training")
+    ] = "pretrain",
+) -> int:
+    """List configuration keys with their defaults and meanings.
+
+    \b
+      vlp config keys warmup
+    """
+    from pydantic_core import PydanticUndefined
+
+    from vlp.config import schema_fields
+    from vlp.training.config import FinetuneConfig, PretrainConfig, VisionConfig
+
+    schema = {"pretrain": PretrainConfig, "finetune": FinetuneConfig, "vision": VisionConfig}[of]
+    for path, field in schema_fields(schema):
+        if pattern is None or re.search(pattern, path):
+            default = field.get_default(call_default_factory=True, validated_data={})
+            is_plain = isinstance(default, str | int | float | tuple | None)
+            shown = f" = {default}" if is_plain and default is not PydanticUndefined else ""
+            print(f"{path}{shown}\n    {field.description or ''}".rstrip())
+    return 0

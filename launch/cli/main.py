@@ -14,7 +14,7 @@ from data_tools.__main__ import data_commands
 from evaluation.commands import ablations, measure, positions, reports
 from launch.cli import plan as plans
 from launch.cli import train as launching
-from launch.cli.info import info
+from launch.cli.info import config_app, info
 from vlp.command_line import MODELS, START_HERE, Command, new_app, run_app
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
@@ -63,6 +63,7 @@ app.add_typer(reports.app)
 _add(MODELS, launching.align, launching.convert_albef)
 _add(MODELS, launching.export, info)
 app.add_typer(plans.app)
+app.add_typer(config_app, name="config")
 app.add_typer(positions.app)
 app.add_typer(ablations.app)
 

@@ -162,3 +162,13 @@ def test_a_script_of_a_launcher_runs_the_same_training_as_one_rank(
     if expected is None:
         expected = (Path(arguments[1]), ["c=2"], True)
     assert called == [expected]
+
+
+def test_configuration_keys_are_listed_by_a_pattern(capsys):
+    assert main(["config", "keys", r"^training\.optimiser\.(epsilon|clip)$"]) == 0
+    assert [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()[::2]] == [
+        "training.optimiser.epsilon",
+        "training.optimiser.clip",
+    ]
+    assert main(["config", "keys", "^task.model.absolute", "--of", "vision"]) == 0
+    assert "task.model.absolute" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
+from vlp.data.text.tokenizer import TextTokens
 from vlp.layers.blocks import BERT_DEVIATION, pool_states, pooled_width
 from vlp.layers.temperature import Temperature
 from vlp.models.config import ModelConfig
@@ -163,12 +165,15 @@ class VLPModel(nn.Module):
         )
 
     def encode_text(
-        self, text_ids: Tensor, attention_mask: Tensor, word_mask: Tensor
+        self,
+        text_ids: Tensor | TextTokens,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
     ) -> TextFeatures:
-        """Encode texts.
+        """Encode texts: `encode_text(text(["a dog"]))`, with the tokenizer of `vlp.load`.
 
         Args:
-            text_ids: (B, N) int64, [CLS] first.
+            text_ids: (B, N) int64, [CLS] first; or what the tokenizer returns, with both masks.
             attention_mask: (B, N) bool, True = not padding.
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
 
@@ -176,6 +181,10 @@ class VLPModel(nn.Module):
             TypeError: the ids are no tensor.
             ValueError: they have another shape.
         """
+        if isinstance(text_ids, TextTokens):
+            text_ids, attention_mask, word_mask = text_ids
+        if attention_mask is None or word_mask is None:
+            raise ValueError("give what the tokenizer of vlp.load returns, or ids and both masks")
         states = self.text_encoder(require_ids(text_ids), attention_mask)
         return TextFeatures(
             states=states,
@@ -292,6 +301,10 @@ class VLPModel(nn.Module):
         Raises:
             ValueError: there are several of both, and not as many of one as of the other.
         """
+        if not self.match_is_trained:
+            warnings.warn(
+                "the match score was never trained (no ITM), so it says nothing", stacklevel=2
+            )
         pairs = pairs_of(len(image.states), len(text.states), text.states.device)
         logits = self.match_logits(self.cross(image, text, pairs, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]

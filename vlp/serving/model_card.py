@@ -48,7 +48,7 @@ import vlp
 
 model, text, preprocess, *_ = vlp.load("FOLDER")
 image = model.encode_image(preprocess("photo.jpg")[None])
-words = model.encode_text(*text(["a red circle left of a blue square"]))
+words = model.encode_text(text(["a red circle left of a blue square"]))
 similarity = image.feature @ words.feature.T
 log_odds = model.match(image, words)
 ```
