@@ -44,7 +44,6 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.published import read_tensors
 from vlp.models.vlp import VLPModel
-from vlp.serving.model_card import model_card
 from vlp.training.checkpoints import SUMS, CheckpointError, Checkpoints
 from vlp.training.config import PretrainConfig
 from vlp.training.progress import Progress
@@ -231,10 +230,6 @@ def make_model(folder: Path) -> None:
 def read_model(folder: Path, before: Files, target: str) -> None:
     loaded = vlp.load(folder)
     loaded.text(CAPTIONS)
-
-
-def read_card(folder: Path, before: Files, target: str) -> None:
-    model_card(folder / "model")
 
 
 def make_tensors(folder: Path) -> None:

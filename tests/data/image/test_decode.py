@@ -22,34 +22,10 @@ from vlp.data.limits import Limits, limits, put_in_force
 from vlp.data.shards.sample_files import BadSample
 
 
-def jpeg() -> bytes:
-    rng = np.random.default_rng(0)
-    stream = BytesIO()
-    Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(stream, "jpeg")
-    return stream.getvalue()
-
-
 def saved(image: Image.Image, kind: str = "png", **how: object) -> bytes:
     stream = BytesIO()
     image.save(stream, kind, **how)
     return stream.getvalue()
-
-
-def test_decoded_whole_and_to_rgb() -> None:
-    image = decode_image(jpeg(), "here")
-    assert (image.mode, image.size) == ("RGB", (64, 64))
-    stream = BytesIO()
-    image.convert("P").save(stream, "png")
-    assert decode_image(stream.getvalue(), "here").mode == "RGB"
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 0.0])
-def test_a_truncated_jpeg_is_refused(share: float) -> None:
-    data = jpeg()
-    with pytest.raises(BadSample) as bad:
-        decode_image(data[: int(len(data) * share)], "shard-3.tar, key")
-    assert bad.value.kind == "unreadable image"
-    assert "shard-3.tar, key" in bad.value.where
 
 
 def fully(data: bytes) -> bytes:

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain import DataError, PretrainData
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Request
@@ -119,38 +117,6 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
         assert (texts == batch.text_ids[row]).all(1).any()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_see_the_same_global_batches(
-    make_shards: MakeShards, make_data: MakeData, world_size: int
-) -> None:
-    """1 rank x batch 8 and 2 ranks x batch 4, value by value, over the end of an epoch."""
-    folders = make_shards("a", 23), (make_shards("b", 9), 0.5)
-    alone = list(make_data(*folders).batches(stop_after=9))
-    ranks = [
-        list(make_data(*folders).batches(rank=rank, world_size=world_size, stop_after=9))
-        for rank in range(world_size)
-    ]
-    for number, (whole, consumed) in enumerate(alone):
-        parts = [rank[number] for rank in ranks]
-        assert {part[1] for part in parts} == {consumed}
-        assert {len(part[0].valid) for part in parts} == {8 // world_size}
-        assert_same(joined(part[0] for part in parts), whole)
-    assert sum(int(batch.valid.sum()) for batch, _ in alone) == alone[-1][1]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_any_number_of_workers_gives_the_same(
-    make_shards: MakeShards, make_data: MakeData, workers: int
-) -> None:
-    folder = make_shards()
-    expected = list(make_data(folder).batches(stop_after=6))
-    found = list(make_data(folder, workers=workers).batches(stop_after=6))
-    assert len(found) == 6
-    for (one, consumed), (other, consumed_too) in zip(expected, found):
-        assert_same(one, other)
-        assert consumed == consumed_too
-
-
 @pytest.mark.parametrize("shuffle", ["windows", "sliding"])
 def test_resume_at_any_batch_on_any_number_of_ranks(
     make_shards: MakeShards, make_data: MakeData, shuffle: str
@@ -202,41 +168,6 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
         assert len(ids) == len(set(ids)) == 13 + 3
 
     check()
-
-
-@pytest.mark.parametrize(
-    "sizes", [[1], [30], [3, 40], [0, 9, 0], [1, 1, 25, 2, 0, 7], [2] * 9], ids=str
-)
-def test_shards_of_any_number_and_size(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, sizes: list[int]
-) -> None:
-    """Fewer shards than ranks, a single one, empty ones, large beside small: nothing is lost."""
-    given = ShardIndex.open(make_shards("given", sum(sizes), per_shard=sum(sizes)))
-    number = 0
-    for shard, size in enumerate(sizes):
-        with ShardWriter(tmp_path / "sized", max(size, 1), prefix=f"part{shard}") as writer:
-            for _ in range(size):
-                raw = given.read(0, number)
-                writer.write(raw.key, raw.image, raw.extension, raw.annotation)
-                number += 1
-        if not size:
-            with tarfile.open(tmp_path / "sized" / f"empty{shard}.tar", "w"):
-                pass
-    index_folder(tmp_path / "sized")
-    data = make_data(tmp_path / "sized")
-    per_epoch = data.batches_in_epoch(0)
-    ranks = [
-        list(data.batches(rank=rank, world_size=4, stop_after=2 * per_epoch)) for rank in range(4)
-    ]
-    assert {len(rank) for rank in ranks} == {2 * per_epoch}
-    assert len({tuple(after for _, after in rank) for rank in ranks}) == 1
-    for epoch in range(2):
-        part = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
-        batch = joined(batch for rank in ranks for batch, _ in rank[part])
-        ids = batch.sample_ids[batch.valid].tolist()
-        assert len(ids) == len(set(ids)) == sum(sizes)
-        assert batch.skipped == ()
-    assert ranks[0][-1][1] == 2 * sum(sizes)
 
 
 def test_each_sample_once_an_epoch_with_fresh_draws(
@@ -328,61 +259,6 @@ def test_slots_beyond_the_end_are_empty(make_shards: MakeShards, make_data: Make
     assert set(batch.image_ids[empty].tolist()) == {-1}
 
 
-def write_bad_shards(folder: Path, good: Callable[[int], bytes]) -> None:
-    """16 samples, 5 of them bad in five ways, then a shard that is gone and a damaged one."""
-    truncated = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(truncated, "jpeg")
-    with ShardWriter(folder, 8) as writer:
-        for number in range(24):
-            annotation = Annotation(caption=f"a red dog number {number}")
-            image, kind = good(number), "png"
-            if number == 1:
-                image, kind = truncated.getvalue()[:-2000], "jpg"
-            if number == 2:
-                annotation = Annotation(image_id="no text")
-            if number == 3:
-                image = b"no image"
-            if number == 4:
-                annotation = Annotation(caption="  ")
-            writer.write(f"k{number}", image, kind, annotation)
-    second, third = folder / "shard-000001.tar", folder / "shard-000002.tar"
-    with tarfile.open(second) as archive:
-        cut = archive.getmember("k13.png").offset_data + 10
-    second.write_bytes(second.read_bytes()[:cut])
-    third.unlink()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_leave_their_slots_empty_and_are_named(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, workers: int
-) -> None:
-    good = ShardIndex.open(make_shards(count=24, per_shard=24))
-    write_bad_shards(tmp_path / "bad", lambda number: good.read(0, number).image)
-    data = make_data(tmp_path / "bad", workers=workers, outages={"policy": "skip"})
-    data.max_skipped_share = 0.7
-    assert data.samples_in_epoch(0) == 24
-    batches = list(data.batches(stop_after=3))
-    batch = joined(batch for batch, _ in batches)
-    assert batches[-1][1] == 24
-    kinds = Counter(skip.kind for skip in batch.skipped)
-    assert kinds == {
-        "unreadable image": 2,
-        "no text": 2,
-        "corrupt shard": 3,
-        "missing shard": 8,
-    }
-    assert batch.valid.sum() == 24 - 15
-    assert (batch.pixels[~batch.valid] == 128).all()
-    places = " ".join(skip.where for skip in batch.skipped)
-    for name in ("k1 ", "k3 ", "shard-000001.tar, sample 5", "shard-000002.tar"):
-        assert name in places
-    assert {skip.where.split(", ")[-1] for skip in batch.skipped if skip.kind == "no text"} == {
-        "k2",
-        "k4",
-    }
-
-
 def test_slots_together_are_those_one_by_one(
     tmp_path: Path, make_shards: MakeShards, make_data: MakeData
 ) -> None:
@@ -457,21 +333,3 @@ def test_left_early_no_worker_stays(make_shards: MakeShards, make_data: MakeData
     assert len(multiprocessing.active_children()) == 2
     batches.close()  # type: ignore[attr-defined]
     assert multiprocessing.active_children() == []
-
-
-def test_real_images(shared: Path, tmp_path: Path, make_data: MakeData) -> None:
-    """Photographs of several shapes at full size, two ranks against one."""
-    originals = shared / "data" / "flickr8k" / "images_original.tar"
-    with ShardWriter(tmp_path / "photographs", 8) as writer, tarfile.open(originals) as archive:
-        for number, member in enumerate(archive.getmembers()[:16]):
-            stream = archive.extractfile(member)
-            assert stream is not None
-            annotation = Annotation(caption=f"dog {number}")
-            writer.write(f"k{number}", stream.read(), "jpg", annotation)
-    data = make_data(tmp_path / "photographs")
-    alone = [batch for batch, _ in data.batches(stop_after=2)]
-    apart = [[b for b, _ in data.batches(rank=rank, world_size=2, stop_after=2)] for rank in (0, 1)]
-    for whole, first, second in zip(alone, *apart):
-        assert whole.valid.all()
-        assert_same(joined([first, second]), whole)
-        assert whole.to("cpu").pixels.std() > 0.2

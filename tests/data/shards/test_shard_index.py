@@ -109,14 +109,6 @@ def test_we_read_what_webdataset_writes(tmp_path: Path) -> None:
     assert index.caption_ends(0).tolist() == [1, 2, 3]
 
 
-def test_equal_content_gives_equal_bytes_and_a_tar_that_tarfile_accepts(tmp_path: Path) -> None:
-    write(tmp_path / "a", range(9))
-    write(tmp_path / "b", range(9))
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-    with tarfile.open(tmp_path / "a" / "shard-000000.tar") as archive:
-        assert [member.mtime for member in archive.getmembers()] == [0] * 8
-
-
 def test_a_shard_is_on_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,16 +234,6 @@ def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
     (folder / "index.npz").unlink()
     assert index_folder(folder, Executor(2).map) == ["zero.tar: empty"]
     assert files(folder) == written
-
-
-def test_empty_shards_are_named_and_hold_nothing(tmp_path: Path) -> None:
-    foreign(tmp_path / "0.tar", {})
-    (tmp_path / "1.tar").write_bytes(b"")
-    foreign(tmp_path / "2.tar", {"a.jpg": b"1", "a.txt": b"text"})
-    assert index_folder(tmp_path) == ["0.tar: empty", "1.tar: empty"]
-    index = ShardIndex.open(tmp_path)
-    assert [entry.samples for entry in index.shards] == [0, 0, 1]
-    assert index.read(2, 0).annotation.caption == "text"
 
 
 def read_all(index: ShardIndex) -> list[str]:
