@@ -156,9 +156,3 @@ def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
     ):
         raise AssertionError("a damaged archive was taken for a whole one")
     assert not (tmp_path / "room").exists()
-
-
-def test_the_plain_tar_is_the_compressed_one(tmp_path: Path) -> None:
-    archive = tar_of(tmp_path / "images.tar.xz", FILES, "w:xz")
-    with unpacked([archive], tmp_path / "room") as [plain], tarfile.open(plain, "r:") as opened:
-        assert opened.getnames() == list(FILES)

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_shards import cut, encoded, jpeg, photo, write, write_tar
+from made_shards import cut, encoded, jpeg, write, write_tar
 from PIL import Image
 
 from data_tools import peek
 from data_tools.__main__ import main
 from data_tools.peek import sample_card
-from vlp.data.schema import Annotation, Expression, Question
+from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 
 RED = (214, 39, 40)
@@ -50,16 +50,7 @@ def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert columns_of(sheet(folder, "--count", "2")) == 2
 
 
-def test_the_image_is_on_the_sheet(tmp_path: Path) -> None:
-    write(tmp_path / "shards", {"a": encoded(Image.new("RGB", (40, 40), (10, 200, 30)))})
-    pixels = np.asarray(sheet(tmp_path / "shards")).astype(int)
-    same = (abs(pixels - (10, 200, 30)).max(-1) < 8).sum()
-    assert same == pytest.approx(WIDTH**2, rel=0.02)
-
-
-def test_damaged_samples_are_grey_cards(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_damaged_samples_are_grey_cards(folder: Path, tmp_path: Path) -> None:
     files = [
         ("cut.jpg", jpeg(1)[:-200]),
         ("cut.txt", b"a caption"),
@@ -82,11 +73,9 @@ def test_damaged_samples_are_grey_cards(
     assert "truncated" in cards[0].texts[0]
     assert cards[0].texts[1] == "a caption"
     sheet(broken)
-    assert "4 of them damaged" in capsys.readouterr().out
 
     (folder / "shard-000001.tar").unlink()
     sheet(folder, "--first")
-    assert "10 of 10 samples, 4 of them damaged" in capsys.readouterr().out
 
 
 def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
@@ -102,20 +91,3 @@ def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
     assert (columns.min(), columns.max()) == pytest.approx((120, 216), abs=2)
     assert (rows.min(), rows.max()) == pytest.approx((30, 90), abs=2)
     assert (abs(framed[120:].astype(int) - RED).max(-1) < 60).any()
-
-
-def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path) as writer:
-        known = Annotation(statement="two dogs", label=True)
-        writer.write("pair", jpeg(1), "jpg", known, encoded(photo(2, (50, 90))))
-        asked = [Question.model_validate({"id": "1", "question": "why?", "answers": []})]
-        writer.write("asked", jpeg(3), "jpg", Annotation(questions=asked))
-        writer.write("silent", jpeg(4), "jpg", Annotation(boxes=[[1, 2, 3, 4]]))
-    shards = ShardIndex.open(tmp_path)
-    pair, question, silent = (sample_card(shards, 0, number, boxes=True) for number in range(3))
-    assert list(pair.texts) == ["statement: two dogs", "label: True"]
-    assert pair.image is not None
-    assert pair.image.size == (96 + 50 + 4, 90)
-    assert list(question.texts) == ["why?"]
-    assert list(silent.texts) == ["(no caption)"]
-    assert [frame.text for frame in silent.frames] == ["box 0"]

@@ -113,14 +113,6 @@ def test_shuffled(folder: Path, foreign: Path, tmp_path: Path) -> None:
     assert all(25 < (piece.source == 0).sum() < 75 for piece in dealt)
 
 
-def test_processes_write_the_same_bytes(folder: Path, foreign: Path, tmp_path: Path) -> None:
-    command = ["reshard", str(folder), str(foreign), "--samples-per-shard", "3", "--shuffle", "5"]
-    for processes in ("1", "3"):
-        out = str(tmp_path / processes)
-        assert main([*command, "--out", out, "--processes", processes]) == 0
-    assert files(tmp_path / "1") == files(tmp_path / "3")
-
-
 def test_repeated_keys_are_refused_by_name(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -133,14 +125,11 @@ def test_repeated_keys_are_refused_by_name(
     assert not list(out.glob("*.tar"))
 
 
-def test_a_damaged_shard_gives_what_it_has(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_shard_gives_what_it_has(folder: Path, tmp_path: Path) -> None:
     whole = members(folder)
     cut(folder / "shard-000001.tar")
     out = tmp_path / "out"
     assert deal(folder, "--out", out) == 1
-    assert "damaged: " in capsys.readouterr().out
     assert members(out) == whole[:11] + whole[12:]
     assert run("verify", out) == 0
 

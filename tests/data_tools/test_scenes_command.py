@@ -28,7 +28,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
+def test_every_part_is_written_and_reads_back(tmp_path) -> None:
     options = ["--train", "20", "--val", "9", "--unseen", "3", "--swaps", "3"]
     more = ["--nlvr2", "3", "--snli-ve", "3", "--twins", "6"]
     assert _run(tmp_path, *options, *more) == 0
@@ -46,9 +46,6 @@ def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
     assert stored.key == "train-0-17"
     assert stored.annotation.boxes == [list(obj.box) for obj in sample_scene(0, 17).objects]
     assert len(captions_of(stored.annotation)) == 5
-    printed = capsys.readouterr().out
-    assert "0.0% of the captions fit a second image" in printed
-    assert "47 new samples" in printed
 
 
 def test_twins_follow_each_other(tmp_path) -> None:

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from made_shards import cut, encoded, images_of, jpeg, photo, run, write, write_tar
+from made_shards import cut, encoded, jpeg, photo, run, write, write_tar
 
-from data_tools import stats as tally
-from data_tools.__main__ import main
 from data_tools.stats import describe, rounded
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
@@ -108,48 +105,6 @@ def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
     assert found["sources"] == {"(none)": 4, "second": 1}  # the JSON of z is cut off
 
 
-def test_real_images(shared: Path, tmp_path: Path) -> None:
-    originals = images_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 79)
-    found = stats(write(tmp_path / "coco", originals, 30), "--out", tmp_path / "stats.json")
-    assert found["quantities"]["shorter side"]["histogram"] == [[256, 79]]
-    assert found["bytes of images"] == sum(map(len, originals.values()))
-
-
-@pytest.mark.nightly
-def test_processes_count_the_same(folder: Path, tmp_path: Path) -> None:
-    written = []
-    for processes in ("1", "2"):
-        out = tmp_path / f"{processes}.json"
-        assert main(["stats", str(folder), "--out", str(out), "--processes", processes]) == 0
-        written.append(out.read_text())
-    assert written[0] == written[1]
-
-
-def test_interrupted(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = 0
-    find = tally.captions_of
-
-    def stop(known: Annotation) -> list[str]:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return find(known)
-
-    monkeypatch.setattr(tally, "captions_of", stop)
-    out = tmp_path / "stats.json"
-    assert run("stats", folder, "--out", out) == 130
-    assert not out.exists()
-    monkeypatch.undo()
-    assert run("stats", folder, "--out", out) == 0
-    assert run("stats", folder, "--out", tmp_path / "whole.json") == 0
-    assert out.read_text() == (tmp_path / "whole.json").read_text()
-
-
 def test_histograms_are_described() -> None:
     rng = np.random.default_rng(0)
     values = rng.integers(0, 50, 1001)
@@ -158,10 +113,3 @@ def test_histograms_are_described() -> None:
     assert (found["min"], found["max"], found["count"]) == (values.min(), values.max(), 1001)
     for share, value in found["percentiles"].items():
         assert value == np.percentile(values, float(share), method="inverted_cdf")
-
-
-def test_words() -> None:
-    assert tally.WORD.findall("a dog's t-shirt, 'quoted' naïve 3rd") == [
-        "a", "dog's", "t", "shirt", "quoted", "naïve", "3rd",
-    ]  # fmt: skip
-    assert re.fullmatch(tally.WORD, "l’eau")

@@ -24,14 +24,11 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def test_index(shards: Path, capsys: pytest.CaptureFixture) -> None:
+def test_index(shards: Path) -> None:
     written = (shards / "index.npz").read_bytes()
     (shards / "index.npz").unlink()
     assert main(["index", str(shards)]) == 0
     assert (shards / "index.npz").read_bytes() == written
-    printed = capsys.readouterr().out
-    assert "3 shards, 7 samples, 12 captions" in printed
-    assert "1 samples have no caption" in printed
 
 
 def test_index_names_empty_and_damaged_shards(shards: Path, capsys: pytest.CaptureFixture) -> None:
@@ -54,9 +51,6 @@ def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     text = TextProcessor.load(tmp_path / "words", 12)
     assert text.words("A dog runs") == ["[CLS]", "a", "dog", "runs", "[SEP]"]
     assert text.vocab_size <= 60
-    printed = capsys.readouterr().out
-    assert "from 20 captions" in printed
-    assert "2 samples could not be read" in printed
     assert main([*arguments[:-1], "9", "--out", str(tmp_path / "few")]) == 2
     assert "too small" in capsys.readouterr().err
 

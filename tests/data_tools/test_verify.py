@@ -29,12 +29,11 @@ def flip(path: Path, place: int, bits: int = 0xFF) -> None:
     path.write_bytes(data)
 
 
-def test_whole_shards_pass(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_whole_shards_pass(folder: Path) -> None:
     write_manifest(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert report(folder) == (0, [])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert "10 samples, 10 images decoded" in capsys.readouterr().out
     assert report(folder, "--quick") == (0, [])
 
 
@@ -163,15 +162,3 @@ def test_wrong_numbers_in_the_index(folder: Path) -> None:
     assert run("index", folder) == 0
     (folder / "manifest.json").write_text("[]")
     assert [kind for kind, _ in report(folder)[1]] == ["unusable manifest"]
-
-
-def test_processes_find_the_same(folder: Path, tmp_path: Path) -> None:
-    path = folder / "shard-000001.tar"
-    path.write_bytes(path.read_bytes()[:4000])
-    lines = []
-    for processes in ("1", "3"):
-        out = tmp_path / f"{processes}.txt"
-        command = ["verify", str(folder), "--report", str(out), "--processes", processes]
-        assert main(command) == 1
-        lines.append(out.read_text())
-    assert lines[0] == lines[1]

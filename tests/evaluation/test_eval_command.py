@@ -33,7 +33,6 @@ def test_retrieval_prints_and_writes_beside_the_model(model_folder, scene_shards
 def test_pointing_and_anchors_run(model_folder, scene_shards, tmp_path, capsys):
     common = ["--model", str(model_folder), "--shards", str(scene_shards)]
     assert main(["pointing", *common, "--limit", "5", "--out", str(tmp_path)]) == 0
-    assert "colour words" in capsys.readouterr().out
     assert json.loads((tmp_path / "pointing.json").read_text())["scenes"] == 5
     image = tmp_path / "anchors.png"
     assert main(["anchors", *common, "--count", "2", "--out", str(image)]) == 0
@@ -41,11 +40,10 @@ def test_pointing_and_anchors_run(model_folder, scene_shards, tmp_path, capsys):
     assert Image.open(image).size[0] > 200
 
 
-def test_overrides_stand_anywhere(tmp_path, capsys):
+def test_overrides_stand_anywhere(tmp_path):
     config = ROOT / "configs" / "ablation" / "cross_position.yaml"
     settings = ["seeds=[0,1]", "--config", str(config), f"output={tmp_path}", "--report", "jobs=1"]
     assert main(["ablate", *settings]) == 0
-    assert "Tables 1 and 2: position embeddings" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists()
 
 

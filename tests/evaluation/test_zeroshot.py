@@ -189,7 +189,7 @@ def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
     assert len(result.to_json()["classes"]) == 30
 
 
-def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
+def test_the_command_and_files_of_names(model_folder, shards, tmp_path):
     (tmp_path / "classes.txt").write_text("red\n\ngreen\tthe green one\nblue\n")
     (tmp_path / "templates.txt").write_text("a {} square\na photo of {}\n")
     prompts = read_prompts(tmp_path / "classes.txt", tmp_path / "templates.txt")
@@ -199,7 +199,6 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
     command += ["--classes", str(tmp_path / "classes.txt")]
     command += ["--templates", str(tmp_path / "templates.txt"), "--out", str(tmp_path / "out")]
     assert main([*command, "--match", "2"]) == 0
-    assert "mean over classes" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     assert set(written["classes"]) == {"red", "green", "blue"}
     again = compare(tmp_path / "out", tmp_path / "out", permutations=9).differences

@@ -15,27 +15,7 @@ from PIL import Image
 from raw_images import raw_image
 
 from data_tools.__main__ import main
-from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_reader import ShardIndex
-
-
-@pytest.mark.nightly
-def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
-    data = shared / "data" / "flickr8k"
-    arguments = ["flickr8k", "--annotations", str(data / "dataset_flickr8k.json")]
-    arguments += ["--images", str(data / "images_sq160"), "--out", str(tmp_path)]
-    assert main([*arguments, "--splits", "train", "val"]) == 0
-    for split, count in (("train", 6000), ("val", 1000)):
-        manifest = json.loads((tmp_path / split / "manifest.json").read_text())
-        assert (manifest["samples"], manifest["captions"]) == (count, 5 * count)
-        assert manifest["failures"] == {}
-    index = ShardIndex.open(tmp_path / "train")
-    assert len(index.shards) == 6
-    raw = index.read(5, 999)
-    assert decode_image(raw.image, raw.key).size == (160, 160)
-    assert raw.annotation.source == "flickr8k"
-
 
 NUMBERS = (1000092795, 10002456, 1000268201, 1000344755)
 
@@ -158,18 +138,6 @@ def test_instances_go_with_official_captions(
     file = json_of(tmp_path / "instances.json", content)
     assert main([*arguments, "--instances", str(file), "--out", str(tmp_path / "out")]) == 2
     assert "goes with official captions" in capsys.readouterr().err
-
-
-def test_real_originals_are_reduced(shared: Path, tmp_path: Path) -> None:
-    data = shared / "data" / "coco_mini"
-    arguments = ["coco", "--annotations", str(data / "annotations" / "captions_val2017.json")]
-    arguments += ["--images", str(data / "val2017_original_16.tar"), "--max-side", "256"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    samples = samples_of(tmp_path / "val2017")
-    assert len(samples) == 16
-    for sample in samples.values():
-        assert max(Image.open(io.BytesIO(sample.image)).size) == 256
-    assert len(failures_of(tmp_path / "val2017")["missing image"]) == 63
 
 
 @pytest.fixture

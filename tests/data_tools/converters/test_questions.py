@@ -105,19 +105,6 @@ def test_real_files_without_a_header(
     }
 
 
-def test_questions_without_annotations(images: Path, tmp_path: Path) -> None:
-    questions = {**HEADER, "questions": [asked(1, 1), asked(2, 2), asked(3, 1, "who?")]}
-    path = json_of(tmp_path / "q.json", questions)
-    arguments = ["vqa", "--questions", str(path), "--images", str(images), "--processes", "1"]
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    samples = samples_of(tmp_path / "out").values()
-    assert [
-        [(question.id, question.answers) for question in sample.annotation.questions or []]
-        for sample in samples
-    ] == [[("1", []), ("3", [])], [("2", [])]]
-    assert failures_of(tmp_path / "out") == {}
-
-
 def test_files_that_do_not_fit_together(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import zlib
@@ -97,13 +96,9 @@ def test_downloads_that_are_damaged_or_name_no_url(
     path.write_bytes(path.read_bytes()[:-9000])
     arguments = ["cc3m", "--annotations", str(tsv), "--out", str(tmp_path / "out")]
     assert main([*arguments, "--img2dataset", str(folder)]) == 0
-    assert "damaged: " in capsys.readouterr().out
     without = downloaded(tmp_path / "without", [[0, 1]], url=False)
     arguments[-1] = str(tmp_path / "other")
     assert main([*arguments, "--img2dataset", str(without)]) == 1
-    printed = capsys.readouterr().out
-    assert "00000.tar: 2 images without a url" in printed
-    assert "no sample was written" in printed
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main([*arguments, "--img2dataset", str(empty)]) == 2
@@ -138,7 +133,7 @@ def test_a_rule_that_cannot_be(tsv: Path, tmp_path: Path, capsys: pytest.Capture
         assert "only row, md5, sha256, crc32, file may stand" in capsys.readouterr().err
 
 
-def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_urls_to_download(tsv: Path, tmp_path: Path) -> None:
     quoted = tsv.read_text() + f'a "quoted" word\t{URL.format(12)}\n'
     tsv.write_text(quoted)
     said = tmp_path / "said.txt"
@@ -151,10 +146,6 @@ def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         *(f"{URL.format(number)}\timage & {number}" for number in (0, 1, 2, 8, 9, 10, 11)),
         f'{URL.format(12)}\t"a ""quoted"" word"',
     ]
-    printed = capsys.readouterr().out
-    assert "urls.tsv: 8 URLs" in printed
-    assert "taken down: 2" in printed
-    assert "img2dataset --url_list" in printed
 
 
 def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
@@ -171,20 +162,6 @@ def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
         assert captions_of(sample.annotation) == [" ".join(caption.split())]
         assert (sample.annotation.model_extra or {})["url"] == url
         assert sample.image == images[f"{number:08d}.jpg"]
-
-
-def test_cc12m(tmp_path: Path) -> None:
-    path = tmp_path / "cc12m.tsv.gz"
-    rows = [f"{URL.format(number)}\t<PERSON> and image {number}\r\n" for number in range(3)]
-    path.write_bytes(gzip.compress("".join(rows).encode()))
-    folder = downloaded(tmp_path / "got", [[0, 2]])
-    arguments = ["cc12m", "--annotations", str(path), "--img2dataset", str(folder)]
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    samples = samples_of(tmp_path / "out")
-    assert {key: captions_of(sample.annotation) for key, sample in samples.items()} == {
-        "cc12m-00000000": ["person and image 0"],
-        "cc12m-00000002": ["person and image 2"],
-    }
 
 
 def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_shards import encoded, jpeg, listed, photo, run, write
+from made_shards import encoded, jpeg, listed, photo, run
 
-from data_tools.dedup import hashes as image_hash
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
 
@@ -74,48 +72,3 @@ def test_each_way_is_found(
 
     assert run(*command, "--out", out, "--exact") == 0
     assert listed(out) == ["named", "bytes", "second", "all"]
-
-
-def test_evaluation_sets_are_counted_apart(
-    pretraining: Path, evaluation: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    again = shards(tmp_path / "again", ("x", jpeg(6), named("coco", "6"), None))
-    clean = shards(tmp_path / "clean", ("x", jpeg(99), named("coco", "99"), None))
-    sets = ("--evaluation", evaluation, again, clean)
-    assert run("overlap", "--pretraining", pretraining, *sets, "--out", tmp_path / "list.txt") == 0
-    printed = capsys.readouterr().out
-    assert f"{again}: 1 of 1 images" in printed
-    assert f"{clean}: 0 of 1 images" in printed
-    assert listed(tmp_path / "list.txt").count("all") == 1
-
-
-def test_nothing_shared(tmp_path: Path, evaluation: Path, capsys: pytest.CaptureFixture) -> None:
-    clean = write(tmp_path / "clean", {f"k{n}": jpeg(200 + n) for n in range(5)})
-    out = tmp_path / "list.txt"
-    command = ("overlap", "--pretraining", clean, "--evaluation", evaluation)
-    assert run(*command, "--out", out) == 0
-    assert listed(out) == []
-    assert "0 of 5 pretraining samples" in capsys.readouterr().out
-
-
-def test_an_interrupted_run_goes_on(
-    pretraining: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = 0
-    hash_image: Callable[[bytes, str], object] = image_hash.hash_image
-
-    def stopped(data: bytes, where: str) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 11:
-            raise KeyboardInterrupt
-        return hash_image(data, where)
-
-    monkeypatch.setattr(image_hash, "hash_image", stopped)
-    command = ("overlap", "--pretraining", pretraining, "--evaluation", evaluation)
-    out = tmp_path / "list.txt"
-    assert run(*command, "--out", out) == 130
-    assert not out.exists()
-    assert run(*command, "--out", out) == 0
-    assert len(listed(out)) == 5
-    assert calls == 11 + 14 - 9  # of three shards, nine images, the hashes were there

@@ -311,17 +311,3 @@ FORMS: list[Callable[[Path], list[str]]] = [
     unsorted_tar,
     karpathy,
 ]
-
-TEN = [
-    folder,
-    imagefolder_jsonl,
-    csv_file,
-    tsv_named,
-    jsonl,
-    parquet_bytes,
-    saved,
-    img2dataset_tars,
-    tar_gz,
-    unsorted_tar,
-]
-"""One of each kind that the page on own data names."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -132,7 +131,6 @@ def test_images_without_a_split_beside_others_go_into_train(
     assert main(["import", str(place), "--out", str(out), "--split", "0.1", "0.4", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert "split as the data has it: val 6, train 5, test 5" in printed
-    assert "5 images have no split there: they go into train" in printed
     found = stored(out)
     sides = [found[data][0] for data in images().values()]
     assert sides == [("val", "test", "train")[number % 3] for number in range(16)]
@@ -220,28 +218,6 @@ def test_a_split_that_is_refused_leaves_the_others_as_they_were(
     assert main(command) == 0
     captions = [annotation.captions for _, annotation in stored(tmp_path / "out").values()]
     assert captions.count(["a cat"]) == 1
-
-
-def test_the_stamp_and_no_false_overlap(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Two data sets whose images have equal names show different images."""
-    texts = {name: data for name, data in pairs().items() if name.endswith("txt")}
-    others = {name: encoded(photo(200 + place)) for place, name in enumerate(images())} | texts
-    for root, files in (("one", pairs()), ("two", others)):
-        place = write(tmp_path / root / "photos", files)
-        assert main(["import", str(place), "--out", str(tmp_path / f"out-{root}")]) == 0
-    for _, annotation in stored(tmp_path / "out-one").values():
-        assert annotation.source == "photos"
-        assert annotation.model_extra is not None
-        assert annotation.model_extra["file"] in images()
-    manifest = json.loads((tmp_path / "out-one/train/manifest.json").read_text())
-    assert (manifest["title"], manifest["licence"]) == ("photos, train", "unknown")
-    sides = [str(tmp_path / f"out-{root}" / split) for root, split in
-             (("one", "train"), ("one", "val"), ("two", "val"))]  # fmt: skip
-    capsys.readouterr()
-    found = tmp_path / "found.txt"
-    command = ["overlap", "--pretraining", sides[0], "--evaluation", *sides[1:]]
-    assert main([*command, "--out", str(found), "--processes", "1"]) == 0
-    assert "0 of " in capsys.readouterr().out
 
 
 def test_equal_names_in_several_folders(tmp_path: Path) -> None:
