@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pair_shards import tiny_folder
 from PIL import Image
+from question_shards import AUGMENT, coloured, toy_parts, write_shards
 
 import vlp
 from vlp.data.image.transforms import Preprocessing
@@ -23,6 +25,10 @@ from vlp.objectives.mlm import MLMHead
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import distinct_scenes
+from vlp.tasks.caption import task as caption
+from vlp.tasks.downstream.task import start_parts
+from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification, SnliVeConfig
+from vlp.tasks.vqa import task as vqa
 from vlp.training.config import PretrainConfig
 
 SCENES = 21
@@ -61,6 +67,30 @@ def model_folder(tmp_path_factory, scene_shards) -> Path:
     heads = {f"mlm_head.{name}": value for name, value in head.state_dict().items()}
     save_pretrained(folder, config, model.state_dict(), text, Preprocessing(32), heads)
     return folder
+
+
+@pytest.fixture(scope="session")
+def task_folders(tmp_path_factory) -> dict[str, Path]:
+    """Untrained folders: `plain`, and by kind of task; `shards` of images of one colour."""
+    root = tmp_path_factory.mktemp("tasks")
+    made = {"plain": tiny_folder(root / "plain"), "shards": root / "shards"}
+    write_shards(made["shards"], coloured(12))
+    tasks = {}
+    for kind, config in (("snli_ve", SnliVeConfig), ("nlvr2", Nlvr2Config)):
+        parts, _ = start_parts(str(made["plain"]), {})
+        own = config.model_validate({"data": {"train": ["unused"]}})
+        tasks[kind] = PairClassification(own, parts)
+    data = {"train": [str(made["shards"])], "canonical_streams": 1, "augment": AUGMENT}
+    asked = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
+    config = vqa.VqaConfig.model_validate(asked)
+    tasks["vqa"], _ = vqa.build(config, toy_parts(seed=3), 4, 0, "float32")
+    written = {"data": {**data, "max_caption": 6}, "decoder": {"layers": 1}, "java": False}
+    config = caption.CaptionConfig.model_validate(written)
+    tasks["caption"], _ = caption.build(config, toy_parts(seed=1), 2, 0, "float32")
+    for kind, task in tasks.items():
+        made[kind] = root / kind
+        task.save_model(made[kind], task.state_dict())
+    return made
 
 
 @pytest.fixture

@@ -18,18 +18,6 @@ from vlp.models.pretrained.local_copy import local_folder
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_retrieval_prints_and_writes_beside_the_model(model_folder, scene_shards, capsys):
-    code = main(
-        ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards), "--limit", "9"]
-    )
-    assert code == 0
-    printed = capsys.readouterr().out
-    assert "Retrieval: 9 images" in printed
-    written = json.loads((model_folder / "evaluation" / "retrieval.json").read_text())
-    assert written["images"] == 9
-    assert written["rerank"] == 0
-
-
 def test_pointing_and_anchors_run(model_folder, scene_shards, tmp_path, capsys):
     common = ["--model", str(model_folder), "--shards", str(scene_shards)]
     assert main(["pointing", *common, "--limit", "5", "--out", str(tmp_path)]) == 0

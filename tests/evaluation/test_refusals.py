@@ -42,6 +42,7 @@ def places(tmp_path, monkeypatch, model_folder, scene_shards):
         (f"{RETRIEVAL} --rerank 2 --temperature 0", "above 0"),
         (f"{RETRIEVAL} --bank-temperature 0.1", "--bank SHARDS"),
         (f"{GROUNDING} --by similarity --layer 0", "--layer"),
+        (f"{GROUNDING} --layer 7", "no cross-modal layer 7"),
         (f"{ZEROSHOT} --classes two --match-by match", "give --match"),
         (f"{ZEROSHOT} --classes gone --templates template", "gone: cannot be read"),
         (f"{ZEROSHOT} --classes empty --templates template", "empty: is empty"),

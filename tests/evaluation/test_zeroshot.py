@@ -175,20 +175,6 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
 
 
-def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
-    names = tuple(f"class {n}" for n in range(30))
-    with ShardWriter(tmp_path / "many") as writer:
-        for number, label in enumerate(names):
-            writer.write(f"{number}", photo(side=16 + number), "png", Annotation(label=label))
-    result = evaluate_zeroshot(
-        loaded, [tmp_path / "many"], Prompts(names, names), options=EvalOptions(resamples=5)
-    )
-    assert len(result.classes) == 30
-    assert len(result.table().rows) == len(result.figures) + 20
-    assert "of 30." in result.table().text()
-    assert len(result.to_json()["classes"]) == 30
-
-
 def test_the_command_and_files_of_names(model_folder, shards, tmp_path):
     (tmp_path / "classes.txt").write_text("red\n\ngreen\tthe green one\nblue\n")
     (tmp_path / "templates.txt").write_text("a {} square\na photo of {}\n")
@@ -203,12 +189,3 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path):
     assert set(written["classes"]) == {"red", "green", "blue"}
     again = compare(tmp_path / "out", tmp_path / "out", permutations=9).differences
     assert again["top-1"].first == pytest.approx(written["figures"]["top-1"]["value"])
-
-
-def test_an_order_by_a_score_that_was_never_trained_says_so(loaded, shards, monkeypatch):
-    monkeypatch.setattr(type(loaded.model), "match_is_trained", False)
-    for match in (0, 2):
-        notes = evaluate_zeroshot(
-            loaded, [shards], PROMPTS, match=match, options=EvalOptions(resamples=2)
-        ).notes
-        assert any("never trained (no ITM)" in note for note in notes) == bool(match)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -77,15 +76,8 @@ def test_main_rows_come_first_and_seed_by_seed(config):
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_a_shipped_ablation_is_planned_and_so_are_the_commands_of_its_head(file):
-    lines = file.read_text().split("\noutput:")[0].split("\n")
-    text = "".join(line.removeprefix("#  ") for line in lines if line.startswith("#   "))
-    words = shlex.split(text.replace(" vlp ablate --config ", " ... ").replace("--plan", ""))
-    starts = [number for number, word in enumerate(words) if word == "..."]
-    assert words[starts[0] + 1] == f"configs/ablation/{file.name}"
-    ends = [*starts[1:], None]
-    for overrides in ([], *(words[a + 1 : b] for a, b in zip(starts[1:], ends[1:]))):
-        check(plan(load_config(file, AblationConfig, overrides), file))
+def test_a_shipped_ablation_is_planned(file):
+    check(plan(load_config(file, AblationConfig), file))
 
 
 @pytest.mark.parametrize(

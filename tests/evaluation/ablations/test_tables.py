@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from evaluation.ablations.config import AblationConfig, MeasuredConfig, ResultsConfig
+from evaluation.ablations.config import AblationConfig, MeasuredConfig
 from evaluation.ablations.figures import evaluate_images, last_losses
 from evaluation.ablations.grid import results
 from evaluation.ablations.tables import (
@@ -34,7 +34,6 @@ from launch.cli.main import main
 from vlp.config import load_config
 from vlp.training.run_folder import read_log
 
-REGISTRY = Path(__file__).resolve().parents[3] / "configs/ablation/results/tables.yaml"
 T_TWO_DEGREES = 4.302652729911275
 """The 97.5 % quantile of Student's t with two degrees of freedom, from a printed table."""
 PLAIN = {
@@ -202,30 +201,6 @@ def test_the_report_is_text_latex_and_csv(config):
     assert "–" in report(config, to_frame({}))
 
 
-def test_stored_figures_belong_to_a_configuration_and_are_tested_by_hand():
-    known = load_config(REGISTRY, ResultsConfig).tables
-    assert {file.stem for file in REGISTRY.parent.glob("*.csv")} <= set(known)
-    for name, result in known.items():
-        if result.ablation is None:
-            continue
-        config = load_config(
-            REGISTRY.parent.parent / result.ablation, AblationConfig, result.overrides
-        )
-        if (file := REGISTRY.parent / f"{name}.csv").is_file():
-            stored = read_figures(file)
-            assert set(stored.index.unique("variant")) <= set(config.variants), name
-            assert any(row[1] != "–" for row in lay_out(config.tables[0], stored).rows), name
-    stored = read_figures(REGISTRY.parent / "irpe_tables.csv")["top1"]
-    gaps = [stored["product", seed] - stored["ape", seed] for seed in range(3)]
-    config = load_config(REGISTRY.parent.parent / "irpe_tables.yaml", AblationConfig)
-    (table,) = [each for each in config.tables if each.title.startswith("iRPE, Table 5")]
-    tests = paired_tests(table, read_figures(REGISTRY.parent / "irpe_tables.csv"))
-    own = tests.set_index("row").loc["iRPE-K"]
-    half = T_TWO_DEGREES * statistics.stdev(gaps) / 3**0.5
-    middle = statistics.mean(gaps)
-    assert [own["low"], own["high"]] == pytest.approx([middle - half, middle + half])
-
-
 def test_retrieval_by_three_rankings_and_foils_are_measured(model_folder, scene_shards, tmp_path):
     (tmp_path / "model").symlink_to(model_folder)
     measured = MeasuredConfig(shards=(str(scene_shards),), rerank=4, foils=9)
@@ -260,15 +235,6 @@ def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
     assert last_losses(rows) == {"training/itm": 4.5, "training/total": 1.0}
     assert read_log(tmp_path / "elsewhere") == ([], 0)
     assert last_losses([]) == {}
-
-
-def test_results_are_listed_and_a_wrong_name_is_told_the_nearest(capsys):
-    assert main(["reproduce"]) == 0
-    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert "0.8 minutes a run" in lines["fourier_widgets"]
-    assert "Not run: needs GPUs" in lines["irpe_detr_coco"]
-    assert main(["reproduce", "fourier_widget"]) == 2
-    assert "did you mean fourier_widgets?" in capsys.readouterr().err
 
 
 def test_stored_tables_are_printed_with_the_plan(capsys):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
+from pair_shards import annotated_shards, entailment_shards, statement_shards
 from PIL import Image
-from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
+from question_shards import photo, question, write_shards
 
 import vlp
 from evaluation.__main__ import main
@@ -36,40 +36,18 @@ from vlp.models.vlp import VLPModel
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,
-    SnliVeConfig,
 )
-from vlp.tasks.vqa import task as vqa
 
 IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """An untrained folder of each kind."""
-    root = tmp_path_factory.mktemp("models")
-    made = {"plain": tiny_folder(root / "plain")}
-    for kind, config in (("snli_ve", SnliVeConfig), ("nlvr2", Nlvr2Config)):
-        parts, _ = start_parts(str(made["plain"]), {})
-        tasks = PairClassification(config.model_validate({"data": {"train": ["unused"]}}), parts)
-        made[kind] = root / kind
-        tasks.save_model(made[kind], tasks.state_dict())
-    shards = write_shards(root / "shards", coloured(12))
-    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT}
-    values = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
-    asked, _ = vqa.build(vqa.VqaConfig.model_validate(values), toy_parts(seed=3), 4, 0, "float32")
-    values = {"data": {**data, "max_caption": 6}, "decoder": {"layers": 1}, "java": False}
-    writes, _ = caption.build(
-        caption.CaptionConfig.model_validate(values), toy_parts(seed=1), 2, 0, "float32"
-    )
-    for kind, task in (("vqa", asked), ("caption", writes)):
-        made[kind] = root / kind
-        task.save_model(made[kind], task.state_dict())
-    return {name: str(folder) for name, folder in made.items()} | {"shards": str(shards)}
+def folders(task_folders):
+    return {name: str(folder) for name, folder in task_folders.items()}
 
 
 def predicted(folders, kind, shards, out, *more):
@@ -369,17 +347,6 @@ def test_a_score_that_was_never_trained_answers_nothing(folders, files, monkeypa
 Writer = Callable[..., None]
 
 
-def test_vqa_as_the_official_results(shared: Path, tmp_path: Path) -> None:
-    published = json.loads((shared / "data_tasks/vqa_v2/eval_check/results.json").read_text())
-    rows = [{**row, "question_id": str(row["question_id"]), "score": 0.5} for row in published]
-    path = tmp_path / "deep" / "results.json"
-    write_vqa(path, rows)
-    assert json.loads(path.read_text()) == [
-        {"question_id": row["question_id"], "answer": row["answer"]} for row in published
-    ]
-    assert [file.name for file in path.parent.iterdir()] == ["results.json"]
-
-
 def test_nlvr2_as_the_official_script_reads_it(shared: Path, tmp_path: Path) -> None:
     with gzip.open(shared / "data_tasks/nlvr2/dev.json.gz", "rt") as file:
         official = [json.loads(line) for line in file]
@@ -388,13 +355,6 @@ def test_nlvr2_as_the_official_script_reads_it(shared: Path, tmp_path: Path) -> 
     write_nlvr2(path, rows)
     read = dict(line.split(",") for line in path.read_text().splitlines())
     assert read == {row["identifier"]: row["label"] for row in official}
-
-
-def test_snli_ve(tmp_path: Path) -> None:
-    rows = [{"pairID": "7.jpg#2r1c", "label": "neutral"}, {"pairID": "é", "label": "entailment"}]
-    write_snli_ve(tmp_path / "test.jsonl", rows)
-    lines = (tmp_path / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == rows
 
 
 def test_refcoco_and_captions(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pair_shards import annotated_shards, tiny_folder
 
 import vlp
-from evaluation.__main__ import main
 from evaluation.grounding import grounding as module
 from evaluation.grounding.grounding import evaluate_grounding, grad_cam
 from evaluation.options import EvalOptions
@@ -139,21 +138,7 @@ def test_bad_expressions_are_counted(folder, tmp_path):
     assert [row["id"] for row in result.predictions] == ["0", "3"]  # annotations cross the border
 
 
-def test_the_command_prints_a_table_and_refuses_a_layer_that_is_not_there(
-    folder, shards, tmp_path, capsys
-):
-    common = ["grounding", "--model", str(folder), "--shards", str(shards)]
-    assert main([*common, "--out", str(tmp_path / "out")]) == 0
-    assert "pointing" in capsys.readouterr().out
-    assert (tmp_path / "out" / "grounding.predictions.jsonl").is_file()
-    assert main([*common, "--layer", "7"]) == 2
-    assert "no cross-modal layer 7" in capsys.readouterr().err
-    with pytest.raises(EvaluationError, match="no cross-modal layer"):
-        evaluate_grounding(vlp.load(folder), [shards], layer=7)
-
-
 SIZE = 24, 16
-whole = st.integers(0, 24)
 
 
 @st.composite

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 from broken_images import png_of
-from pair_shards import tiny_folder
 from PIL import Image
-from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from safetensors.torch import load_file, save_file
 
 import vlp
@@ -27,43 +25,11 @@ from evaluation.page.gradio_page import abilities, page, serve
 from evaluation.page.session import TryIt
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
-from vlp.tasks.caption import task as caption
-from vlp.tasks.downstream.task import start_parts
-from vlp.tasks.pair_classification.task import (
-    Nlvr2Config,
-    PairClassification,
-    SnliVeConfig,
-)
-from vlp.tasks.vqa import task as vqa
 
 TEXT = "a small red circle left of a blue square"
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="gradio is not installed"
 )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """An untrained folder of each kind."""
-    root = tmp_path_factory.mktemp("tried")
-    plain = tiny_folder(root / "plain")
-    made = {}
-    for kind, config in (("snli_ve", SnliVeConfig), ("nlvr2", Nlvr2Config)):
-        parts, _ = start_parts(str(plain), {})
-        made[kind] = PairClassification(
-            config.model_validate({"data": {"train": ["unused"]}}), parts
-        )
-    shards = write_shards(root / "shards", coloured(6))
-    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT}
-    values = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
-    config = vqa.VqaConfig.model_validate(values)
-    made["vqa"], _ = vqa.build(config, toy_parts(seed=3), 4, 0, "float32")
-    values = {"data": {**data, "max_caption": 6}, "decoder": {"layers": 1}, "java": False}
-    written = caption.CaptionConfig.model_validate(values)
-    made["caption"], _ = caption.build(written, toy_parts(seed=1), 2, 0, "float32")
-    for kind, task in made.items():
-        task.save_model(root / kind, task.state_dict())
-    return {kind: root / kind for kind in ("plain", *made)}
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +73,8 @@ def test_a_search_orders_images_as_both_encoders_say(tried, model_folder):
 
 
 @pytest.mark.parametrize("kind", ["plain", "snli_ve", "nlvr2", "vqa", "caption"])
-def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tmp_path, red):
-    one = TryIt(folders[kind], device="cpu")
+def test_a_folder_does_what_it_was_trained_for_as_predict_does(task_folders, kind, tmp_path, red):
+    one = TryIt(task_folders[kind], device="cpu")
     blue = Image.new("RGB", (16, 16), (10, 20, 210))
     files = [tmp_path / "red.png", tmp_path / "blue.png"]
     for image, file in zip((red, blue), files):
@@ -121,7 +87,7 @@ def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tm
         "caption": lambda: one.act("caption", [red]),
     }
     text = {"vqa": "what colour is it?", "caption": None}.get(kind, TEXT)
-    expected = predict_one(folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
+    expected = predict_one(task_folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
     assert [said for said, _ in acts[kind]()] == [said for said, _ in expected.answers]
     assert [p for _, p in acts[kind]()] == pytest.approx([p for _, p in expected.answers], abs=1e-5)
     for other in {"snli_ve", "vqa", "caption"} - {kind}:
@@ -142,7 +108,7 @@ def test_maps_and_anchors_are_images_of_the_image(tried, red):
     assert {one.image.size for one in shown} == {(240, 120)}
 
 
-def test_mistakes_are_told_to_the_person(tried, folders, red):
+def test_mistakes_are_told_to_the_person(tried, task_folders, red):
     for act in (
         lambda: tried.search("  "),
         lambda: tried.ground(None, "a"),
@@ -150,8 +116,8 @@ def test_mistakes_are_told_to_the_person(tried, folders, red):
         lambda: tried.match(red, "a " * 50_001),
         lambda: tried.search(TEXT, top=0),
         lambda: tried.gallery.image(10_000),
-        lambda: TryIt(folders["plain"]).search("a red circle"),
-        lambda: TryIt(folders["nlvr2"]).act("judge", [red], TEXT),
+        lambda: TryIt(task_folders["plain"]).search("a red circle"),
+        lambda: TryIt(task_folders["nlvr2"]).act("judge", [red], TEXT),
     ):
         with pytest.raises(EvaluationError):
             act()
@@ -220,25 +186,9 @@ def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypat
 
 
 @needs_gradio
-def test_the_page_offers_what_the_model_can_do(tried, folders):
-    def actions(one):
-        return {
-            function.api_name
-            for function in page(one).fns.values()
-            if function.api_visibility == "public"
-        }
-
-    always = {"match", "ground", "anchors"}
-    assert actions(tried) == always | {"search"}
-    assert actions(TryIt(folders["nlvr2"], device="cpu")) == always | {"judge"}
-    assert actions(TryIt(folders["vqa"], device="cpu")) == always | {"answer"}
-    assert actions(TryIt(folders["caption"], device="cpu")) == always | {"caption"}
-
-
-@needs_gradio
 @pytest.mark.parametrize("kind", ["plain", "nlvr2", "caption"])
-def test_every_action_has_examples_that_it_answers(folders, kind):
-    made = page(TryIt(folders[kind], device="cpu"))
+def test_every_action_has_examples_that_it_answers(task_folders, kind):
+    made = page(TryIt(task_folders[kind], device="cpu"))
     public = [one for one in made.fns.values() if one.api_visibility == "public"]
     tables = [one for one in made.blocks.values() if one.get_block_name() == "dataset"]
     assert len(public) == len(tables) == (3 if kind == "plain" else 4)

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import io
-import json
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +19,7 @@ from evaluation.probes.anchor_maps import (
     read_pair,
 )
 from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
-from evaluation.samples import EvaluationError, Samples
+from evaluation.samples import Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.models.config import ModelConfig
@@ -87,16 +83,6 @@ def test_the_image_shows_heat_where_it_is(tmp_path):
     columns = np.flatnonzero(warm[:, : int(0.9 * drawn.shape[1])].any(axis=0))
     assert columns.size > 50
     assert np.ptp(columns) < 0.35 * drawn.shape[1]
-
-
-def test_count_and_empty_folders_are_checked(model_folder, scene_shards, tmp_path):
-    loaded = vlp.load(model_folder)
-    with pytest.raises(EvaluationError, match="at least one"):
-        anchor_maps(loaded, [scene_shards], count=0)
-    with ShardWriter(tmp_path / "blank") as writer:
-        writer.write("0", png((1, 2, 3)), "png", Annotation())
-    with pytest.raises(EvaluationError, match="no usable sample"):
-        anchor_maps(loaded, [tmp_path / "blank"])
 
 
 TEXT = "a bluered circle"  # the second word is several pieces
@@ -278,25 +264,6 @@ def test_maps_lie_where_their_patches_are_in_the_image(name, size, tmp_path):
     assert last == pytest.approx(left + 3 * width / 4, abs=2)
 
 
-@pytest.mark.nightly
-def test_each_word_and_group_has_its_own_panel(tmp_path):
-    blank = made_up(groups=5)
-    whole = pixels(blank, tmp_path, dots=60)
-    places = set()
-    for word in range(2):
-        for group in range(5):
-            reachable = blank.reachable.copy()
-            reachable[word, group] = True
-            drawn = pixels(blank._replace(reachable=reachable), tmp_path, dots=60)
-            top, _, left, _ = changed(whole, drawn)
-            places.add((top, left))
-    assert len(places) == 10
-    assert len({top for top, _ in places}) == 2
-    fewer = pixels(blank, tmp_path, groups=4, dots=60)
-    assert fewer.shape[1] < whole.shape[1]
-    assert fewer.shape[0] == whole.shape[0]
-
-
 def test_captions_that_look_like_formulas_or_have_no_end_are_drawn(tmp_path):
     words = ["$x_{", "a" * 40, "^$"]
     detail = made_up(words=3, caption="costs $x_{ and ^$ " * 40)._replace(words=words)
@@ -324,26 +291,3 @@ def test_a_text_longer_than_the_model_takes_is_cut_with_a_warning(model_folder, 
     (cut,) = anchor_details(loaded, [read_pair(photo, " ".join(["circle"] * 23))])
     assert caplog.messages == ["the text has 23 word pieces, the model reads the first 22"]
     assert fits.words == cut.words == ["circle"] * 22
-
-
-def test_a_image_is_turned_as_its_camera_notes(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # taken with the camera on its side
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 4)).save(buffer, "JPEG", exif=exif)
-    (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
-    assert read_pair(tmp_path / "a.jpg", "a").image.size == (4, 8)
-
-
-def test_a_model_folder_that_does_not_fit_together_is_one_line(
-    model_folder, photo, tmp_path, capsys
-):
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("evaluation"))
-    config = json.loads((folder / "config.json").read_text())
-    config["cross"]["heads"] = 3
-    (folder / "config.json").write_text(json.dumps(config))
-    assert command(folder, tmp_path, "--image", photo, "--text", TEXT) == 2
-    error = capsys.readouterr().err
-    assert "cross.heads" in error
-    assert len(error.splitlines()) == 1

@@ -15,8 +15,7 @@ from evaluation.probes.word_pointing import KINDS, evaluate_pointing, score_word
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
-from vlp.data.text.tokenizer import TextProcessor
-from vlp.data.text.word_boxes import named_words, word_positions, word_text
+from vlp.data.text.word_boxes import named_words, word_positions
 from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
 
 # A 4 x 4 grid of 8 px patches; two objects of four and one patches.
@@ -229,17 +228,3 @@ def test_a_word_of_a_caption_that_is_blank_or_not_there_is_a_bad_annotation(
     folder = write_captions(tmp_path / "bad", [" ", "a red square"], number)
     with pytest.raises(EvaluationError, match=r"'bad annotation': 1"):
         evaluate_pointing(vlp.load(model_folder), [folder])
-
-
-def test_positions_agree_with_the_words_that_the_corpus_names(scene_shards, model_folder):
-    text = TextProcessor.load(model_folder, 24)
-    samples = Samples([scene_shards])
-    asked = 0
-    for place in range(len(samples)):
-        sample = samples.read(place)
-        for word in named_words(sample.annotation):
-            pieces = text.words(sample.captions[word.caption])
-            positions = word_positions(pieces)[word.position]
-            assert word_text(pieces, positions) == word.word
-            asked += 1
-    assert asked > 100

@@ -32,19 +32,6 @@ class SameColumn(PositionEncoding):
 """
 
 
-def test_md_sine_knows_only_the_sum_of_both_coordinates():
-    values = position_map("md-sine", GRID, QUERY).values
-    diagonals = [np.diagonal(values[:, ::-1], offset) for offset in range(-5, 6)]
-    assert all(np.ptp(line) < 1e-9 for line in diagonals)
-
-
-def test_shared_rows_of_a_table_are_equal_in_the_map():
-    values = position_map("irpe-euclidean", GRID, QUERY, ratio=20).values
-    row, column = QUERY
-    assert values[row - 2, column] == values[row + 2, column] == values[row, column - 2]
-    assert values[row - 2, column] != values[row, column - 1]
-
-
 @pytest.mark.parametrize("name", ["rope-axial", "sine-2d", "alibi-2d"])
 def test_nearer_is_more_alike_along_a_row(name):
     values = position_map(name, GRID, QUERY).values

@@ -201,18 +201,6 @@ def test_damaged_and_unfinished_files_are_left_out_with_a_word(tmp_path):
     assert "None of these folders holds results" in made.text
 
 
-def test_an_empty_folder_is_an_error_that_names_what_was_looked_for(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    out = tmp_path / "report.html"
-    assert main(["report", str(tmp_path / "empty"), "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert "empty: nothing to report" in error
-    assert "log.jsonl" in error
-    assert main(["report", str(tmp_path / "nowhere"), "--out", str(out)]) == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_the_command_writes_page_markdown_and_latex(pretrained, tmp_path, capsys):
     run, found = pretrained
     files = {name: tmp_path / "made" / name for name in ("a.html", "a.md", "a.tex")}

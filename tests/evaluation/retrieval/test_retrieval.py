@@ -157,19 +157,6 @@ def test_several_folders_are_one_set_and_limit_cuts_it(tmp_path, numbered):
     assert result.counts == {"images": len(CAPTIONS) + 1, "texts": sum(CAPTIONS) + 1}
 
 
-def test_bad_samples_are_counted_and_named(tmp_path):
-    folder = tmp_path / "bad"
-    with ShardWriter(folder, samples_per_shard=3) as writer:
-        for number in range(3):
-            writer.write(str(number), png((number, 0, 0)), "png", Annotation(caption=f"{number} 0"))
-        writer.write("blank", png((1, 0, 0)), "png", Annotation(caption="  "))
-        writer.write("broken", png((1, 0, 0))[:-30], "png", Annotation(caption="1 0"))
-    result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], options=EvalOptions(batch=2))
-    assert result.counts["images"] == 3
-    assert result.skipped == {"no text": 1, "unreadable image": 1}
-    assert "1 no text, 1 unreadable image" in result.table().text()
-
-
 def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
     folder = tmp_path / "blank"
     with ShardWriter(folder) as writer:
@@ -180,21 +167,6 @@ def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
         evaluate_retrieval(make_stub([1]), [tmp_path / "missing"])
     with pytest.raises(EvaluationError, match="cannot be negative"):
         evaluate_retrieval(make_stub([1]), [folder], rerank=-1)
-
-
-def test_report_files_hold_the_printed_figures(tmp_path, numbered):
-    result = evaluate_retrieval(make_stub(CAPTIONS), [numbered], rerank=4)
-    folder = result.save(tmp_path / "out")
-    written = json.loads((folder / "retrieval.json").read_text())
-    first = written["figures"][0]
-    assert (first["stage"], first["direction"], first["name"]) == ("dual", "text_to_image", "R@1")
-    assert first["value"] == result.recall("dual", "text_to_image", 1).value
-    markdown = (folder / "retrieval.md").read_text()
-    cell = result.recall("rerank", "image_to_text", 5).percent()
-    assert cell in markdown
-    assert cell in result.table().text()
-    heads = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in heads}) == 1
 
 
 def test_block_cache_drops_the_least_recently_used():

@@ -13,7 +13,6 @@ from evaluation.options import EvalOptions
 from evaluation.vision import pixels as evaluation_pixels
 from evaluation.vision.pixels import evaluate
 from vlp.data.shards.sample_files import BadSample
-from vlp.tasks.pixels.metrics import bits_per_dimension
 from vlp.tasks.pixels.task import Pixels, PixelsConfig
 
 
@@ -78,10 +77,3 @@ def test_an_untrained_model_on_cifar10(shared):
     figures = evaluate(task(file, size=8), EvalOptions(limit=20))
     assert set(figures) == {"bits_per_dim", "bits_red", "bits_green", "bits_blue"}
     assert all(math.isclose(bits, 8, abs_tol=0.1) for bits in figures.values())
-
-
-def test_bits_per_dimension():
-    assert bits_per_dimension(math.log(256) * 12, 12) == pytest.approx(8)
-    assert bits_per_dimension(0.0, 3) == 0
-    with pytest.raises(ValueError, match="0 dimensions"):
-        bits_per_dimension(1.0, 0)

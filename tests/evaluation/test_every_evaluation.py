@@ -1,0 +1,234 @@
+"""Every evaluation: any workers and ranks, bad samples, result files, its command, its refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from pair_shards import annotated_shards
+from question_shards import photo, write_shards
+
+import vlp
+from data_tools.scenes import make_sample
+from evaluation.__main__ import main
+from evaluation.downstream import evaluate_task
+from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.options import EvalOptions
+from evaluation.probes.foils import evaluate_foils
+from evaluation.probes.swaps import evaluate_swaps
+from evaluation.probes.word_pointing import evaluate_pointing
+from evaluation.results import saved_figures
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks
+from evaluation.zeroshot import Prompts, evaluate_zeroshot
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_reader import ShardWriter
+from vlp.scenes.annotation import annotation
+from vlp.scenes.sample import sample_scene
+from vlp.tasks.downstream.task import load_task
+
+CLASSES = ("red", "green", "blue")
+
+
+def zeroshot(loaded: Any, shards: Any, options: EvalOptions = EvalOptions(), **more: Any) -> Any:
+    return evaluate_zeroshot(loaded, shards, Prompts(CLASSES, CLASSES), options, **more)
+
+
+class Case(NamedTuple):
+    """An evaluation.
+
+    Args:
+        evaluate: its function.
+        arguments: of the function, and those of its command.
+        data: kind of shards that it reads.
+        matches: by the match score, with these arguments.
+    """
+
+    evaluate: Callable[..., Any]
+    arguments: dict[str, Any]
+    command: str
+    data: str = "scenes"
+    matches: dict[str, Any] | None = None
+
+
+CASES = {
+    "retrieval": Case(evaluate_retrieval, {"rerank": 4}, "--rerank 4", matches={"rerank": 2}),
+    "foils": Case(evaluate_foils, {"view": "shuffled"}, "--view shuffled", matches={}),
+    "grounding": Case(evaluate_grounding, {"by": "similarity"}, "--by similarity", matches={}),
+    "pointing": Case(
+        evaluate_pointing, {"controls": True}, "--controls", matches={"controls": True}
+    ),
+    "swaps": Case(evaluate_swaps, {"view": "shuffled"}, "--view shuffled", "swaps", {}),
+    "zeroshot": Case(
+        zeroshot, {"match": 2}, "--match 2 --classes CLASSES", "labelled", {"match": 2}
+    ),
+    "snli_ve": Case(evaluate_task, {}, "", "claims"),
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, scene_shards: Path) -> dict[str, list[Path]]:
+    """Folders by kind, the first with images that cannot be decoded alone."""
+    root = tmp_path_factory.mktemp("contract")
+    scene = annotation(sample_scene(0, 50))
+    swap = [make_sample("swaps", 0, 32, number) for number in range(5)]
+    for name, samples in (("swaps", swap), ("bad swaps", swap[:2])):
+        with ShardWriter(root / name, samples_per_shard=4) as writer:
+            for one in samples:
+                image = one.image if name == "swaps" else b""
+                writer.write(one.key, image, "png", one.annotation, one.second_image)
+    claims = [Annotation(hypothesis="a red circle", label=label)
+              for label in ("neutral", "entailment", None, "neutral", "entailment")]  # fmt: skip
+    labelled = [Annotation(label=label) for label in CLASSES]
+    images = [photo(label) for label in CLASSES]
+    return {
+        "scenes": [write_shards(root / "bad", [(b"", scene)] * 2), scene_shards],
+        "swaps": [root / "bad swaps", root / "swaps"],
+        "claims": [
+            annotated_shards(root / "bad claims", claims[:2], b""),
+            annotated_shards(root / "claims", claims, photo()),
+        ],
+        "labelled": [
+            write_shards(root / "bad labelled", [(b"", labelled[0])] * 2),
+            write_shards(root / "labelled", [*zip(images, labelled)], per_shard=2),
+        ],
+    }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(name: str, model_folder: Path, task_folders: dict[str, Path]) -> Path:
+    return task_folders.get(name, model_folder)
+
+
+@pytest.fixture(scope="module")
+def evaluate(name: str, folder: Path) -> Callable[..., Any]:
+    """Evaluate shards with options."""
+    case = CASES[name]
+    model = load_task(folder) if case.data == "claims" else vlp.load(folder)
+
+    def evaluated(folders: list[Path], own: Any = None, **options: Any) -> Any:
+        settings = EvalOptions(**({"batch": 4, "resamples": 20} | options))
+        arguments = case.arguments if own is None else own
+        return case.evaluate(model, folders, options=settings, **arguments)
+
+    return evaluated
+
+
+@pytest.fixture(scope="module")
+def result(name: str, evaluate: Callable[..., Any], shards: dict[str, list[Path]]) -> Any:
+    return evaluate(shards[CASES[name].data])
+
+
+def content(result: Any) -> tuple[Any, ...]:
+    return result.to_json(), getattr(result, "predictions", None), result.table()
+
+
+def of_three_ranks(self: Ranks, count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run shares as ranks have them, one rank after the other in this process."""
+    done = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
+    return [done[block] for block in range(count)]
+
+
+def test_workers_and_ranks_change_nothing(
+    name: str,
+    evaluate: Callable[..., Any],
+    result: Any,
+    shards: dict[str, list[Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders = shards[CASES[name].data]
+    assert content(evaluate(folders, workers=2)) == content(result)
+    assert active_children() == []
+    monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
+    assert content(evaluate(folders)) == content(result)
+
+
+def test_bad_samples_are_counted_and_change_no_figure(
+    name: str, evaluate: Callable[..., Any], result: Any, shards: dict[str, list[Path]]
+) -> None:
+    good = evaluate(shards[CASES[name].data][1:])
+    assert result.skipped["unreadable image"] == 2 + good.skipped.get("unreadable image", 0)
+    assert result.to_json()["skipped"] == result.skipped
+    assert "2 unreadable image" in result.table().text()
+    assert "unreadable" not in good.table().text()
+    figures = (saved_figures(one.to_json()).figures for one in (good, result))
+    for one, other in zip(*(each.items() for each in figures), strict=True):
+        assert one[0] == other[0]
+        assert one[1].value == pytest.approx(other[1].value, abs=1e-6)
+
+
+def test_files_hold_the_result(name: str, result: Any, tmp_path: Path) -> None:
+    folder = result.save(tmp_path / "new" / "out")
+    written = json.loads((folder / f"{name}.json").read_text())
+    assert written == json.loads(json.dumps(result.to_json()))
+    saved = saved_figures(written)
+    assert saved.figures[saved.main].percent() in result.table().text()
+    assert (folder / f"{name}.md").read_text() == result.table().markdown()
+    rows = getattr(result, "predictions", None)
+    lines = folder / f"{name}.predictions.jsonl"
+    assert lines.exists() == (rows is not None)
+    if rows is not None:
+        found = [json.loads(line) for line in lines.read_text().splitlines()]
+        assert found == json.loads(json.dumps(rows))
+
+
+def test_the_command_writes_what_the_function_gives(
+    name: str,
+    folder: Path,
+    evaluate: Callable[..., Any],
+    shards: dict[str, list[Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "classes").write_text("\n".join(CLASSES))
+    case, folders = CASES[name], shards[CASES[name].data]
+    words = case.command.replace("CLASSES", str(tmp_path / "classes")).split()
+    command = [name, "--model", str(folder), "--shards", *map(str, folders), *words]
+    options = ["--batch", "4", "--limit", "6", "--workers", "1", "--out", str(tmp_path / "out")]
+    assert main([*command, *options]) == 0
+    expected = evaluate(folders, limit=6, resamples=1000)
+    assert expected.table().text() in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+    assert written == json.loads(json.dumps(expected.to_json()))
+
+
+def test_nothing_to_evaluate_is_an_error(
+    name: str, evaluate: Callable[..., Any], shards: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    with pytest.raises(EvaluationError, match="unreadable image"):
+        evaluate(shards[CASES[name].data][:1])
+    for folders, options in (
+        ([tmp_path / "nowhere"], {}),
+        ([], {}),
+        (shards[CASES[name].data], {"limit": 0}),
+    ):
+        with pytest.raises((ConfigError, EvaluationError)):
+            evaluate(folders, **options)
+
+
+def test_a_match_score_that_was_never_trained_is_named(
+    name: str,
+    evaluate: Callable[..., Any],
+    folder: Path,
+    shards: dict[str, list[Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = CASES[name]
+    if case.matches is None:
+        pytest.skip("does not use it")
+    words = ("never trained", "says nothing")
+    for trained in (True, False):
+        monkeypatch.setattr(type(vlp.load(folder).model), "match_is_trained", trained)
+        notes = str(evaluate(shards[case.data][1:], case.matches, limit=4).table())
+        assert any(word in notes for word in words) != trained
