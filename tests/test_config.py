@@ -9,10 +9,17 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
+from evaluation.suite.suite import SuiteConfig
 from vlp.config import Config, ConfigError, load_config, save_config
-from vlp.training.config import PretrainConfig
+from vlp.training.config import FinetuneConfig, PretrainConfig, VisionConfig
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+SCHEMAS = {
+    "evaluation": SuiteConfig,
+    "finetune": FinetuneConfig,
+    "pretrain": PretrainConfig,
+    "vision": VisionConfig,
+}
 BASE = "data:\n  sources: [{path: a}]\n  canonical_streams: 4\ntraining: {batch: 8}\n"
 
 
@@ -22,15 +29,17 @@ def write(folder, text, name="run.yaml"):
     return file
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [file for name in SCHEMAS for file in sorted((CONFIGS / name).glob("*.yaml"))],
+    ids=lambda file: f"{file.parent.name}/{file.stem}",
+)
 def test_every_shipped_configuration_loads(file):
-    load_config(file, PretrainConfig)
-    assert file.read_text().startswith("# "), "opens with what it is and the command that runs it"
-    assert "launch/pretrain.py --config" in file.read_text()
+    load_config(file, SCHEMAS[file.parent.name])
 
 
 def test_base_is_the_papers():
-    config = load_config(CONFIGS / "base.yaml", PretrainConfig)
+    config = load_config(CONFIGS / "pretrain" / "base.yaml", PretrainConfig)
     assert (config.training.batch, config.training.epochs) == (512, 30)
     optimiser = config.training.optimiser
     assert (optimiser.learning_rate, optimiser.final_learning_rate) == (1e-4, 1e-6)

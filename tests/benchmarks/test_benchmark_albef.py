@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.albef import (
@@ -15,7 +12,6 @@ from benchmarks.albef import (
     ALL_ACE,
     ANCHORED,
     EQUAL,
-    FormerPreTrainedModel,
     OwnStep,
     Speeds,
     StepSizes,
@@ -23,7 +19,6 @@ from benchmarks.albef import (
     variants,
 )
 from benchmarks.step import random_batch
-from vlp.objectives.config import ObjectivesConfig
 
 SIZES = StepSizes(64, 1, 1, 2, image_size=32, rows=4, max_tokens=12, queue=8)
 CPU = torch.device("cpu")
@@ -49,16 +44,6 @@ def test_variants_differ_by_what_their_names_say():
     assert everything["model"]["text"] == equal["model"]["text"]
 
 
-def test_all_losses_are_those_of_the_default():
-    default = ObjectivesConfig().model_dump()
-    objectives = variants(SIZES)[ALL_ACE].objectives.model_dump()
-    groups = [each["contrastive"]["token"].pop("group") for each in (default, objectives)]
-    assert groups == [16, SIZES.rows]
-    for each in (default, objectives):
-        del each["itm"]["group"], each["teacher"]
-    assert objectives == default
-
-
 @pytest.mark.parametrize(
     ("name", "losses"),
     [
@@ -79,40 +64,6 @@ def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
     assert own.step() > 0
     assert any(not torch.equal(before[n], p) for n, p in own.trainee.task.named_parameters())
     assert (keys != teacher.queue.image).any(1).sum() == SIZES.rows  # of one step, not of two
-
-
-def test_losses_distil_as_those_of_a_late_step(monkeypatch):
-    own = OwnStep(variants(SIZES)[EQUAL], batch(), CPU)
-    task = own.trainee.task
-    task.teacher.average.module["mlm_head"].bias.normal_(std=5)
-    soft = own.losses()["mlm"]
-    monkeypatch.setattr("vlp.tasks.teacher.SOFT_SHARE", 0.0)
-    assert own.losses()["mlm"] != pytest.approx(soft, abs=1e-3)
-
-
-class _Bert(FormerPreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        words = nn.Embedding(5, 3)
-        self.bert, self.decoder = nn.Module(), nn.Linear(3, 5)
-        self.bert.words, self.bert.get_input_embeddings = words, lambda: words
-        self.init_weights()
-
-    def get_output_embeddings(self):
-        return self.decoder
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
-            nn.init.ones_(module.weight)
-
-
-def test_the_stand_in_ties_words_and_hides_masked_keys():
-    model = _Bert.from_pretrained("", config=SimpleNamespace())
-    assert model.decoder.weight is model.bert.words.weight
-    bias = model.invert_attention_mask(torch.tensor([[1, 0]]))
-    assert bias.shape == (1, 1, 1, 2)
-    assert bias.softmax(-1).flatten().tolist() == [1, 0]
-    assert model.get_head_mask(None, 3) == [None] * 3
 
 
 def test_ratios_are_those_of_each_turn():

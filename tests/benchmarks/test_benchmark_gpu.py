@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import CheckedFigure, Part, Setting, run_check
@@ -54,12 +53,3 @@ def test_what_is_wrong_or_fails_ends_in_1(
     assert json.loads(line)["holds"] == (part is failing)
     assert ("Z part: failed" in (tmp_path / "check.md").read_text()) == (part is failing)
     assert ("KeyError" in (tmp_path / "Z_part.log").read_text()) == (part is failing)
-
-
-def test_waits_are_counted() -> None:
-    numbers = torch.arange(3.0)
-    with gpu.counted_waits(torch.device("cpu")) as found:
-        numbers.sum().item()
-        numbers.square().sum()
-        bool(numbers[0] > 1)
-    assert len(found) == 2

@@ -17,20 +17,16 @@ from benchmarks.loader import (
     OURS,
     TOKENS,
     TRANSFORMS,
-    LoaderTurns,
     Prepare,
     Settings,
-    Turn,
     check_shards,
     make_shards,
-    our_batches,
     ratios,
     samples_of,
     save_vocabulary,
     take_turns,
 )
 from vlp.config import ConfigError
-from vlp.data.config import AugmentConfig
 
 
 class Busy(Dataset[int]):
@@ -69,38 +65,6 @@ def test_a_side_of_twice_the_work_takes_twice_the_time() -> None:
     assert list(found) == [OPEN_CLIP, OURS]
     assert all(len(side.turns) == 3 for side in found.values())
     assert all(1.4 < ratio < 2.6 for ratio in ratios(found, OURS, OPEN_CLIP))
-
-
-def test_workers_of_a_side_rest_while_another_has_its_turn() -> None:
-    # With four batches made ahead, a side at work all the time would find its turn's ready.
-    sides = {
-        "first": lambda: batches(0.004, 1),
-        "second": lambda: batches(0.004, 1),
-    }
-    found = take_turns(sides, batches=20, samples=80, rounds=2, cores=1)
-    for side in found.values():
-        for turn in side.turns:
-            assert turn.cpu > 0.6 * 80 * 0.004
-
-
-def test_ratios_are_of_cpu_time_by_rounds() -> None:
-    found = {
-        OPEN_CLIP: LoaderTurns(10, [Turn(1, 4), Turn(9, 6)]),
-        OURS: LoaderTurns(10, [Turn(5, 2), Turn(1, 2)]),
-    }
-    assert ratios(found, OURS, OPEN_CLIP) == [2, 3]
-    assert ratios(found, OPEN_CLIP, OURS) == [0.5, 1 / 3]
-
-
-def test_our_side_gives_levels_or_what_they_are_normalised(shards: Path, tmp_path: Path) -> None:
-    save_vocabulary(shards, tmp_path, 32)
-    settings = Settings(shards, tmp_path, 32, 8, 0)
-    plain = AugmentConfig(randaugment=False, hflip=False, crop_scale=(0.9, 1.0))
-    levels, pixels = (
-        next(our_batches(settings, plain, normalised)).pixels for normalised in (False, True)
-    )
-    assert levels.shape == pixels.shape == (8, 3, 32, 32)
-    torch.testing.assert_close(pixels, levels / 127.5 - 1)
 
 
 def test_shards_that_a_loader_would_wait_for_are_refused(shards: Path, tmp_path: Path) -> None:

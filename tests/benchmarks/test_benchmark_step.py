@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -79,14 +77,3 @@ def test_every_pass_and_part_is_measured(config_file):
     assert found.memory == found.peak[WITH] / found.peak[WITHOUT] - 1
     weights = 8 * 4 * sum(p.numel() for p in torch.nn.Linear(16, 64, bias=False).parameters())
     assert found.peak[WITHOUT] > weights
-
-
-@pytest.mark.nightly
-def test_prints_a_table_and_figures(config_file, capsys):
-    sizes = ["--rows", "4", "--steps", "2", "--words", "5"]
-    assert main(["overhead", "--config", str(config_file), *sizes]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("backward") for line in lines)
-    figures = {line["name"]: line for line in map(json.loads, (x for x in lines if x[:1] == "{"))}
-    low, high = (figures[f"overhead/step_{end}"]["value"] for end in ("low", "high"))
-    assert low <= figures["overhead/step"]["value"] <= high

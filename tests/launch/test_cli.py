@@ -68,29 +68,6 @@ def test_help_is_answered_without_pytorch(arguments):
     assert said.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (("tran",), "train"),
-        (("data", "flikr8k"), "flickr8k"),
-        (("evaluate", "retreival"), "retrieval"),
-        (("retrieval",), "evaluate retrieval"),
-        (("finetune", "vqq", "--config", "file"), "vqa"),
-        (("evaluate", "retrieval", "--modle", "folder"), "--model"),
-    ],
-)
-def test_a_typo_is_told_the_nearest_name(arguments, hint, capsys):
-    assert ended(arguments) == 2
-    assert hint in capsys.readouterr().err
-
-
-def ended(arguments):
-    try:
-        return main([*arguments])
-    except SystemExit as leaving:
-        return leaving.code
-
-
 def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["vlp", "train", "--config", "own.yaml"])
     folder = RunFolder(tmp_path / "run", resume=False)

@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 
 from evaluation.downstream import evaluate_task
 from evaluation.options import EvalOptions
-from vlp.config import load_config
-from vlp.tasks.downstream.registry import task_kinds
 from vlp.tasks.downstream.task import load_task
-from vlp.training.config import FinetuneConfig
 
 COMMAND = [ranks.ROOT / "launch" / "finetune.py", "snli_ve"]
 CONFIGS = ranks.ROOT / "configs" / "finetune"
@@ -28,17 +25,6 @@ def run(arguments: list[str], world_size: int = 1) -> str:
     said = "".join(output for _, output in results)
     assert {code for code, _ in results} == {0}, said
     return said
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_shipped_configuration_loads(file):
-    config = load_config(file, FinetuneConfig)
-    assert config.task.kind in task_kinds()
-    header = file.read_text().split("\noutput")[0]
-    assert header.startswith("# "), "opens with what it is and the command that runs it"
-    task = header.split("launch/finetune.py ")[1].split()[0]
-    assert f"{config.task.kind}_".startswith(f"{task}_")
-    assert f"configs/finetune/{file.name}" in header
 
 
 @pytest.mark.commands
@@ -129,30 +115,3 @@ def test_a_run_of_zero_3_is_validated(tmp_path):
         load_task(tmp_path / "run" / "best"), [shards], options=EvalOptions(resamples=1)
     )
     assert report["best"]["accuracy"] == pytest.approx(found.metrics["accuracy"])
-
-
-@pytest.mark.nightly
-def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
-    start = tiny_folder(tmp_path / "start")
-    train = entailment_shards(tmp_path / "train", 4)
-    common = ["--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"output={tmp_path / 'run'}"]
-    data = [f"task.data.train=[{train}]", "task.data.validation=[]"]
-    judged = [data[0], f"task.data.validation=[{train}]"]
-    cases = {
-        "is no model folder": ["--from", str(tmp_path / "nowhere"), *data],
-        "no such folder of shards": [f"init_from={start}", "task.data.train=[nowhere]"],
-        "is not what this command trains": [f"init_from={start}", *data, "task.kind=nlvr2"],
-        "did you mean": [f"init_from={start}", *data, "training.evaluate_evry=3"],
-        "cannot be shared equally": [f"init_from={start}", *data, "training.batch=9"],
-        "no figure 'acuracy'": [f"init_from={start}", *judged, "training.metric=acuracy"],
-        "starts with 'modl'": [
-            *(f"init_from={start}", *data, "training.optimiser.lr_multipliers={modl: 2}"),
-        ],
-        "nowhere: there is no": [f"init_from={start}", *data[:1], "task.data.validation=[nowhere]"],
-    }
-    for words, arguments in cases.items():
-        world = 2 if "shared" in words else 1
-        results = ranks.finish(ranks.start([*COMMAND, *common, *arguments], world))
-        assert {code for code, _ in results} == {2}, results
-        assert words in results[0][1]
-        assert "Traceback" not in results[0][1]

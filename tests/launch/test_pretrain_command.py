@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import ranks
 from launch_lab import Lab
@@ -40,12 +38,6 @@ def refused(lab: Lab, *arguments: str, world_size: int = 1) -> str:
     return said
 
 
-def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
-    said = refused(lab, *lab.arguments("refused", "training.step=3"))
-    assert "unknown key 'training.step'; did you mean 'training.steps'?" in said
-    assert not lab.output("refused").exists()
-
-
 @pytest.mark.nightly
 def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
@@ -53,10 +45,6 @@ def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused"), "output=/proc/run", world_size=2)
     assert "error: /proc/run: cannot be written (No such file or directory)\n" in said
     assert not lab.output("refused").exists()
-
-
-def test_the_local_rank_may_be_spelled_as_pytorch_spells_it(lab: Lab) -> None:
-    assert "cannot read this" in refused(lab, "--local-rank=0", "--config", "nowhere.yaml")
 
 
 def test_ranks_of_slurm_without_a_rendezvous_are_told_what_is_missing(
@@ -74,29 +62,6 @@ def test_ranks_of_slurm_without_a_rendezvous_are_told_what_is_missing(
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert run_training(lab.config, PretrainConfig, [], False, lambda config: (None, None)) == 2
     assert "error: MASTER_ADDR is not set" in capsys.readouterr().err
-
-
-def test_a_used_output_is_refused(lab: Lab) -> None:
-    lab.output("used").mkdir()
-    (lab.output("used") / "precious").write_text("")
-    assert "continue its run with --resume" in refused(lab, *lab.arguments("used"))
-    assert os.listdir(lab.output("used")) == ["precious"]
-
-
-def test_ranks_must_fit_the_batch_and_the_zero_file(lab: Lab) -> None:
-    said = refused(lab, *lab.arguments("refused", "training.deepspeed=zero7"))
-    assert "training.deepspeed: unknown name 'zero7'" in said
-
-
-def test_a_vocabulary_that_does_not_fit_names_both_numbers(lab: Lab) -> None:
-    said = refused(lab, *lab.arguments("refused", "model.text.vocab_size=64"))
-    assert "64" in said
-    assert "vocabulary" in said
-
-
-def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
-    said = refused(lab, *lab.arguments("refused", "objectives.itm.group=3"))
-    assert "objectives.itm.group 3 does not divide a rank's 8 samples" in said
 
 
 @pytest.mark.nightly
@@ -182,17 +147,6 @@ def test_bad_samples_are_skipped_counted_and_named(lab: Lab) -> None:
     named = " ".join(where for found in report["skipped_examples"].values() for where in found)
     assert all(f"bad{kind}{number}" in named for kind in range(3) for number in range(2)), named
     assert lab.log("skips")[-1]["skipped/total"] == 6
-
-
-@pytest.mark.nightly
-def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
-    bad_shards(lab.folder / "all_bad", good=0, bad=8)
-    sources = f"data.sources=[{{path: {lab.folder / 'all_bad'}}}]"
-    ((code, said),) = ranks.finish(ranks.start([COMMAND, *lab.arguments("nothing", sources)], 1))
-    assert code == 1
-    assert "error on rank 0" in said
-    assert "are bad" in said
-    assert "Traceback" not in said
 
 
 def ended(arguments: list[str]) -> tuple[int, str]:
@@ -317,65 +271,6 @@ def test_one_failing_rank_ends_the_others(lab: Lab) -> None:
     assert "Traceback" not in results[0][1]
     assert time.monotonic() - start < 100
     assert lab.report("failed")["ended"] == "failed"
-
-
-def _ranks_of(launcher: subprocess.Popen[str]) -> Iterator[tuple[int, psutil.Process]]:
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        local = [part for part in process.cmdline() if part.startswith("--local_rank=")]
-        parent = process.parent()
-        if local and parent is not None and "deepspeed.launcher.launch" in parent.cmdline():
-            yield int(local[0].partition("=")[2]), process
-
-
-@pytest.mark.nightly
-def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) -> None:
-    """The signal reaches rank 1 and its loader process; all ranks leave with one code."""
-    more = ("training.steps=100000", "training.checkpoint_every=100000", "data.workers=1")
-    launcher = subprocess.Popen(
-        [
-            *(Path(sys.executable).with_name("deepspeed"), "--num_accelerators", "2"),
-            *("--master_port", str(ranks.free_port())),
-            *(COMMAND, *lab.arguments("stopped", *more)),
-        ],
-        env={
-            **{
-                key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
-            },
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-        cwd=ranks.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        log = lab.output("stopped") / "log.jsonl"
-        waited = time.monotonic() + 120
-        while not (log.exists() and len(log.read_text().splitlines()) >= 3):
-            assert launcher.poll() is None, launcher.communicate()[0]
-            assert time.monotonic() < waited
-            time.sleep(0.1)
-        workers = dict(_ranks_of(launcher))
-        assert workers.keys() == {0, 1}
-        for process in [*workers[1].children(recursive=True), workers[1]]:
-            process.send_signal(signal.SIGTERM)
-        said, _ = launcher.communicate(timeout=60)
-    finally:
-        for process in (
-            psutil.Process(launcher.pid).children(recursive=True)
-            if (launcher.poll() is None)
-            else []
-        ):
-            process.kill()
-        launcher.kill()
-    assert launcher.returncode == REQUEUE, said
-    report = lab.report("stopped")
-    assert report["ended"] == "stopped"
-    assert report["samples"] == 8 * report["step"]
-    assert verify(lab.output("stopped") / "checkpoints" / f"step_{report['step']}") is None
-    assert f"after step {report['step']}; go on with --resume" in said
 
 
 @pytest.mark.nightly

@@ -57,19 +57,3 @@ def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
         rerank=4,
     )
     assert found.mean("rerank").value == pytest.approx(report["best"]["mean"])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("validation.shards=[nowhere]", "nowhere"),
-        ("validation.features=nowhere", "nowhere/features.json"),
-    ],
-)
-def test_what_fails_does_so_before_the_training(lab: Lab, change: str, said: str) -> None:
-    arguments = lab.arguments("refused", *validated(lab), change)
-    [(code, output)] = ranks.finish(ranks.start([COMMAND, *arguments], 1), timeout=120)
-    assert code == 2, output
-    assert "Traceback" not in output
-    assert said in output
-    assert not lab.output("refused").exists()

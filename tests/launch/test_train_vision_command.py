@@ -44,13 +44,6 @@ def run(arguments: list[str], world_size: int = 1) -> str:
     return said
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_shipped_configuration_loads(file):
-    assert load_config(file, VisionConfig).task.kind in KINDS
-    assert file.read_text().startswith("# "), "opens with what it is and the command that runs it"
-    assert "launch/train_vision.py --config configs/vision/" in file.read_text()
-
-
 def test_own_objects_take_the_place_of_scenes():
     own = "{format: coco, annotations: a.json, images: photos}"
     changes = [f"task.data.{part}={own}" for part in ("train", "test")]

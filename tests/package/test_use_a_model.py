@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,15 @@ from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
-from launch.cli.main import commands, main
-from vlp.config import load_config
+from launch.cli.main import main
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.tasks.vqa.task import VqaConfig, build
-from vlp.training.config import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "get-started" / "use-a-model.md"
-COMPARED = ROOT / "docs" / "explanation" / "compared.md"
 
 
 @pytest.fixture
@@ -76,35 +72,3 @@ def test_the_pages_lines_run(folders, capsys):
         out = model(**pair)
     cosine = (out.image_embeds * out.text_embeds).sum()
     np.testing.assert_allclose(names["cosine"], cosine, atol=1e-4)
-
-
-@pytest.mark.nightly
-def test_what_is_compared_is_there():
-    """Commands, their options, configurations and names of `vlp` in the table of features."""
-    page = COMPARED.read_text(encoding="utf-8")
-    rows = [row.split("|")[2] for row in page.splitlines() if row.startswith("| ")]
-    assert len(rows) > 35
-    told = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
-    for row in rows:
-        assert row.strip() == "in `vlp`" or re.search(
-            r"`(vlp[ .]|deepspeed |pipeline|model\.)", row
-        ), row
-    for file in re.findall(r"configs/\S+\.yaml", " ".join(told)):
-        assert (ROOT / file).is_file(), file
-    for name in re.findall(r"vlp\.(\w+)", " ".join(told)):
-        assert hasattr(vlp, name) or name == "positions", name
-    lines = [code.split() for code in told if code.startswith("vlp ")]
-    assert len(lines) > 20
-    runs = [line for line in map(shlex.split, told) if line[:2] == ["vlp", "train"]]
-    overridden = [line for line in runs if "FILE" not in line and any("=" in word for word in line)]
-    assert len(overridden) > 8
-    for _, _, _, file, *changes in overridden:
-        load_config(ROOT / file, PretrainConfig, changes)
-    for _, *words in lines:
-        group = commands()
-        while words and words[0] in getattr(group, "commands", {}):
-            group = group.commands[words.pop(0)]
-        assert not hasattr(group, "commands"), words
-        known = {option for param in group.params for option in param.opts}
-        wanted = {word for word in words if word.startswith("--")} - {"--help"}
-        assert wanted <= known or not known, (words, known)

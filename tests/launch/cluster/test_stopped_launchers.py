@@ -41,14 +41,18 @@ echo $? > "{folder}/code.$RANK"
 class Started:
     """A training without an end, under a launcher."""
 
-    def __init__(self, lab: Lab, launcher: str, name: str) -> None:
+    def __init__(self, lab: Lab, launcher: str, name: str, *more: str) -> None:
         self.lab, self.name = lab, name
         self.folder = lab.folder / f"{name}_codes"
         self.folder.mkdir()
         rank = self.folder / "rank.sh"
         rank.write_text(RANK.format(python=sys.executable, command=COMMAND, folder=self.folder))
         rank.chmod(0o755)
-        more = ("training.steps=100000", "training.checkpoint_every=100000", "training.keep_last=2")
+        more += (
+            "training.steps=100000",
+            "training.checkpoint_every=100000",
+            "training.keep_last=2",
+        )
         port = ["--master_port", str(ranks.free_port())] if launcher == "deepspeed" else []
         ran = [] if launcher == "vlp" else [rank]
         self.said = self.folder / "said.txt"
@@ -67,7 +71,8 @@ class Started:
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.node = next((p for p in family if "deepspeed.launcher.launch" in p.cmdline()), None)
         running = [p for p in family if "bash" not in p.cmdline()[0] and "RANK" in p.environ()]
-        self.ranks = sorted(running, key=lambda process: int(process.environ()["RANK"]))
+        parents = [p for p in running if p.parent() not in running]  # no loader's processes
+        self.ranks = sorted(parents, key=lambda process: int(process.environ()["RANK"]))
         assert len(self.ranks) == 2
         self.family = family
 
@@ -84,8 +89,8 @@ class Started:
 
 
 @contextmanager
-def started(lab: Lab, launcher: str, name: str) -> Iterator[Started]:
-    run = Started(lab, launcher, name)
+def started(lab: Lab, launcher: str, name: str, *more: str) -> Iterator[Started]:
+    run = Started(lab, launcher, name, *more)
     try:
         yield run
     finally:
@@ -112,24 +117,9 @@ def require_stopped(run: Started) -> None:
     assert f"after step {report['step']}; go on with --resume" in run.said.read_text()
 
 
-SLOW = pytest.mark.nightly
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        pytest.param("deepspeed", signal.SIGTERM, marks=SLOW),
-        pytest.param("deepspeed", signal.SIGINT, marks=SLOW),
-        pytest.param("deepspeed", signal.SIGKILL, marks=SLOW),
-        ("accelerate", signal.SIGTERM),
-        pytest.param("accelerate", signal.SIGINT, marks=SLOW),
-        pytest.param("accelerate", signal.SIGKILL, marks=SLOW),
-        pytest.param("torchrun", signal.SIGTERM, marks=SLOW),
-        pytest.param("torchrun", signal.SIGINT, marks=SLOW),
-        pytest.param("torchrun", signal.SIGKILL, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate", "torchrun"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
     launcher: str, number: signal.Signals, lab: Lab
 ) -> None:
@@ -137,6 +127,15 @@ def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
         run.process.send_signal(number)
         run.end()
         assert run.process.wait(30) != 0
+        require_stopped(run)
+
+
+@pytest.mark.nightly
+def test_a_signal_to_one_rank_and_its_loader_stops_all(lab: Lab) -> None:
+    with started(lab, "deepspeed", "one_rank", "data.workers=1") as run:
+        for process in [*run.ranks[1].children(recursive=True), run.ranks[1]]:
+            process.send_signal(signal.SIGTERM)
+        assert run.process.wait(60) == REQUEUE
         require_stopped(run)
 
 
@@ -152,7 +151,6 @@ def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> No
 
 
 @pytest.mark.nightly
-@SLOW
 def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
     with started(lab, "torchrun", "blocked") as run:
         run.ranks[1].suspend()
@@ -167,7 +165,7 @@ def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_vlp_says_what_its_ranks_said(number: signal.Signals, lab: Lab) -> None:
     with started(lab, "vlp", f"vlp_{number.name}") as run:
         run.process.send_signal(number)
