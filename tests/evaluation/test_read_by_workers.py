@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from question_shards import coloured, photo, write_shards
+from question_shards import photo, write_shards
 
 import vlp
 from evaluation.embed import embed
 from evaluation.options import EvalOptions
-from evaluation.probes.swaps import evaluate_swaps
-from evaluation.samples import EvaluationError
 from launch import pretrain as validation
 from launch.pretrain import HeldOutLosses
 from vlp.data.schema import Annotation
@@ -70,17 +68,6 @@ def test_held_out_losses_are_the_same(
     assert found[0] == found[1]
     assert found[0].keys() >= {"loss/total", "loss/itm"}
     assert losses(0) == {}
-
-
-def test_data_of_another_kind_are_refused_in_the_same_words(loaded, tmp_path) -> None:
-    shards = write_shards(tmp_path / "shards", coloured(5), per_shard=2)
-    said = []
-    for workers in WORKERS:
-        with pytest.raises(EvaluationError, match="is not a swap") as caught:
-            evaluate_swaps(loaded, [shards], options=EvalOptions(batch=2, workers=workers))
-        said.append(str(caught.value))
-    assert said[0] == said[1]
-    assert active_children() == []
 
 
 def test_a_pair_of_a_short_batch_weighs_like_any_other(

@@ -15,8 +15,7 @@ from evaluation.__main__ import main
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare
-from evaluation.work_sharding import Ranks
-from evaluation.zeroshot import Prompts, class_features, evaluate_zeroshot, read_prompts, reordered
+from evaluation.zeroshot import Prompts, evaluate_zeroshot, read_prompts, reordered
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
@@ -121,15 +120,6 @@ def test_reordered_scores_keep_the_rest_behind():
     near = np.array([[0, 2], [1, 0]])
     found = reordered(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
     assert np.argsort(-found, axis=1).tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
-
-
-def test_ensembles_are_the_unit_mean_of_the_prompts():
-    rng = np.random.default_rng(0)
-    table = {text: rng.normal(size=4) for number in range(6) for text in PROMPTS.of(number)}
-    found = class_features(PROMPTS, lambda texts: np.stack([table[t] for t in texts]), Ranks())
-    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(6))
-    mean = table["a photo of a blue."] + table["blue"]
-    assert found[2] == pytest.approx(mean / np.linalg.norm(mean))
 
 
 def test_folders_tars_and_other_fields_are_the_same_images(loaded, shards, tmp_path):

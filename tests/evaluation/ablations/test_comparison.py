@@ -65,24 +65,6 @@ def small(line):
 
 
 @pytest.mark.nightly
-def test_the_page_leads_from_an_encoding_to_its_map_and_use(folder):
-    look, compare, _ = blocks("bash")
-    for line in look.strip().splitlines():
-        done = command(line, folder)
-        assert done.returncode == 0, done.stderr
-        assert "my-bias" in done.stdout
-    assert "same_column 2" in done.stdout
-    assert "start (float) = 1" in done.stdout
-    with Image.open(folder / "map.png") as image:
-        assert len(set(image.convert("L").getdata())) > 10
-    uses = "\n".join(blocks("python")[1:])
-    done = subprocess.run([sys.executable, "-c", uses], cwd=folder, check=False)
-    assert done.returncode == 0
-    done = command(small(compare), folder, *SMALL, "--plan")
-    assert "6 runs, 1 side by side" in done.stdout, done.stderr
-
-
-@pytest.mark.nightly
 def test_the_page_leads_to_a_table(folder):
     line = small(blocks("bash")[1])
     done = command(line, folder, *SMALL)

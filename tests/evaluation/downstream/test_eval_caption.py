@@ -44,15 +44,6 @@ def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
     write_captions(tmp_path / "results.json", result.predictions)
 
 
-def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
-    task = made(shards)
-    monkeypatch.setattr(task, "predict", lambda inputs: ["a red picture"] * len(inputs.pixels))
-    result = evaluate_task(task, [shards], options=EvalOptions(resamples=20))
-    cells = {row[0]: row[1] for row in result.table().rows}
-    assert "[" in cells["rouge_l"]
-    assert cells["bleu1"] == f"{100 * result.metrics['bleu1']:.1f}" != "0.0"
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
 def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:

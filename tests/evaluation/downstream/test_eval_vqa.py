@@ -12,7 +12,6 @@ from question_shards import AUGMENT, coloured, photo, question, toy_parts, write
 
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
-from evaluation.downstream.submissions import write_vqa
 from evaluation.downstream.vqa import VqaEvaluation
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
@@ -88,16 +87,6 @@ def test_the_command_writes_freely_and_takes_the_other_evaluator(task, shards, t
     table = (tmp_path / "evaluation/vqa.md").read_text()
     assert "Answers by: writing" in table
     assert "the evaluator 'albef_copy'" in table
-
-
-def test_predictions_are_a_submission(task, shards, tmp_path) -> None:
-    result = evaluate_task(task, [shards], options=EvalOptions(resamples=2))
-    folder = result.save(tmp_path)
-    lines = (folder / "vqa.predictions.jsonl").read_text().splitlines()
-    write_vqa(tmp_path / "results.json", map(json.loads, lines))
-    rows = json.loads((tmp_path / "results.json").read_text())
-    assert rows[1] == {"question_id": 1, "answer": result.predictions[1]["answer"]}
-    assert len(rows) == 24
 
 
 def test_questions_without_answers_are_answered_and_not_counted(task, tmp_path) -> None:

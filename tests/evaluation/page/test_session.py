@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream.predict import predict_one
-from evaluation.page import session
 from evaluation.page.gradio_page import abilities, page, serve
 from evaluation.page.session import TryIt
 from evaluation.retrieval.retrieval import evaluate_retrieval
@@ -135,48 +134,6 @@ def test_an_upload_is_decoded_within_the_limits(tried, tmp_path, red, monkeypatc
         tried.ground(file, "a red circle")
     with pytest.raises(EvaluationError, match="cannot be used"):
         tried.match(tmp_path / "absent.png", TEXT)
-
-
-@pytest.mark.parametrize("turn", [1, 6])
-def test_a_large_picture_is_decoded_small_and_encoded_once(
-    model_folder, tmp_path, monkeypatch, turn, red
-):
-    tried, photo = TryIt(model_folder, device="cpu"), tmp_path / "photo.jpg"
-    model, exif = tried.loaded.model, Image.Exif()
-    exif[0x0112] = turn
-    rough = np.random.default_rng(0).integers(0, 255, (30, 40, 3), dtype=np.uint8)
-    whole = Image.fromarray(rough).resize((2000, 1500), Image.Resampling.BICUBIC)
-    whole.save(photo, exif=exif)
-    made, resized, read, encoded = [], [], [], []
-    new, resize, decode, encode = (
-        Image.core.new,
-        Image.Image.resize,
-        session.decode_image,
-        model.encode_image,
-    )
-
-    def noted_resize(image, *given, **named):
-        resized.append(image.size)
-        return resize(image, *given, **named)
-
-    with monkeypatch.context() as noted:
-        noted.setattr(Image.core, "new", lambda *of: made.append(of[1]) or new(*of))
-        noted.setattr(Image.Image, "resize", noted_resize)
-        noted.setattr(session, "decode_image", lambda *of: read.append(of) or decode(*of))
-        noted.setattr(model, "encode_image", lambda of: encoded.append(of) or encode(of))
-        matched = dict(tried.match(photo, TEXT))
-        tried.ground(photo, "a red circle")
-        plain = tried.anchors(str(photo), TEXT)[0].image
-        assert len(read) == len(encoded) == 1
-        assert made[0] == (1000, 750), "half of the file's size leaves 480 pixels both ways"
-        assert all(max(size) <= 1000 for size in made + resized)
-        assert sum(max(size) == 1000 for size in resized) == 1, "the rest starts from the small one"
-        red.save(photo, format="png")
-        tried.match(photo, TEXT)
-        assert len(read) == len(encoded) == 2, "another picture under the same name is read"
-    assert plain.size == ((240, 180) if turn == 1 else (180, 240))
-    upright = whole if turn == 1 else whole.transpose(Image.Transpose.ROTATE_270)
-    assert matched == pytest.approx(dict(tried.match(upright, TEXT)), abs=0.02)
 
 
 def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypatch, capsys):

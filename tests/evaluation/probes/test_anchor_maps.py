@@ -218,50 +218,10 @@ def made_up(size=(60, 20), words=2, groups=2, **fields):
     return detail._replace(**fields)
 
 
-def pixels(detail, folder, **options):
-    path = draw_anchor_detail(detail, folder / "drawn.png", **options)
-    return np.asarray(Image.open(path).convert("RGB"), dtype=int)
-
-
-def changed(one, other):
-    """Top, bottom, left and right of where two drawings differ."""
-    rows, columns = np.nonzero(np.abs(one - other).max(-1) > 8)
-    return rows.min(), rows.max(), columns.min(), columns.max()
-
-
 def assert_drawn(path):
     drawn = np.asarray(Image.open(path).convert("RGB"))
     assert min(drawn.shape[:2]) > 200
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 100
-
-
-@pytest.mark.parametrize(
-    "size",
-    [(60, 20), *(pytest.param(one, marks=pytest.mark.nightly) for one in ((20, 30), (3000, 2000)))],
-)
-@pytest.mark.parametrize("name", ["anchors", "gradcam", "path"])
-def test_maps_lie_where_their_patches_are_in_the_image(name, size, tmp_path):
-    # Each map alone: no dots in the panels of groups, nothing that says there is no gradient, and
-    # scales that stay.
-    blank = made_up(size, groups=1 if name == "path" else 0)
-    blank = blank._replace(anchors=np.zeros((2, 1, 2, 4), np.float32), path=blank.path + 3)
-    blank.gradcam[:] = [[[1e-9]], [[1]]]
-
-    def with_patches(rows, columns):
-        field = "reachable" if name == "path" else name
-        heat = getattr(blank, field).copy()
-        heat[0, ..., rows, columns] = 1
-        return blank._replace(**{field: heat})
-
-    nothing = pixels(blank, tmp_path)
-    top, bottom, left, right = changed(nothing, pixels(with_patches(slice(2), slice(4)), tmp_path))
-    low, high, first, last = changed(nothing, pixels(with_patches(1, 2), tmp_path))
-    height, width = bottom + 1 - top, right + 1 - left
-    assert width / height == pytest.approx(size[0] / size[1], rel=0.08)
-    assert low == pytest.approx(top + height / 2, abs=2)
-    assert high == pytest.approx(bottom, abs=2)
-    assert first == pytest.approx(left + width / 2, abs=2)
-    assert last == pytest.approx(left + 3 * width / 4, abs=2)
 
 
 def test_captions_that_look_like_formulas_or_have_no_end_are_drawn(tmp_path):

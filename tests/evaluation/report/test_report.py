@@ -19,7 +19,7 @@ from evaluation.downstream import evaluate_task
 from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over
 from evaluation.latex import latex_table
 from evaluation.options import EvalOptions
-from evaluation.report.html_page import page, result_tables, retrieval_cases, training_curves
+from evaluation.report.html_page import page, retrieval_cases, training_curves
 from evaluation.report.sources import read_sources
 from evaluation.results import Figure, Table
 from evaluation.retrieval.gallery import Gallery
@@ -259,14 +259,3 @@ def test_heat_lies_over_its_patches_and_a_box_frames_it():
     assert not (framed[20, 40] == green).all()
     heat_over(grey, np.zeros((2, 4)))
     assert data_uri(grey).startswith("data:image/")
-
-
-def test_a_note_of_one_run_names_it(tmp_path):
-    figures = {"accuracy": Figure(0.5, 0.4, 0.6, 0.0)._asdict()}
-    for run, notes in (("a", ["Both.", "Alone."]), ("b", ["Both."])):
-        (tmp_path / run).mkdir()
-        found = {"task": "snli_ve", "figures": figures, "notes": notes}
-        (tmp_path / run / "snli_ve.json").write_text(json.dumps(found))
-    (table,) = result_tables(read_sources([tmp_path / "a", tmp_path / "b"]))
-    assert "Both." in table.notes
-    assert "a: Alone." in table.notes

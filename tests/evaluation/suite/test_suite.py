@@ -13,10 +13,9 @@ from test_work_sharding import launch
 
 import evaluation.suite.suite
 from evaluation.__main__ import main
-from evaluation.results import Figure, saved_figures
+from evaluation.results import saved_figures
 from evaluation.suite.suite import (
     SuiteConfig,
-    SuiteResult,
     ZeroShotJob,
     job_key,
     model_checksum,
@@ -269,22 +268,3 @@ def test_data_without_an_index_are_known_by_their_files(data, tmp_path, packed):
     changed = key()
     (folder / "blue" / "1.png").write_bytes(IMAGE * 40)
     assert len({first, changed, key()}) == 3
-
-
-def test_notes_and_skipped_items_stand_under_the_table_of_all():
-    def content(bleu, *notes, **more):
-        figures = {"cider": (0.5, 0.4, 0.6), "bleu4": (bleu, bleu, bleu)}
-        told = {name: Figure(*three, 0.0)._asdict() for name, three in figures.items()}
-        return {"task": "caption", "shards": ["s"], "figures": told, "notes": notes, **more}
-
-    results = {
-        ("a", "caption"): content(0.3, "bleu4 has no interval.", "No SPICE."),
-        ("b", "caption"): content(0.2, "bleu4 has no interval.", skipped={"no text": 2}),
-    }
-    table, _ = SuiteResult(("a", "b"), ("caption",), results, {}).tables()
-    assert table.rows[1] == ["bleu4", "30.0", "20.0", ""]
-    assert list(table.notes[1:]) == [
-        "bleu4 has no interval.",
-        "a: No SPICE.",
-        "b: Skipped: 2 no text.",
-    ]
