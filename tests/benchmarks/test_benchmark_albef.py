@@ -7,15 +7,12 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.albef import (
-    ALBEF,
     ALL,
     ALL_ACE,
     ANCHORED,
     EQUAL,
     OwnStep,
-    Speeds,
     StepSizes,
-    table,
     variants,
 )
 from benchmarks.step import random_batch
@@ -27,21 +24,6 @@ ALBEFS_LOSSES = {"contrastive", "itm", "mlm"}
 
 def batch(words=(3, 7, 10, 20)):
     return random_batch(variants(SIZES)[ALL].inputs, SIZES.rows, words)
-
-
-def test_variants_differ_by_what_their_names_say():
-    equal, anchored, everything, ace = (
-        variants(SIZES)[name].model_dump() for name in (EQUAL, ANCHORED, ALL, ALL_ACE)
-    )
-    assert equal["model"]["cross"].pop("position") == ()
-    assert anchored["model"]["cross"].pop("position") == ("anchor",)
-    assert equal == anchored
-    assert equal["training"]["optimiser"]["clip"] is None
-    assert everything["training"]["optimiser"]["clip"] == 1
-    assert everything["model"]["cross"].pop("layout") == "albef"
-    assert ace["model"]["cross"].pop("layout") == "ace"
-    assert everything == ace
-    assert everything["model"]["text"] == equal["model"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +46,6 @@ def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
     assert own.step() > 0
     assert any(not torch.equal(before[n], p) for n, p in own.trainee.task.named_parameters())
     assert (keys != teacher.queue.image).any(1).sum() == SIZES.rows  # of one step, not of two
-
-
-def test_ratios_are_those_of_each_turn():
-    found = Speeds({ALBEF: {"itm": 0.7}, EQUAL: {"itm": 0.6}}, {ALBEF: [2.0, 8.0], EQUAL: [1, 2]})
-    assert found.ratios(EQUAL) == [2, 4]
-    assert "3.00 (2.50-3.50)" in table(found)
-    assert "ours, equal work: itm 0.600" in table(found)
 
 
 def test_ours_alone(capsys):

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.__main__ import main
 from benchmarks.loader import (
-    OPEN_CLIP,
-    OURS,
     TOKENS,
     TRANSFORMS,
     Prepare,
     Settings,
     check_shards,
     make_shards,
-    ratios,
     samples_of,
     save_vocabulary,
-    take_turns,
 )
 from vlp.config import ConfigError
-
-
-class Busy(Dataset[int]):
-    """Samples that cost some CPU time each."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getitem__(self, number: int) -> int:
-        end = time.process_time() + self.seconds
-        while time.process_time() < end:
-            pass
-        return number
-
-
-def batches(seconds: float, workers: int) -> Iterator[torch.Tensor]:
-    yield from DataLoader(Busy(seconds), batch_size=4, num_workers=workers)
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +27,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     make_shards(folder, 40, images=2, per_shard=20)
     return folder
-
-
-def test_a_side_of_twice_the_work_takes_twice_the_time() -> None:
-    sides = {
-        OPEN_CLIP: lambda: batches(0.008, 1),
-        OURS: lambda: batches(0.004, 1),
-    }
-    found = take_turns(sides, batches=12, samples=48, rounds=3, cores=1)
-    assert list(found) == [OPEN_CLIP, OURS]
-    assert all(len(side.turns) == 3 for side in found.values())
-    assert all(1.4 < ratio < 2.6 for ratio in ratios(found, OURS, OPEN_CLIP))
 
 
 def test_shards_that_a_loader_would_wait_for_are_refused(shards: Path, tmp_path: Path) -> None:

@@ -89,14 +89,6 @@ def test_classes_of_shards_may_be_numbers(tmp_path):
     assert [images.read(number).label for number in range(3)] == [0, 1, 2]
 
 
-def test_real_cifar_is_read(shared):
-    images = open_labelled(str(shared / "data_tasks" / "cifar10" / "test.tar.xz"))
-    assert len(images) == 10_000
-    assert len(images.classes) == 10
-    assert images.read(0).image.size == (32, 32)
-    assert [images.read(n).label for n in (0, 999, 1000, 9999)] == [0, 0, 1, 9]
-
-
 def test_what_is_not_usable_is_named(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
         open_labelled(str(tmp_path / "nowhere"))

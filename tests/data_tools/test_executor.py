@@ -119,7 +119,6 @@ def runs(process: str) -> bool:
     return state != "Z"
 
 
-@pytest.mark.nightly
 def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
     given = sources(tmp_path)
     one = run_every_tool(given, tmp_path / "one", "--processes", "1")

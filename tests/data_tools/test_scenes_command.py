@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_tools import scenes
 from data_tools.__main__ import load
 from vlp.command_line import Command
 from vlp.config import ConfigError
@@ -95,15 +94,6 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> 
     assert len(list((broken / "train").glob("*.tar"))) == 2
     _run(broken, "--train", "30", "--val", "5")
     assert _contents(broken) == _contents(whole)
-
-
-@pytest.mark.nightly
-def test_processes_do_not_change_the_bytes(tmp_path) -> None:
-    one, several = tmp_path / "one", tmp_path / "several"
-    size = ["--train", str(8 * scenes._CHUNK + 5), "--val", "0"]
-    _run(one, *size, "--processes", "1")
-    _run(several, *size, "--processes", "2")
-    assert _contents(one) == _contents(several)
 
 
 def test_shards_of_others_are_refused_and_stay(tmp_path) -> None:

@@ -7,9 +7,7 @@ from made_shards import cut, jpeg, write, write_tar
 
 from data_tools.executor import Executor
 from data_tools.shards import ShardReader, scan, shards_of
-from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.io import atomic_write
 
 
 def test_shards_are_read_in_order(tmp_path: Path) -> None:
@@ -41,25 +39,6 @@ def test_damaged_and_missing_shards(tmp_path: Path) -> None:
         assert reader.problem
     with ShardReader(tmp_path / "gone.tar") as reader:
         assert (len(reader), reader.missing) == (0, True)
-
-
-def write_half(path: Path) -> None:
-    with atomic_write(path, error=ConfigError) as file:
-        file.write(b"half")
-        raise KeyError
-
-
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file"
-    with pytest.raises(KeyError):
-        write_half(path)
-    assert list(path.parent.iterdir()) == []
-    with atomic_write(path, error=ConfigError) as file:
-        file.write(b"whole")
-        assert not path.exists()
-    assert [each.read_bytes() for each in path.parent.iterdir()] == [b"whole"]
-    with pytest.raises(ConfigError, match=r"file/below: cannot be written"):
-        write_half(path / "below")
 
 
 def _count(shard: object) -> int:

@@ -49,7 +49,7 @@ MISTAKES = [
         "validation.rerank",
     ),
     (TRAIN + "validation.shards=[nowhere]", "nowhere"),
-    (TRAIN + "validation={shards: [scenes/train], features: nowhere}", "nowhere/features.json"),
+    (TRAIN + "'validation={shards: [scenes/train], features: nowhere}'", "nowhere/features.json"),
     (TRAIN + "data.sources=nowhere", "nowhere"),
     (TRAIN + "data.sources=scenes", "*.tar"),
     (TRAIN + "data.sources=tars", "index.npz"),

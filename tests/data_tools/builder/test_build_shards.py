@@ -33,7 +33,7 @@ from data_tools.builder.build import (
 from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals
 from vlp.config import ConfigError
-from vlp.data.schema import Annotation, Expression, captions_of
+from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
 
@@ -481,37 +481,6 @@ def test_pairs_keep_a_format_each(tmp_path: Path) -> None:
     sample = ShardIndex.open(tmp_path / "out").read(0, 0)
     assert (sample.image, sample.second_image) == (raw_image(1), raw_image(2, kind="png"))
     assert failures_of(manifest) == {"missing image": ["half"]}
-
-
-def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path) -> None:
-    inside = Expression(id="7", text="left", box=[0, 0, 5, 5])
-    outside = Expression(id="8", text="right", box=[20, 0, 9, 5])
-    samples = [
-        wanted(0, expressions=[inside, outside]),
-        wanted(1, caption=None, expressions=[outside]),
-        wanted(2),
-    ]
-    out = tmp_path / "out"
-    manifest = build(places, out, samples=samples)
-    failed = {
-        "box outside its image": ["k000/expression 8", "k001/expression 8"],
-        "no text": ["k001"],
-    }
-    assert failures_of(manifest) == failed
-    [kept] = ShardIndex.open(out).read(0, 0).annotation.expressions or []
-    assert kept == inside
-    said = tmp_path / "said.txt"
-    said.write_text("k002")
-    manifest = build(places, out, replace(FOUR, take_down=said), samples)
-    assert failures_of(manifest) == failed | {"taken down": ["k002"]}
-
-
-def test_images_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> None:
-    (tmp_path / "1.jpg").write_bytes(raw_image(1, (200, 100)))
-    boxed = wanted(1, boxes=[[20, 10, 100, 50]])
-    build(tmp_path, tmp_path / "out", replace(FOUR, max_side=50), [boxed])
-    sample = ShardIndex.open(tmp_path / "out").read(0, 0)
-    assert sample.annotation.boxes == [[5, 2.5, 25, 12.5]]
 
 
 ROOT = Path(__file__).parents[3]

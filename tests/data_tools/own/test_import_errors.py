@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from made_shards import encoded, photo
-from own_forms import Files, as_csv, as_tar, as_zip, images, pairs, rows, write
+from own_forms import as_csv, as_tar, as_zip, images, pairs, rows, write
 
 from data_tools.__main__ import main
 from vlp.data.shards.shard_reader import ShardIndex
@@ -31,17 +31,6 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]
         return said
 
     return say
-
-
-def test_598_images_and_139_captions(tmp_path: Path, refused: Callable[..., str]) -> None:
-    files: Files = {}
-    for number in range(598):
-        files[f"{number:03}.jpg"] = b"\xff\xd8 never read"
-        if number < 139:
-            files[f"{number:03}.txt"] = b"a dog"
-    said = refused(write(tmp_path / "mine", files))
-    assert "598 images, and 459 of them have no caption (first: 139.jpg)" in said
-    assert "--allow-missing-captions" in said
 
 
 def test_missing_captions_are_left_out_where_allowed(
@@ -144,18 +133,6 @@ def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
     assert main(["import", str(table), *options, "--split", "1", "0", "0"]) == 0
     captions = ShardIndex.open(tmp_path / "out" / "train").read(0, 0).annotation.captions
     assert captions[0].startswith('it says "')
-
-
-def test_numbers_of_keys_leave_other_keys_alone(tmp_path: Path) -> None:
-    files: Files = {}
-    for number, name in enumerate(("x.jpg", "x.png", "x-1.jpg")):
-        files[name] = encoded(photo(number), "PNG" if name.endswith("png") else "JPEG")
-    files["table.csv"] = b"image,caption\nx.jpg,one\nx.png,two\nx-1.jpg,three\n"
-    place = write(tmp_path / "mine", files)
-    assert (
-        main(["import", str(place), "--out", str(tmp_path / "out"), "--split", "1", "0", "0"]) == 0
-    )
-    assert ShardIndex.open(tmp_path / "out" / "train").shards.total == 3
 
 
 def test_images_that_come_later_stay_on_their_side(tmp_path: Path) -> None:

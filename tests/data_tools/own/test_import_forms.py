@@ -18,7 +18,6 @@ from own_forms import (
     as_tar,
     captions_of,
     images,
-    pairs,
     rows,
     structs,
     write,
@@ -165,21 +164,6 @@ def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
     assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
 
 
-@pytest.mark.parametrize("columns", [("image", "caption"), ("bild", "satz")])
-def test_a_table_that_is_named_itself_comes_before_files_beside_the_images(
-    tmp_path: Path, columns: tuple[str, str], capsys: pytest.CaptureFixture
-) -> None:
-    rows = [dict(zip(columns, (f"{number}.jpg", f"table {number}"))) for number in range(4)]
-    place = write(tmp_path / "mine", {"own.csv": as_csv(rows)}) / "own.csv"
-    images = str(write(tmp_path / "mine" / "photos", {**_both(), "other.csv": b"image,caption\n"}))
-    if columns == ("image", "caption"):
-        assert imported(place, "--images", images) == [[f"table {number}"] for number in range(4)]
-    else:
-        options = ["--images", images, "--out", str(tmp_path / "out")]
-        assert main(["import", str(place), *options]) == 2
-        assert "bild, satz" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "data", "reason"),
     [
@@ -224,14 +208,6 @@ def test_images_of_a_table(
     assert imported_images_inside(tmp_path / "out" / ".shards", place, "--images", inside) == 0
     assert capsys.readouterr().out.count("  16 images, 22 captions") == 2
     assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
-
-
-def test_captions_beside_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    place = write(tmp_path / "set", {f"photos/{name}": data for name, data in pairs().items()})
-    assert imported_images_inside(tmp_path / "out", place, "--images", place / "photos") == 0
-    said = capsys.readouterr().out
-    assert "  16 images, 22 captions" in said
-    assert "have the bytes of another one" not in said
 
 
 def test_a_name_that_two_folders_have_is_of_the_named_one(
@@ -326,17 +302,6 @@ def test_a_split_that_is_none_is_refused_before_it_is_streamed(
     assert main(command) == 2
     said = capsys.readouterr().err
     assert "'extra' is no split, but stands beside train and test; choose others with" in said
-
-
-def test_splits_are_chosen(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert main([*command, "--splits", "test", "train"]) == 0
-    assert "split as the data has it: train 8, test 4" in capsys.readouterr().out
-    assert sorted(path.parent.name for path in tmp_path.glob("out/*/index.npz")) == [
-        "test",
-        "train",
-    ]
 
 
 def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import Files, as_csv, captions_of, images, pairs, rows, structs, write
+from own_forms import Files, as_csv, captions_of, images, pairs, rows, write
 from raw_images import files_of
 from test_import_forms import stored
 
@@ -72,26 +72,6 @@ def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path: Path) -> N
         assert annotation.captions == [*captions_of(name), *extra]
 
 
-@pytest.mark.parametrize("by", ["folders", "files"])
-def test_splits_by_name(by: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    place = tmp_path / "set"
-    if by == "folders":
-        write(place, {f"{'train' if n < 'photo 06' else 'valid'}/{n}": d for n, d in
-                      pairs().items()})  # fmt: skip
-    else:
-        place.mkdir()
-        for name, part in (("train-00000-of-00001", structs()[:6]), ("validation", structs()[6:])):
-            parquet.write_table(pa.Table.from_pylist(part), place / f"{name}.parquet")
-    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
-    found = stored(tmp_path / "out")
-    assert {data: split for data, (split, _) in found.items()} == {
-        data: "train" if name < "photo 06" else "val" for name, data in images().items()
-    }
-
-
 def _in_parts(parts: list[str]) -> Files:
     """The image and text number `n` in the folder `parts[n % len(parts)]`."""
     texts = {f"{name.rpartition('.')[0]}.txt": b"a dog" for name in images()}
@@ -134,15 +114,6 @@ def test_images_without_a_split_beside_others_go_into_train(
     found = stored(out)
     sides = [found[data][0] for data in images().values()]
     assert sides == [("val", "test", "train")[number % 3] for number in range(16)]
-
-
-def test_an_unsplit_image_stays_with_those_that_look_like_it() -> None:
-    groups, digests = np.array([0, 0, 1]), np.array([1, 2, 3], np.uint64)
-    assert given_or_dealt(groups, digests, ["test", None, None], (0.1, 0.4, 0.5)) == [
-        "test",
-        "test",
-        "train",
-    ]
 
 
 @given(
