@@ -131,7 +131,7 @@ def result(name: str, evaluate: Callable[..., Any], shards: dict[str, list[Path]
 
 
 def content(result: Any) -> tuple[Any, ...]:
-    return result.to_json(), getattr(result, "predictions", None), result.table()
+    return result.to_json(), result.predictions, result.table()
 
 
 def of_three_ranks(self: Ranks, count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -174,7 +174,7 @@ def test_files_hold_the_result(name: str, result: Any, tmp_path: Path) -> None:
     saved = saved_figures(written)
     assert saved.figures[saved.main].percent() in result.table().text()
     assert (folder / f"{name}.md").read_text() == result.table().markdown()
-    rows = getattr(result, "predictions", None)
+    rows = result.predictions
     lines = folder / f"{name}.predictions.jsonl"
     assert lines.exists() == (rows is not None)
     if rows is not None:
