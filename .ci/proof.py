@@ -157,7 +157,7 @@ class Proof:
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         command = [sys.executable, str(ROOT / "launch/demo.py")]
         subprocess.run(command, cwd=self.folder, env=environment, check=True)
-        return {"demo": _tables(name, self.folder / "runs/demo/evaluation")}
+        return {"demo": _tables(name, self.folder / "runs/demo/run/evaluation/model")}
 
     def _corpus(self, name: str) -> dict[str, Any]:
         self._vlp(name, *CORPUS.split())

@@ -1,7 +1,7 @@
 """The main job on the built-in corpus, from nothing to a recall table (`make demo`).
 
 Writes shards of generated scenes, trains a vocabulary on their texts, pretrains with DeepSpeed
-(up to two GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie.
+(up to two GPUs, else two CPU ranks), evaluates on held-out pairs and writes an HTML report.
 Exits with 1 when the model falls short of what this configuration reaches.
 """
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RUN = Path("runs/demo")
 SHARDS = RUN / "shards"
+REPORT = RUN / "report.html"
 CONFIG = ROOT / "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
 GPU_RANKS = (1, 2)
@@ -67,10 +68,15 @@ def _run(started: float) -> int:
     _part("5/5 done")
     for problem in problems:
         print(f"FELL SHORT: {problem}")
-    print(f"model folder: {RUN / 'run' / 'model'}")
-    print(f"anchors of {CAPTIONS_DRAWN} captions: {RUN / 'anchors.png'}")
     seconds = time.monotonic() - started
     print(f"took {seconds:.0f} s, of which pretraining {trained:.0f} s")
+    model = RUN / "run" / "model"
+    print(f"report, with retrievals, anchors and curves: {REPORT}")
+    print(f"anchors of {CAPTIONS_DRAWN} captions: {RUN / 'anchors.png'}")
+    print(f"model folder: {model}\n\nnext:")
+    print(f"  vlp app --model {model}   # search and match in a browser")
+    print(f"  vlp evaluate retrieval --model {model} --shards {SHARDS / 'val'} --rerank {RERANK}")
+    print("  docs/get-started/own-data.md: shards of your own images and captions")
     return 1 if problems else 0
 
 
@@ -97,7 +103,27 @@ def _pretrain() -> None:
     ]
     if not gpus and is_emulated(torch.device("cpu"), "bf16"):
         command.append("training.precision=float32")
-    subprocess.run(command, env=environment, check=True)
+    _run_quietly(command, environment, RUN / "pretrain.log")
+
+
+def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    """Run a command, show its progress bar and write everything else to a log."""
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            if "step/s" in line or "s/step" in line:
+                print(f"\r{line.rstrip()}", end="", flush=True)
+    print()
+    if process.returncode:
+        print("".join(log.read_text("utf-8").splitlines(keepends=True)[-20:]), file=sys.stderr)
+        print(f"the whole output: {log}", file=sys.stderr)
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def _evaluate() -> list[str]:
@@ -107,6 +133,8 @@ def _evaluate() -> list[str]:
     from evaluation.probes.anchor_maps import anchor_maps
     from evaluation.probes.anchor_plots import draw_anchor_maps
     from evaluation.probes.word_pointing import evaluate_pointing
+    from evaluation.report.html_page import page
+    from evaluation.report.sources import read_sources
     from evaluation.retrieval.retrieval import evaluate_retrieval
 
     loaded = vlp.load(RUN / "run" / "model")
@@ -117,10 +145,10 @@ def _evaluate() -> list[str]:
     pointing = evaluate_pointing(loaded, held_out, options=EvalOptions(progress=True))
     for result in (retrieval, pointing):
         print(f"\n{result.table().text()}")
-        result.save(RUN / "evaluation")
+        result.save(RUN / "run" / "evaluation" / "model")
     maps = anchor_maps(loaded, held_out, count=CAPTIONS_DRAWN)
     draw_anchor_maps(maps, RUN / "anchors.png")
-
+    REPORT.write_text(page(read_sources([RUN / "run"]), held_out), encoding="utf-8")
     return shortfalls(retrieval, pointing)
 
 

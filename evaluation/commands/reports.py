@@ -111,7 +111,9 @@ def anchors(
 @app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN")],
-    out: Annotated[Path | None, Option(metavar="FILE.html")] = None,
+    out: Annotated[
+        Path | None, Option(metavar="FILE.html", help="(default: report.html in the first RUN)")
+    ] = None,
     markdown: Annotated[Path | None, Option(metavar="FILE", help="the tables alone")] = None,
     latex: Annotated[Path | None, Option(metavar="FILE", help="the tables alone, booktabs")] = None,
     shards: Shards = None,
@@ -140,9 +142,7 @@ def report(
 
     one_process("a report is made in one process, without torchrun")
     if out is None and markdown is None and latex is None:
-        raise typer.BadParameter(
-            "nothing to write: give --out FILE.html, --markdown or --latex FILE"
-        )
+        out = Path(runs[0]) / "report.html"
     sources = read_sources(runs)
     tables, options = result_tables(sources), EvalOptions(limit, device=device)
     made: list[tuple[Path | None, Callable[[], str]]] = [

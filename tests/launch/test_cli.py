@@ -149,3 +149,16 @@ def test_configuration_keys_are_listed_by_a_pattern(capsys):
     ]
     assert main(["config", "keys", "^task.model.absolute", "--of", "vision"]) == 0
     assert "task.model.absolute" in capsys.readouterr().out
+
+
+def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
+    """A failure shows the end of the log."""
+    code = "import sys; print('noise'); print('9/9, 2.0step/s', file=sys.stderr); sys.exit(%d)"
+    log = tmp_path / "log"
+    demo._run_quietly([sys.executable, "-c", code % 0], dict(os.environ), log)
+    assert "noise" in log.read_text()
+    assert "noise" not in (out := capfd.readouterr().out)
+    assert "2.0step/s" in out
+    with pytest.raises(subprocess.CalledProcessError):
+        demo._run_quietly([sys.executable, "-c", code % 3], dict(os.environ), log)
+    assert "noise" in capfd.readouterr().err
