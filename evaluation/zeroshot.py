@@ -21,6 +21,7 @@ from evaluation.item_results import (
     evaluate_blocks,
     keep_scores,
 )
+from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
@@ -93,9 +94,6 @@ def _lines(path: str | Path) -> list[str]:
     if not lines:
         raise EvaluationError(f"{path}: is empty; write one name a line")
     return lines
-
-
-LABEL = "label"
 
 
 class JoinedImages:

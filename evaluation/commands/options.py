@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -14,7 +12,6 @@ from vlp.command_line import Command, positive
 from vlp.config import Precision
 
 if TYPE_CHECKING:
-    from evaluation.results import Result
     from vlp.models.folder import Loaded
 
 
@@ -55,10 +52,6 @@ Workers = Annotated[
         "to 8, on a CPU none",
     ),
 ]
-View = Annotated[
-    Literal["image", "shuffled", "blank"],
-    Option(help="the images, their patches in random order, or blank images"),
-]
 Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="image files")]
 
 
@@ -97,70 +90,6 @@ class EvaluationCommand(Command):
             return 1
 
 
-_SHARED = ("limit", "batch", "device", "precision", "workers")
-
-
-def measurement(items: str = "samples") -> Callable[[Callable[..., Result]], Any]:
-    """Make a command of a measurement over shards: it prints the table and saves the result.
-
-    The decorated function takes `model`, its own options and `**measured`: `shards`, and the shared
-    ones as `options`.
-
-    Args:
-        items: plural of what --limit and --batch count.
-    """
-
-    def declare(measure: Callable[..., Result]) -> Callable[..., None]:
-        def command(model: str, out: Path | None, **options: Any) -> None:
-            from evaluation.options import EvalOptions
-
-            given = EvalOptions(progress=True, **{name: options.pop(name) for name in _SHARED})
-            report(measure(model, options=given, **options), model, out)
-
-        shared: dict[str, tuple[Any, Any]] = {
-            "model": (Model, ...),
-            "shards": (Annotated[list[str], Option(metavar="DIR...", help="shard folders")], ...),
-            "limit": (_count(int | None, f"only the first N {items}"), None),
-            "batch": (_count(int, f"{items} of one encoder call"), 64),
-            "precision": (InferencePrecision, None),
-            "workers": (Workers, None),
-            "device": (Device, None),
-            "out": (
-                Annotated[
-                    Path | None,
-                    Option(
-                        metavar="DIR",
-                        help="for JSON and Markdown; default MODEL/evaluation, of a run's model "
-                        "RUN/evaluation/model, of a hub name evaluation/OWNER--NAME",
-                    ),
-                ],
-                None,
-            ),
-        }
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=annotation,
-                default=inspect.Parameter.empty if default is ... else default,
-            )
-            for name, (annotation, default) in shared.items()
-        ]
-        for own in inspect.signature(measure, eval_str=True).parameters.values():
-            if own.name != "model" and own.kind is not own.VAR_KEYWORD:
-                parameters.append(own.replace(kind=own.KEYWORD_ONLY))
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {}
-        command.__name__, command.__doc__ = measure.__name__, measure.__doc__
-        return command
-
-    return declare
-
-
-def _count(kind: Any, help: str) -> Any:
-    return Annotated[kind, Option(parser=positive, metavar="N", help=help)]
-
-
 def load_model(model: str) -> Loaded:
     """Load a model folder."""
     import vlp
@@ -189,12 +118,3 @@ def one_process(what: str) -> None:
 
     if distributed.world_size() > 1:
         raise typer.BadParameter(what)
-
-
-def report(result: Result, model: str, out: Path | None) -> None:
-    """Print and save a result, on the first rank."""
-    from vlp.models.pretrained.local_copy import results_folder
-
-    if first_rank():
-        print(result.table().text())
-        print(f"\nwritten to {result.save(out or results_folder(model))}")

@@ -5,43 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
-
-import vlp
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
-from evaluation.downstream.task_evaluation import Job, TaskEvaluation
-from evaluation.grounding.grounding import By, evaluate_grounding
+from evaluation.downstream.task_evaluation import TaskEvaluation, load_model
+from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.item_results import EvaluatedItems
+from evaluation.jobs import GroundingJob
 from evaluation.options import EvalOptions
 from evaluation.results import Result
-from vlp.data.image.transforms import View
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
-
-
-class GroundingJob(Job):
-    """Pointing accuracy, and the choice among proposals."""
-
-    task: Literal["grounding"] = Field("grounding", description="what is evaluated")
-    by: By | None = Field(None, description="null: what the model was chosen by, else gradcam")
-    layer: int | None = Field(
-        None,
-        description="cross-modal layer of Grad-CAM, from 0, or from the end where it is negative; "
-        "null: the one it was chosen by",
-    )
-    head: int | None = Field(
-        None, ge=1, description="first word pieces that make the map; null: all"
-    )
-    view: View = Field("image", description="what the model is shown")
-
-    @model_validator(mode="after")
-    def _used(self) -> GroundingJob:
-        if self.by == "similarity" and self.layer is not None:
-            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
-        return self
 
 
 class GroundingEvaluation(TaskEvaluation):
@@ -78,7 +53,7 @@ class GroundingEvaluation(TaskEvaluation):
         **own: Any,
     ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_grounding(vlp.load(folder), shards, options, **own)
+        return evaluate_grounding(load_model(folder), shards, options, **own)
 
     def predict_without_head(
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
-
-import vlp
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.task_evaluation import Job, TaskEvaluation
+from evaluation.downstream.task_evaluation import TaskEvaluation, load_model
+from evaluation.jobs import RetrievalJob
 from evaluation.options import EvalOptions
 from evaluation.results import Result
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.metrics import RECALL_AT
 from vlp.tasks.retrieval.task import Retrieval
-
-
-class RetrievalJob(Job):
-    """Recall in both directions."""
-
-    task: Literal["retrieval"] = Field("retrieval", description="what is evaluated")
-    rerank: int = Field(0, ge=0, description="candidates of a query that are re-ranked")
-    rerank_by: Literal["sum", "match"] = Field(
-        "sum", description="the match score is added to the similarity, or replaces it"
-    )
-    temperature: float | None = Field(
-        None, gt=0, description="of the similarity in the sum; null: the model's own"
-    )
-
-    @model_validator(mode="after")
-    def _used(self) -> RetrievalJob:
-        if self.rerank_by == "match" and not self.rerank:
-            raise ValueError("rerank_by says how to re-rank: give rerank, too")
-        if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
-            raise ValueError("temperature is of re-ranking by sum: give rerank, too")
-        return self
 
 
 class RetrievalEvaluation(TaskEvaluation):
@@ -82,7 +59,7 @@ class RetrievalEvaluation(TaskEvaluation):
         **own: Any,
     ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_retrieval(vlp.load(folder), shards, options, **own)
+        return evaluate_retrieval(load_model(folder), shards, options, **own)
 
 
 register_evaluation(RetrievalEvaluation())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from PIL import Image
-from pydantic import Field, model_validator
 
+import vlp
 from evaluation.downstream.submissions import Submission
 from evaluation.item_results import EvaluatedItems, evaluate_blocks
+from evaluation.jobs import Job
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result
 from evaluation.samples import (
@@ -21,50 +21,9 @@ from evaluation.samples import (
     said_in_one_line,
 )
 from evaluation.work_sharding import evaluating, inference
-from vlp.config import Config, Precision
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
-
-NAME = r"^[\w][\w.+@-]*$"
-
-
-class Job(Config):
-    """One model on one set."""
-
-    task: str = Field(description="what is evaluated")
-    shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
-    name: str | None = Field(
-        None, pattern=NAME, description="of its table; null: the task's. Needed for a second set"
-    )
-    model: str | None = Field(
-        None, description="folder, where the task has one of its own; null: the entry's"
-    )
-    limit: int | None = Field(None, ge=1, description="only the first so many items")
-    batch: int = Field(64, ge=1, description="samples computed at once")
-    precision: Precision | None = Field(
-        None, description="of computation; null: bf16 on a GPU, float32 elsewhere"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, values: Any) -> Any:
-        for key in values if isinstance(values, dict) else ():
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(cls.fields())}"
-                raise ValueError(f"task {values.get('task')} has no option {key!r}; {hint}")
-        return values
-
-    @classmethod
-    def fields(cls) -> tuple[str, ...]:
-        """Return the names of all options."""
-        return tuple(cls.model_fields)
-
-    @property
-    def label(self) -> str:
-        """Return the name of its table, and of the folder of its result."""
-        return self.name or self.task
 
 
 def sentence_of(row: Mapping[str, Any]) -> str:
@@ -222,7 +181,7 @@ class TaskEvaluation:
         **own: Any,
     ) -> Any:
         """Evaluate a model folder, as a job of a suite."""
-        task = load_task(folder)
+        task = load_for_evaluation(folder)
         if task.kind != self.kind:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
         return self.evaluate(task, shards, options, **own)
@@ -260,3 +219,9 @@ def load_for_evaluation(folder: str | Path) -> Downstream:
     """Load the fine-tuned task of a folder."""
     with said_in_one_line():
         return load_task(folder)
+
+
+def load_model(folder: str | Path) -> Loaded:
+    """Load any model folder."""
+    with said_in_one_line():
+        return vlp.load(folder)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_vqa
 from evaluation.downstream.task_evaluation import (
-    Job,
     PageAction,
     Row,
     Scored,
@@ -25,19 +23,12 @@ from evaluation.item_results import (
     clustered_figures,
     keep_scores,
 )
+from evaluation.jobs import VqaJob
 from vlp.data.shards.shard_reader import Item
 from vlp.tasks.downstream.task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
 from vlp.tasks.vqa.task import Predict, Vqa
-
-
-class VqaJob(Job):
-    """VQA accuracy of a fine-tuned model."""
-
-    task: Literal["vqa"] = Field("vqa", description="what is evaluated")
-    predict: Predict | None = Field(None, description="null: as the model is configured")
-    version: Version | None = Field(None, description="of the evaluator; null: likewise")
 
 
 class VqaEvaluation(TaskEvaluation):

@@ -76,6 +76,8 @@ def evaluate_grounding(
     """
     made = map_of(loaded.folder)
     by = by or made.by
+    if by == "similarity" and layer is not None:
+        raise EvaluationError("layer is of Grad-CAM, and the map is made by similarity")
     if by == made.by:
         layer = made.layer if layer is None else layer
         head = made.head if head is None else head

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation.encoder import GIBIBYTE, Collection, Encoder
+from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
 from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
 from evaluation.retrieval.query_bank import normalised_sides
@@ -34,7 +35,6 @@ from vlp.metrics import RECALL_AT, bootstrap_means, chance_recall, percentile_in
 from vlp.models.folder import Loaded, require_tower
 
 Direction = Literal["text_to_image", "image_to_text"]
-BANK_TEMPERATURE = 0.1
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 
 

@@ -11,79 +11,28 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 import vlp
 from evaluation.downstream.registry import get_evaluation
-from evaluation.downstream.task_evaluation import NAME, Job
+from evaluation.jobs import NAME, PROBES, Job, ZeroShotJob
 from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.results import Result, Saved, Table, attributed, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
 from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import Ranks
-from evaluation.zeroshot import LABEL, evaluate_zeroshot, read_prompts
+from evaluation.zeroshot import evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validated
-from vlp.data.image.transforms import View
 from vlp.data.shards.index import INDEX_NAME
 from vlp.io import atomic_folder, parse_json, write_json
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.tasks.downstream.registry import task_kinds
-
-
-class PointingJob(Job):
-    """Pointing accuracy of words (generated corpus, COCO)."""
-
-    task: Literal["pointing"] = Field("pointing", description="what is evaluated")
-    controls: bool = Field(False, description="beside other pointers, and controls without text")
-
-
-class SwapsJob(Job):
-    """Accuracy on swapped arrangements (generated corpus)."""
-
-    task: Literal["swaps"] = Field("swaps", description="what is evaluated")
-    view: View = Field("image", description="what the model is shown")
-
-
-class FoilsJob(Job):
-    """Accuracy on captions with one thing exchanged."""
-
-    task: Literal["foils"] = Field("foils", description="what is evaluated")
-    seed: int = Field(0, ge=0, description="of the choice of foils")
-    view: View = Field("image", description="what the model is shown")
-
-
-class ZeroShotJob(Job):
-    """Zero-shot classification of images by prompts."""
-
-    task: Literal["zeroshot"] = Field("zeroshot", description="what is evaluated")
-    classes: str = Field(description="file of class names, one a line")
-    templates: str | None = Field(None, description="file of prompts; null: a photo of a {}.")
-    label_field: str = Field(LABEL, description="key of a sample's class in its JSON")
-    match: int = Field(0, ge=0, description="best classes of an image that are scored again by ITM")
-    match_by: Literal["sum", "match"] = Field(
-        "sum", description="the match score is added to the similarity, or replaces it"
-    )
-
-    @model_validator(mode="after")
-    def _used(self) -> ZeroShotJob:
-        if self.match_by == "match" and not self.match:
-            raise ValueError("match_by says how classes are scored again: give match, too")
-        return self
-
-
-PROBES: dict[str, type[Job]] = {
-    "pointing": PointingJob,
-    "swaps": SwapsJob,
-    "foils": FoilsJob,
-    "zeroshot": ZeroShotJob,
-}
-"""Evaluations that belong to no downstream task."""
 
 
 def job_names() -> tuple[str, ...]:
@@ -210,7 +159,8 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
                 folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
             )
         parts.append(sums[folder])
-        for shards in map(Path, job.shards):
+        others = (*getattr(job, "bank", ()), *getattr(job, "features", ()))
+        for shards in map(Path, (*job.shards, *others)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
             index = shards / INDEX_NAME
@@ -242,7 +192,7 @@ def run_job(
 ) -> Result:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
-    own = job.model_dump(include=set(type(job).model_fields) - set(Job.model_fields))
+    own = job.options()
     result: Result
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
@@ -253,7 +203,8 @@ def run_job(
         result = get_evaluation(job.task).evaluate_folder(folder, job.shards, options, **own)
         return result
     else:
-        loaded = vlp.load(folder)
+        with said_in_one_line():
+            loaded = vlp.load(folder)
     if isinstance(job, ZeroShotJob):
         prompts = read_prompts(own.pop("classes"), own.pop("templates"))
         return evaluate_zeroshot(loaded, job.shards, prompts, options, **own)

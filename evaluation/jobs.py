@@ -1,0 +1,214 @@
+"""Options of every evaluation: a suite reads them from its file, a command from its command line.
+
+Nothing heavy is imported here, so that a command line is answered without PyTorch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vlp.config import Config, Precision
+from vlp.tasks.vqa.metrics import Version
+
+NAME = r"^[\w][\w.+@-]*$"
+LABEL, BANK_TEMPERATURE = "label", 0.1
+View = Literal["image", "shuffled", "blank"]
+CombineScores = Literal["sum", "match"]
+
+
+class Job(Config):
+    """One model on one set."""
+
+    task: str = Field(description="what is evaluated")
+    shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
+    name: str | None = Field(
+        None, pattern=NAME, description="of its table; null: the task's. Needed for a second set"
+    )
+    model: str | None = Field(
+        None, description="folder, where the task has one of its own; null: the entry's"
+    )
+    limit: int | None = Field(None, ge=1, description="only the first so many items")
+    batch: int = Field(64, ge=1, description="items of one encoder call")
+    precision: Precision | None = Field(None, description="null: bf16 on a GPU, float32 elsewhere")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                fields = ", ".join(cls.model_fields)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {fields}"
+                raise ValueError(f"task {values.get('task')} has no option {key!r}; {hint}")
+        return values
+
+    @property
+    def label(self) -> str:
+        """Return the name of its table, and of the folder of its result."""
+        return self.name or self.task
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that other tasks do not have."""
+        return self.model_dump(include=set(type(self).model_fields) - set(Job.model_fields))
+
+
+class RetrievalJob(Job):
+    """Image-text retrieval: recall in both directions.
+
+    With --rerank the cross-modal encoder re-ranks the best candidates.
+    """
+
+    task: Literal["retrieval"] = Field("retrieval", description="what is evaluated")
+    rerank: int = Field(0, ge=0, description="candidates that the cross-modal encoder scores")
+    rerank_by: CombineScores = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description="of the similarity in that sum (null: the model's own); half of it halves the "
+        "weight of the match score",
+    )
+    features: tuple[str, ...] = Field(
+        (), description="stored features of the images, of the bank's too, by the same tower"
+    )
+    bank: tuple[str, ...] = Field(
+        (),
+        description="shards of other pairs, such as those of training: images and captions that "
+        "are near to everything lose by it (query-bank normalisation)",
+    )
+    bank_temperature: float = Field(
+        BANK_TEMPERATURE, gt=0, description="of the bank: the lower, the more the nearest count"
+    )
+
+    @model_validator(mode="after")
+    def _used(self) -> RetrievalJob:
+        if self.rerank_by == "match" and not self.rerank:
+            raise ValueError("rerank_by says how to re-rank: give rerank, too")
+        if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
+            raise ValueError("temperature is of re-ranking by sum: give rerank, too")
+        if "bank_temperature" in self.model_fields_set and not self.bank:
+            raise ValueError("bank_temperature goes with bank")
+        return self
+
+
+class VqaJob(Job):
+    """Visual question answering, by a fine-tuned model."""
+
+    task: Literal["vqa"] = Field("vqa", description="what is evaluated")
+    predict: Literal["rank", "generate"] | None = Field(
+        None, description="choose from the list of answers, or write freely; null: as fine-tuned"
+    )
+    version: Version | None = Field(
+        None, description="the current official evaluator, or ALBEF's older one; null: likewise"
+    )
+
+
+class GroundingJob(Job):
+    """Visual grounding of referring expressions.
+
+    Samples need `expressions`; with `proposals` boxes are chosen among those, else only the
+    pointing game is scored. Any model folder will do, best one fine-tuned for grounding.
+    """
+
+    task: Literal["grounding"] = Field("grounding", description="what is evaluated")
+    by: Literal["gradcam", "similarity"] | None = Field(
+        None,
+        description="Grad-CAM of a cross-attention layer, or the cosine of tokens and patches; "
+        "null: what the model was chosen by, else gradcam",
+    )
+    layer: int | None = Field(
+        None,
+        description="cross-modal layer of Grad-CAM, from 0, or from the end where it is negative; "
+        "null: the one it was chosen by, else the middle one",
+    )
+    head: int | None = Field(
+        None, ge=1, description="first word pieces that make the map; null: all"
+    )
+    view: View = Field("image", description="the images, patches in random order, or blank images")
+
+    @model_validator(mode="after")
+    def _used(self) -> GroundingJob:
+        if self.by == "similarity" and self.layer is not None:
+            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+        return self
+
+
+class PointingJob(Job):
+    """Pointing accuracy of words (generated corpus, COCO)."""
+
+    task: Literal["pointing"] = Field("pointing", description="what is evaluated")
+    controls: bool = Field(
+        False,
+        description="also point by anchors, paths and Grad-CAM, and without text: by the image "
+        "encoder's attention, the mean box and the centre",
+    )
+
+
+class SwapsJob(Job):
+    """Tell an arrangement from its swap (generated corpus)."""
+
+    task: Literal["swaps"] = Field("swaps", description="what is evaluated")
+    view: View = Field("image", description="the images, patches in random order, or blank images")
+
+
+class FoilsJob(Job):
+    """Tell a caption from the same one with one thing exchanged (any captioned images).
+
+    Exchanged are subject and object, colours, numbers, prepositions, left and right, near and far.
+    Blank images show what the text alone gives away. OUT gets every pair with its scores.
+    """
+
+    task: Literal["foils"] = Field("foils", description="what is evaluated")
+    seed: int = Field(0, ge=0, description="of the choice of foils")
+    view: View = Field("image", description="the images, patches in random order, or blank images")
+
+
+class ZeroShotJob(Job):
+    """Zero-shot classification of images by prompts.
+
+    The class is the one whose prompts lie nearest to the image. --shards takes shard folders, whose
+    samples name their class as `label`, folders of class folders, and tar files of such. --classes
+    has a class name a line, or what the data calls the class, a tab and the name. --templates has a
+    prompt a line, such as "a photo of a {}."; the features of a class's prompts are averaged.
+
+    \b
+      vlp evaluate zeroshot --model runs/base/model --shards cifar10/test.tar.xz --classes c.txt
+    """
+
+    task: Literal["zeroshot"] = Field("zeroshot", description="what is evaluated")
+    classes: str = Field(description="file of class names, one a line")
+    templates: str | None = Field(
+        None, description="file of prompts, one a line; null: a photo of a {}."
+    )
+    label_field: str = Field(LABEL, description="field of a sample's JSON that holds the class")
+    match: int = Field(
+        0,
+        ge=0,
+        description="classes of an image that the cross-modal encoder scores again (5 without a "
+        "number on the command line)",
+    )
+    match_by: CombineScores = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
+
+    @model_validator(mode="after")
+    def _used(self) -> ZeroShotJob:
+        if self.match_by == "match" and not self.match:
+            raise ValueError("match_by says how classes are scored again: give match, too")
+        return self
+
+
+PROBES: dict[str, type[Job]] = {
+    "pointing": PointingJob,
+    "swaps": SwapsJob,
+    "foils": FoilsJob,
+    "zeroshot": ZeroShotJob,
+}
+"""Evaluations that belong to no downstream task."""
+
+JOBS = {"retrieval": RetrievalJob, "vqa": VqaJob, "grounding": GroundingJob, **PROBES}
+"""Evaluations with options of their own."""
