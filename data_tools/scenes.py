@@ -27,7 +27,6 @@ from vlp.io import parse_json, write_text
 from vlp.lock import FolderLock
 from vlp.scenes.annotation import (
     annotation,
-    box_statement_annotation,
     snli_ve_annotation,
     statement_annotation,
     swap_annotation,
@@ -59,6 +58,8 @@ PARTS = (
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
 
+N = partial(Option, metavar="N")
+
 
 class SceneFiles(NamedTuple):
     """Files of one key of a shard."""
@@ -73,66 +74,40 @@ class SceneFiles(NamedTuple):
 class SceneOptions:
     """Numbers of samples of each part, and what all scenes have in common."""
 
-    train: Annotated[int, Option(metavar="N", help="captioned scenes to train on")] = 20_000
+    train: Annotated[int, N(help="captioned scenes to train on")] = 20_000
     val: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="captioned scenes of held-out contents that no other one's caption fits",
-        ),
+        int, N(help="captioned scenes of held-out contents that no other one's caption fits")
     ] = 256
     unseen: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="captioned scenes with relations between shapes that training never shows",
-        ),
+        int, N(help="captioned scenes with relations between shapes that training never shows")
     ] = 0
     swaps: Annotated[
-        int,
-        Option(metavar="N", help="hard negatives: two images, two captions, of held-out families"),
+        int, N(help="hard negatives: two images, two captions, of held-out families")
     ] = 0
     twins: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="scenes to train on, each followed by the one its caption's swap is true of",
-        ),
+        int, N(help="scenes to train on, each followed by the one its caption's swap is true of")
     ] = 0
-    nlvr2: Annotated[int, Option(metavar="N", help="true or false statements about two images")] = 0
-    snli_ve: Annotated[
-        int, Option(metavar="N", help="hypotheses about an image with a curtain")
-    ] = 0
-    nlvr2_val: Annotated[
-        int, Option(metavar="N", help="statements about images of held-out contents")
-    ] = 0
-    snli_ve_val: Annotated[
-        int, Option(metavar="N", help="hypotheses about images of held-out contents")
-    ] = 0
+    nlvr2: Annotated[int, N(help="true or false statements about two images")] = 0
+    snli_ve: Annotated[int, N(help="hypotheses about an image with a curtain")] = 0
+    nlvr2_val: Annotated[int, N(help="statements about images of held-out contents")] = 0
+    snli_ve_val: Annotated[int, N(help="hypotheses about images of held-out contents")] = 0
     boxes: Annotated[
-        int,
-        Option(
-            metavar="N", help="true or false statements about three boxes, in the manner of NLVR v1"
-        ),
+        int, N(help="true or false statements about three boxes, in the manner of NLVR v1")
     ] = 0
-    boxes_val: Annotated[int, Option(metavar="N", help="more such statements, for validation")] = 0
+    boxes_val: Annotated[int, N(help="more such statements, for validation")] = 0
     boxes_any: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="the same, whose false images need not hold a true one's items: easier",
-        ),
+        int, N(help="the same, whose false images need not hold a true one's items: easier")
     ] = 0
-    image_size: Annotated[int, Option(metavar="N", help="side in pixels")] = 64
-    colours: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.colours
-    shapes: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.shapes
-    objects: Annotated[int, Option(metavar="N", help="at most so many")] = FULL.objects
+    image_size: Annotated[int, N(help="side in pixels")] = 64
+    colours: Annotated[int, N(help="at most so many")] = FULL.colours
+    shapes: Annotated[int, N(help="at most so many")] = FULL.shapes
+    objects: Annotated[int, N(help="at most so many")] = FULL.objects
     kinds: Annotated[
         list[str] | None,
         Option(help="of swaps and twins (default: all but distance)"),
     ] = None
     seed: Annotated[int, Option(help="of the corpus")] = 0
-    samples_per_shard: Annotated[int, Option(metavar="N", help="in one tar")] = 1000
+    samples_per_shard: Annotated[int, N(help="in one tar")] = 1000
 
     def __post_init__(self) -> None:
         least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1}
@@ -191,35 +166,31 @@ def make_sample(
     """
     if isinstance(job, Scene):
         return _captioned(job)
-    kinds = kinds or swap_kinds(variety)
+    kinds, key = kinds or swap_kinds(variety), _key(part, seed, job)
     if part in ("train", "unseen"):
         split: Split = "unseen" if part == "unseen" else "train"
         return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
     if part == "swaps":
         kind = kinds[job % len(kinds)]
         pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
-        return SceneFiles(
-            _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
-        )
+        return SceneFiles(key, _png(pair.scene), swap_annotation(pair), _png(pair.twin))
     if part == "twins":
         number, second = divmod(job, 2)
         kind = kinds[number % len(kinds)]
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
-        return SceneFiles(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
+        return SceneFiles(key, _png(scene), annotation(scene, [caption]))
     held_out: Split = "val" if part.endswith("_val") else "train"
     if part in ("nlvr2", "nlvr2_val"):
         told = sample_statement(seed, job, held_out, image_size)
-        return SceneFiles(
-            _key(part, seed, job), _png(told.left), statement_annotation(told), _png(told.right)
-        )
+        return SceneFiles(key, _png(told.left), statement_annotation(told), _png(told.right))
     if part in ("snli_ve", "snli_ve_val"):
         triple = sample_triple(seed, job, held_out, image_size)
-        return SceneFiles(_key(part, seed, job), _png(triple.scene), snli_ve_annotation(triple))
+        return SceneFiles(key, _png(triple.scene), snli_ve_annotation(triple))
     if part in ("boxes", "boxes_val", "boxes_any"):
         shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
         image = encode_png(render_boxes(shown.scene))
-        return SceneFiles(_key(part, seed, job), image, box_statement_annotation(shown))
+        return SceneFiles(key, image, statement_annotation(shown))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 
 

@@ -16,7 +16,10 @@ from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.converters.questions import PlainQuestion, counted, lone_answer, plain_answer
 from data_tools.converters.refcoco import (
     BoxInImage,
+    Detections,
+    Instances,
     Proposals,
+    Refs,
     boxes_by_reference,
     read_proposals,
 )
@@ -55,31 +58,23 @@ class AlbefVqaRow(Row):
     dataset: str = "vqa"
 
 
-class AlbefLabelledRow(Row):
-    """A sentence with its label."""
-
+class _LabelledRow(Row):
     sentence: str
     label: str
 
 
-class AlbefNlvrRow(AlbefLabelledRow):
-    """A row of an NLVR2 list."""
-
+class _NlvrRow(_LabelledRow):
     images: list[str] = Field(min_length=2, max_length=2)
 
 
-class AlbefVeRow(AlbefLabelledRow):
-    """A row of a visual entailment list."""
-
+class _VeRow(_LabelledRow):
     image: str
 
 
-Labelled = TypeVar("Labelled", bound=AlbefLabelledRow)
+Labelled = TypeVar("Labelled", bound=_LabelledRow)
 
 
-class AlbefRefcocoRow(Row):
-    """A row of a RefCOCO+ list."""
-
+class _RefcocoRow(Row):
     image: str
     text: str
     ref_id: int
@@ -94,13 +89,9 @@ def albef(
     images: Images,
     out: Out,
     build: BuildOptions,
-    refs: Annotated[Path | None, Option(metavar="FILE", help="refcoco: refs(unc).p")] = None,
-    instances: Annotated[
-        Path | None, Option(metavar="FILE", help="refcoco: instances.json")
-    ] = None,
-    detections: Annotated[
-        Path | None, Option(metavar="FILE", help="refcoco: detected boxes, the proposals")
-    ] = None,
+    refs: Refs = None,
+    instances: Instances = None,
+    detections: Detections = None,
 ) -> int:
     """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
 
@@ -173,7 +164,7 @@ def _asked(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
 def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     """Yield one sample a statement about two images."""
     for key, number, row in _labelled(
-        paths, AlbefNlvrRow, lambda label: label.lower() in TRUTH, faults
+        paths, _NlvrRow, lambda label: label.lower() in TRUTH, faults
     ):
         source, first = _identity(row.images[0])
         annotation = Annotation(
@@ -188,7 +179,7 @@ def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
 
 def _snli_ve(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     """Yield one sample a hypothesis."""
-    for key, number, row in _labelled(paths, AlbefVeRow, lambda label: label in LABELS, faults):
+    for key, number, row in _labelled(paths, _VeRow, lambda label: label in LABELS, faults):
         source, image_id = _identity(row.image)
         annotation = Annotation(
             source=source, image_id=image_id, hypothesis=row.sentence, label=row.label, row=number
@@ -207,7 +198,7 @@ def _grounded(
     sizes: dict[str, tuple[int, int]] = {}
     numbers = count()
     for path in paths:
-        for row in parsed(json_list(path), AlbefRefcocoRow, faults):
+        for row in parsed(json_list(path), _RefcocoRow, faults):
             number = next(numbers)
             known = boxes.get(row.ref_id)
             box = row.bbox if known is None else known.box

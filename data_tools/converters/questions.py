@@ -56,25 +56,19 @@ class ImageQuestions(NamedTuple):
     prefix: str = ""
 
 
-class QuestionRow(Row):
-    """A row of `questions`."""
-
+class _QuestionRow(Row):
     question_id: str
     image_id: int
     question: str
 
 
-class AnswerRow(Row):
-    """An answer of a row of `annotations`."""
-
+class _AnswerRow(Row):
     answer: str
 
 
-class AnnotationRow(Row):
-    """A row of `annotations`."""
-
+class _AnnotationRow(Row):
     question_id: str
-    answers: list[AnswerRow]
+    answers: list[_AnswerRow]
     image_id: int | None = None
     question_type: str | None = None
     answer_type: str | None = None
@@ -89,24 +83,18 @@ class Given(NamedTuple):
     answer_type: str | None
 
 
-class GenomeQuestion(Row):
-    """A question of Visual Genome."""
-
+class _GenomeQuestion(Row):
     qa_id: str
     question: str
     answer: str
 
 
-class GenomeImage(Row):
-    """A row of Visual Genome's question_answers.json."""
-
+class _GenomeImage(Row):
     id: int = Field(validation_alias=AliasChoices("id", "image_id"))
-    qas: list[GenomeQuestion]
+    qas: list[_GenomeQuestion]
 
 
-class GenomeData(Row):
-    """A row of Visual Genome's image_data.json."""
-
+class _GenomeData(Row):
     id: int = Field(validation_alias=AliasChoices("image_id", "id"))
     coco_id: int | None = None
 
@@ -208,7 +196,7 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
     """Return the answers of each question id; of one that is annotated twice the first."""
     found: dict[str, Given] = {}
     for path in paths:
-        for row in parsed(json_list(path, "annotations"), AnnotationRow, faults):
+        for row in parsed(json_list(path, "annotations"), _AnnotationRow, faults):
             if row.question_id in found:
                 faults.append(Refused("question annotated twice", row.question_id))
             else:
@@ -232,7 +220,7 @@ def vqa_images(
     seen: set[str] = set()
     for path in paths:
         content = read_json(path)
-        rows = parsed(members(content, path, "questions"), QuestionRow, faults)
+        rows = parsed(members(content, path, "questions"), _QuestionRow, faults)
         known = _subset_of(content, path, subset)
         for row in rows:
             if row.question_id in seen:
@@ -256,11 +244,11 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
     """Return the images of Visual Genome's question_answers.json."""
     coco: dict[int, int] = {}
     if image_data is not None:
-        rows = parsed(streamed_list(image_data), GenomeData, faults)
+        rows = parsed(streamed_list(image_data), _GenomeData, faults)
         coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
     found: list[ImageQuestions] = []
     seen: set[str] = set()
-    for image in parsed(streamed_list(path), GenomeImage, faults):
+    for image in parsed(streamed_list(path), _GenomeImage, faults):
         questions = []
         for asked in image.qas:
             if asked.qa_id in seen:
@@ -280,7 +268,7 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
     return found
 
 
-def _question(row: QuestionRow, answers: Mapping[str, Given], faults: Faults) -> PlainQuestion:
+def _question(row: _QuestionRow, answers: Mapping[str, Given], faults: Faults) -> PlainQuestion:
     given = answers.get(row.question_id)
     if given is not None and given.image_id not in (None, row.image_id):
         which = f"{row.question_id} (asked of {row.image_id}, answered of {given.image_id})"

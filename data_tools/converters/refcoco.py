@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -34,25 +35,26 @@ from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "annotations as published by lichengunc/refer; images under Flickr's terms of use"
 
+File = partial(Option, metavar="FILE")
+Refs = Annotated[Path | None, File(help="refs(unc).p or another split's")]
+Instances = Annotated[Path | None, File(help="instances.json of the same data set")]
+Detections = Annotated[Path | None, File(help="JSON of detected boxes, the proposals")]
+
 Proposals = Mapping[str, list[list[float]]]
 """Boxes [x, y, width, height] in pixels of the original, by the number of the image."""
 
 
-class Sentence(Row):
-    """An expression of a reference."""
-
+class _Sentence(Row):
     sent_id: str
     sent: str
 
 
-class Reference(Row):
-    """An object that is referred to, a row of the pickle."""
-
+class _Reference(Row):
     ref_id: int
     ann_id: int
     image_id: int
     split: str
-    sentences: list[Sentence]
+    sentences: list[_Sentence]
     category_id: int | None = None
 
 
@@ -65,9 +67,7 @@ class Image(Row):
     height: int
 
 
-class Instance(Row):
-    """A row of `annotations` of instances.json."""
-
+class _Instance(Row):
     id: int
     image_id: int
     bbox: Box
@@ -76,9 +76,9 @@ class Instance(Row):
 class References(NamedTuple):
     """Contents of the two official files, images and objects by their ids."""
 
-    references: list[Reference]
+    references: list[_Reference]
     images: dict[int, Image]
-    instances: dict[int, Instance]
+    instances: dict[int, _Instance]
 
 
 class BoxInImage(NamedTuple):
@@ -88,16 +88,12 @@ class BoxInImage(NamedTuple):
     size: tuple[int, int]
 
 
-class DetectedBox(Row):
-    """A detected object; only its place is read."""
-
+class _DetectedBox(Row):
     image_id: str
     box: Box
 
 
-class ScoredDetection(Row):
-    """A row of a list of expressions with their proposals."""
-
+class _ScoredDetection(Row):
     sent: str
     gt_box: Box
     pred_boxes: list[Box]
@@ -108,19 +104,11 @@ def refcoco(
     images: Images,
     out: Out,
     build: BuildOptions,
-    refs: Annotated[
-        Path | None, Option(metavar="FILE", help="refs(unc).p or another split's")
-    ] = None,
-    instances: Annotated[
-        Path | None, Option(metavar="FILE", help="instances.json of the same data set")
-    ] = None,
+    refs: Refs = None,
+    instances: Instances = None,
     splits: Splits = None,
-    detections: Annotated[
-        Path | None, Option(metavar="FILE", help="JSON of detected boxes, the proposals")
-    ] = None,
-    expressions: Annotated[
-        Path | None, Option(metavar="FILE", help="list of expressions with proposals")
-    ] = None,
+    detections: Detections = None,
+    expressions: Annotated[Path | None, File(help="list of expressions with proposals")] = None,
 ) -> int:
     """RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to.
 
@@ -171,9 +159,9 @@ def read_references(refs: Path, instances: Path, faults: Faults) -> References:
     """Return the references of a pickle with the images and objects of its instances.json."""
     content = read_json(instances)
     images = parsed(members(content, instances, "images"), Image, faults)
-    objects = parsed(members(content, instances, "annotations"), Instance, faults)
+    objects = parsed(members(content, instances, "annotations"), _Instance, faults)
     return References(
-        list(parsed(read_refs(refs), Reference, faults)),
+        list(parsed(read_refs(refs), _Reference, faults)),
         {image.id: image for image in images},
         {one.id: one for one in objects},
     )
@@ -226,7 +214,7 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """Yield one sample an image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parsed(json_list(path), ScoredDetection, faults)):
+    for number, row in enumerate(parsed(json_list(path), _ScoredDetection, faults)):
         if not row.pred_boxes_img_id:
             faults.append(Refused("expression without an image", str(number)))
             continue
@@ -261,7 +249,7 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
         raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
     rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
     found: dict[str, list[list[float]]] = defaultdict(list)
-    for detection in parsed(rows, DetectedBox, faults):
+    for detection in parsed(rows, _DetectedBox, faults):
         found[detection.image_id].append(detection.box)
     return found
 
@@ -277,7 +265,7 @@ def _detection(row: Any) -> Any:
 
 
 def _expressions(
-    reference: Reference, instance: Instance, seen: set[str], faults: Faults
+    reference: _Reference, instance: _Instance, seen: set[str], faults: Faults
 ) -> Iterator[Expression]:
     for sentence in reference.sentences:
         which = f"{sentence.sent_id} of ref {reference.ref_id}"

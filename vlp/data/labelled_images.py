@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path, PurePath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -35,16 +35,19 @@ class Labelled(NamedTuple):
         return self._replace(image=Image.new("RGB", (1, 1)))
 
 
-class LabelledImages(Protocol):
+class LabelledImages:
     """An image and its class by number, 0 to len - 1."""
 
-    classes: tuple[str, ...]
+    def __init__(self, items: Sized, classes: tuple[str, ...]) -> None:
+        self._length, self.classes = len(items), classes
+        self._number = {name: number for number, name in enumerate(classes)}
 
     def __len__(self) -> int:
-        """Images."""
+        return self._length
 
     def read(self, number: int) -> Labelled:
-        """One of them; raises BadSample where it cannot be decoded or has no known class."""
+        """Return one of them; raises BadSample where it cannot be decoded or has no class."""
+        raise NotImplementedError
 
 
 def open_labelled(
@@ -90,26 +93,20 @@ def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledIma
     return _Some(images, np.random.default_rng(0).permutation(len(images))[:limit].tolist())
 
 
-class _Some:
+class _Some(LabelledImages):
     def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
+        super().__init__(numbers, images.classes)
         self._images, self._numbers = images, numbers
-        self.classes = images.classes
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def read(self, number: int) -> Labelled:
         return self._images.read(self._numbers[number])
 
 
-class _FromFolder:
+class _FromFolder(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
         self._files = sorted(file for file in folder.glob("*/*") if _in_class_folder(file))
-        self.classes = _classes((file.parent.name for file in self._files), classes, folder)
-        self._number = {name: number for number, name in enumerate(self.classes)}
-
-    def __len__(self) -> int:
-        return len(self._files)
+        names = (file.parent.name for file in self._files)
+        super().__init__(self._files, _classes(names, classes, folder))
 
     def read(self, number: int) -> Labelled:
         file = self._files[number]
@@ -121,7 +118,7 @@ class _FromFolder:
         return Labelled(image, self._number[file.parent.name], str(file))
 
 
-class _FromTar:
+class _FromTar(LabelledImages):
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
         self._found = list(stored_files(file, _in_class_folder))
@@ -131,11 +128,8 @@ class _FromTar:
                 f"{file}: its class folders lie in {', '.join(above[:3])} ({len(above)} folders); "
                 "pack the class folders of one alone"
             )
-        self.classes = _classes((name.parent.name for name, _ in self._found), classes, file)
-        self._number = {name: number for number, name in enumerate(self.classes)}
-
-    def __len__(self) -> int:
-        return len(self._found)
+        names = (name.parent.name for name, _ in self._found)
+        super().__init__(self._found, _classes(names, classes, file))
 
     def read(self, number: int) -> Labelled:
         name, content = self._found[number]
@@ -143,14 +137,10 @@ class _FromTar:
         return Labelled(decode_image(content, where), self._number[name.parent.name], where)
 
 
-class _ClassShards:
+class _ClassShards(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str], field: str) -> None:
         self._items, self._field = Items([folder]), field
-        self.classes = tuple(classes)
-        self._number = {name: number for number, name in enumerate(self.classes)}
-
-    def __len__(self) -> int:
-        return len(self._items)
+        super().__init__(self._items, tuple(classes))
 
     def read(self, number: int) -> Labelled:
         raw = self._items.read(number).raw

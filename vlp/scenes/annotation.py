@@ -83,25 +83,19 @@ def swap_annotation(pair: SwapPair) -> Annotation:
     )
 
 
-def statement_annotation(statement: Statement) -> Annotation:
-    """Annotate a statement about two images; the first image is the left one."""
+def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
+    """Annotate a statement about two images, the first being the left one, or three boxes."""
+    scene: dict[str, Any]
+    if isinstance(statement, Statement):
+        scene = {"left": graph_of(statement.left), "right": graph_of(statement.right)}
+    else:
+        scene = {"boxes": [[item._asdict() for item in box] for box in statement.scene.boxes]}
     return Annotation(
         statement=statement.text,
         label=statement.label,
         source=SOURCE,
         image_id=statement.key,
-        scene={"left": graph_of(statement.left), "right": graph_of(statement.right)},
-    )
-
-
-def box_statement_annotation(statement: BoxStatement) -> Annotation:
-    """Annotate a statement about three boxes."""
-    return Annotation(
-        statement=statement.text,
-        label=statement.label,
-        source=SOURCE,
-        image_id=statement.key,
-        scene={"boxes": [[item._asdict() for item in box] for box in statement.scene.boxes]},
+        scene=scene,
     )
 
 

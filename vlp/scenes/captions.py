@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.stream.rng import make_rng
-from vlp.scenes.graph import Box, Meaning, ObjectPhrase, Scene, main_relation, nearness
+from vlp.scenes.graph import Box, Meaning, Scene, main_relation, nearness
 
 MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
@@ -217,11 +217,8 @@ def fill(
             relations.append((first, relation, second))
             words += _pick(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
-        ObjectPhrase(
-            shape=scene.objects[number].shape,
-            colour=scene.objects[number].colour,
-            size=scene.objects[number].size if sizes[number] else None,
-            place=scene.objects[number].place if position in placed else None,
+        scene.objects[number].phrase(
+            "shape", "colour", *["size"] * sizes[number], *["place"] * (position in placed)
         )
         for position, number in enumerate(order)
     )

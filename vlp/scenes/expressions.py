@@ -57,28 +57,17 @@ def noun_words(noun: ObjectPhrase) -> str:
 
 def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
     obj = scene.objects[number]
-    short = [
-        ObjectPhrase(shape=obj.shape),
-        ObjectPhrase(colour=obj.colour),
-        ObjectPhrase(size=obj.size),
-    ]
-    long = [
-        ObjectPhrase(shape=obj.shape, colour=obj.colour),
-        ObjectPhrase(shape=obj.shape, size=obj.size),
-        ObjectPhrase(colour=obj.colour, size=obj.size),
-    ]
+    short = [obj.phrase("shape"), obj.phrase("colour"), obj.phrase("size")]
+    pairs = (("shape", "colour"), ("shape", "size"), ("colour", "size"))
+    long = [obj.phrase(*pair) for pair in pairs]
     for noun in _rotated(short, rng) + _rotated(long, rng):
         yield ReferringExpression(f"the {noun_words(noun)}", number, Meaning((noun,)))
 
 
 def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
     obj = scene.objects[number]
-    nouns = [
-        ObjectPhrase(place=obj.place),
-        ObjectPhrase(place=obj.place, shape=obj.shape),
-        ObjectPhrase(place=obj.place, colour=obj.colour),
-        ObjectPhrase(place=obj.place, shape=obj.shape, colour=obj.colour),
-    ]
+    attributes = ((), ("shape",), ("colour",), ("shape", "colour"))
+    nouns = [obj.phrase("place", *more) for more in attributes]
     words = PLACE_WORDS[obj.place][int(rng.integers(3))]
     for noun in _rotated(nouns, rng):
         yield ReferringExpression(f"the {noun_words(noun)} {words}", number, Meaning((noun,)))
@@ -91,13 +80,10 @@ def _relations(
         if other == number:
             continue
         relation = main_relation(scene, number, other)
-        mark = ObjectPhrase(shape=scene.objects[other].shape, colour=scene.objects[other].colour)
+        mark = scene.objects[other].phrase("shape", "colour")
         words = RELATION_WORDS[relation][int(rng.integers(2))]
-        nouns = [
-            ObjectPhrase(shape=scene.objects[number].shape),
-            ObjectPhrase(),
-            ObjectPhrase(colour=scene.objects[number].colour),
-        ]
+        obj = scene.objects[number]
+        nouns = [obj.phrase("shape"), ObjectPhrase(), obj.phrase("colour")]
         for noun in _rotated(nouns, rng):
             text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
             yield ReferringExpression(text, number, Meaning((noun, mark), ((0, relation, 1),)))

@@ -52,6 +52,10 @@ class Obj(NamedTuple):
     box: Box
     place: str
 
+    def phrase(self, *attributes: str) -> ObjectPhrase:
+        """Return the phrase that gives these attributes of the object."""
+        return ObjectPhrase(**{name: getattr(self, name) for name in attributes})
+
 
 class Scene(NamedTuple):
     """An image as a graph.

@@ -6,6 +6,7 @@ relation is as likely where the answer is yes as where it is no.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -41,41 +42,33 @@ def questions(scene: Scene) -> list[SceneQuestion]:
     """Write one question of each kind that the scene allows."""
     rng = make_rng(0, 0, scene.key, "questions")
     number = int(rng.integers(len(scene.objects)))
-    makers = (_colour, _shape, _place, _count, _exists, _relation, _neighbour)
+    colour, shape = (
+        partial(_attribute, *pair) for pair in (("colour", "shape"), ("shape", "colour"))
+    )
+    makers = (colour, shape, _place, _count, _exists, _relation, _neighbour)
     asked = (maker(scene, number, rng) for maker in makers)
     return [question for question in asked if question is not None]
 
 
-def _colour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
+def _attribute(
+    asked: str, given: str, scene: Scene, number: int, rng: np.random.Generator
+) -> SceneQuestion | None:
     obj = scene.objects[number]
-    noun = _first_unique(
-        scene, [ObjectPhrase(shape=obj.shape), ObjectPhrase(shape=obj.shape, size=obj.size)]
-    )
-    return noun and SceneQuestion("colour", f"what colour is the {noun_words(noun)}?", obj.colour)
-
-
-def _shape(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
-    obj = scene.objects[number]
-    noun = _first_unique(
-        scene, [ObjectPhrase(colour=obj.colour), ObjectPhrase(colour=obj.colour, size=obj.size)]
-    )
-    return noun and SceneQuestion("shape", f"what shape is the {noun_words(noun)}?", obj.shape)
+    nouns = (obj.phrase(given), obj.phrase(given, "size"))
+    noun = next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
+    text = f"what {asked} is the {noun and noun_words(noun)}?"
+    return noun and SceneQuestion(asked, text, getattr(obj, asked))
 
 
 def _place(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    noun = ObjectPhrase(shape=obj.shape, colour=obj.colour)
-    return SceneQuestion("place", f"where is the {noun_words(noun)}?", obj.place)
+    words = noun_words(obj.phrase("shape", "colour"))
+    return SceneQuestion("place", f"where is the {words}?", obj.place)
 
 
 def _count(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    nouns = (
-        ObjectPhrase(),
-        ObjectPhrase(shape=obj.shape),
-        ObjectPhrase(colour=obj.colour),
-        ObjectPhrase(size=obj.size),
-    )
+    nouns = (ObjectPhrase(), obj.phrase("shape"), obj.phrase("colour"), obj.phrase("size"))
     noun = nouns[int(rng.integers(len(nouns)))]
     answer = NUMBERS[len(referents(noun, scene))]
     plural = "crosses" if noun.shape == "cross" else noun_words(noun) + "s"
@@ -105,10 +98,7 @@ def _relation(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuest
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, number, other)
     relation = INVERSE[relation] if rng.random() < 0.5 else relation
-    nouns = tuple(
-        ObjectPhrase(shape=scene.objects[at].shape, colour=scene.objects[at].colour)
-        for at in (number, other)
-    )
+    nouns = tuple(scene.objects[at].phrase("shape", "colour") for at in (number, other))
     answer = "yes" if truth(Meaning(nouns, ((0, relation, 1),)), scene) else "no"
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     text = f"is the {noun_words(nouns[0])} {words} the {noun_words(nouns[1])}?"
@@ -120,14 +110,10 @@ def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQues
         return None
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, other, number)
-    mark = ObjectPhrase(shape=scene.objects[number].shape, colour=scene.objects[number].colour)
+    mark = scene.objects[number].phrase("shape", "colour")
     meaning = Meaning((ObjectPhrase(), mark), ((0, relation, 1),))
     if subjects(meaning, scene, lenient=True) != [other]:
         return None
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     answer = f"{scene.objects[other].colour} {scene.objects[other].shape}"
     return SceneQuestion("neighbour", f"what is {words} the {noun_words(mark)}?", answer)
-
-
-def _first_unique(scene: Scene, nouns: list[ObjectPhrase]) -> ObjectPhrase | None:
-    return next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
