@@ -212,13 +212,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
         return
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
-    sources = settings["sources"]
-    require_same_settings(out, {**found, "sources": sources}, settings, f"delete {out}")
-    if found.get("sources") != sources:
-        raise ConfigError(
-            f"{out} was begun with other shards in these folders, or they were written "
-            f"anew since: choose another --out, or delete {out}"
-        )
+    require_same_settings(out, found, settings, f"delete {out}")
 
 
 def _digest(shards: Sequence[Shard]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -101,9 +100,6 @@ def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
     assert (again.image_size, again.mean, again.std) == (24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     with pytest.raises(ConfigError, match=r"processor_config\.json"):
         Preprocessing.load(tmp_path)
-    former = {"image_size": 24, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
-    (tmp_path / "preprocessing.json").write_text(json.dumps(former))
-    assert Preprocessing.load(tmp_path).__dict__ == again.__dict__
     (tmp_path / "processor_config.json").write_text('{"image_size": 3}')
     with pytest.raises(ConfigError, match="not a preprocessing file"):
         Preprocessing.load(tmp_path)

@@ -158,7 +158,6 @@ OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (
 
 FILE_NAME = "processor_config.json"
 """transformers' name of the file, and its form."""
-FORMER_NAME = "preprocessing.json"
 
 RGB = tuple[float, float, float]
 
@@ -223,17 +222,14 @@ class Preprocessing:
 
     @classmethod
     def load(cls, folder: str | Path) -> Preprocessing:
-        """Read `processor_config.json`, or the `preprocessing.json` that stood in its place."""
-        path, former = Path(folder) / FILE_NAME, Path(folder) / FORMER_NAME
-        old = former.is_file() and not path.exists()
-        path = former if old else path
+        """Read `processor_config.json`."""
+        path = Path(folder) / FILE_NAME
         try:
-            settings = parse_json(path.read_text(encoding="utf-8"))
-            settings = settings if old else settings["image_processor"]
-            red, green, blue = settings["mean" if old else "image_mean"]
-            red_std, green_std, blue_std = settings["std" if old else "image_std"]
-            side = settings["image_size"] if old else settings["size"]["height"]
-            return cls(int(side), (red, green, blue), (red_std, green_std, blue_std))
+            settings = parse_json(path.read_text(encoding="utf-8"))["image_processor"]
+            red, green, blue = settings["image_mean"]
+            red_std, green_std, blue_std = settings["image_std"]
+            side = int(settings["size"]["height"])
+            return cls(side, (red, green, blue), (red_std, green_std, blue_std))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         except (KeyError, TypeError, ValueError) as error:
