@@ -59,12 +59,7 @@ class Samples:
     """Random access over shard folders, in their order, shard by shard."""
 
     def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
-        """Open the folders' indices.
-
-        Args:
-            folders: shard folders.
-            limit: only the first so many samples.
-        """
+        """Open the folders' indices; `limit` keeps the first so many samples."""
         self._items = Items(folders, limit=limit)
         self.folders = list(self._items.folders)
         self._sources = [_place_of(folder) for folder in self.folders]
@@ -73,12 +68,7 @@ class Samples:
         return len(self._items)
 
     def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample; a bad one comes back as what is wrong with it.
-
-        Args:
-            position: of the sample.
-            least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
-        """
+        """Read and decode one sample (`least` pixels a side); a bad one gives its fault."""
         try:
             raw = self._items.read(position).raw
             captions = captions_of(raw.annotation)
@@ -159,13 +149,8 @@ class BlockReader(Generic[Value]):
 
     Inside `ahead` blocks are read by worker processes, each a block ahead, and their tensors come
     in pinned memory where a GPU computes; else, and where a block is not the next one, nothing but
-    time differs.
-
-    Args:
-        read: reads and prepares a block; it goes to the workers, as far as possible without a
-            model, and its values come from there: tensors are on the CPU.
-        device: where to compute.
-        workers: processes; None is as `workers_for` says.
+    time differs. `read` goes to the workers, as far as possible without a model, and its values
+    come from there: tensors are on the CPU.
     """
 
     def __init__(

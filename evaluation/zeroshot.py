@@ -70,12 +70,9 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
 def class_features(
     prompts: Prompts, encode: Callable[[Sequence[str]], NDArray[np.floating]], ranks: Ranks
 ) -> NDArray[np.float64]:
-    """(classes, d) unit features: the mean over a class's prompts, at unit length (CLIP, 3.1.4).
+    """Compute (classes, d) unit features: means over a class's prompts (CLIP, 3.1.4).
 
-    Args:
-        prompts: of all classes.
-        encode: prompts of one class -> (prompts, d) unit features.
-        ranks: who share the classes.
+    `encode` turns the prompts of one class into (prompts, d) unit features.
     """
 
     def feature(number: int) -> NDArray[np.float64]:
@@ -158,17 +155,12 @@ def evaluate_zeroshot(
     match: int = 0,
     match_by: Literal["sum", "match"] = "sum",
 ) -> ZeroShotResult:
-    """`top-1`, `top-5` and the mean over classes; the same for any number of ranks.
+    """Compute `top-1`, `top-5` and the mean over classes; the same for any number of ranks.
 
-    Args:
-        loaded: model, text and image preparation.
-        shards: shard folders, folders of class folders, or tars of such, evaluated as one set.
-        prompts: classes and templates.
-        label_field: of the annotations in shards, where the class stands.
-        match: classes of each image that the cross-modal encoder scores again; 0 is none. Its
-            log-odds are averaged over a class's prompts.
-        match_by: they are added to similarity / temperature ("sum"), or replace it ("match"); see
-            `evaluation.retrieval.retrieval`.
+    Shard folders, folders of class folders or tars of such are one set; the class stands in
+    `label_field` of annotations. The cross-modal encoder scores `match` classes of each image
+    again: its log-odds, averaged over a class's prompts, are added to similarity / temperature
+    ("sum"), or replace it ("match").
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
@@ -216,12 +208,9 @@ def evaluate_zeroshot(
 def reordered(
     scores: NDArray[np.floating], near: NDArray[np.int64], new: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """Scores after the best few were put into a new order among themselves, before all others.
+    """Return (images, classes) scores with the best few in a new order before all others.
 
-    Args:
-        scores: (images, classes).
-        near: (images, few) the best classes.
-        new: (images, few) their new scores; NaN is the lowest.
+    `near` (images, few) are the best classes, `new` their new scores; NaN is the lowest.
     """
     lowest = np.nanmin(new, initial=0) - 1
     found = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1

@@ -56,7 +56,7 @@ class Batch(NamedTuple):
     bool, True = not padding; word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and
     padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
     masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
-    captions of one image; draws (B, 2) float64 in [0, 1), for the text's and the image's ITM
+    captions of one image; uniform (B, 2) float64 in [0, 1), for the text's and the image's ITM
     negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
     int8, what `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves
     places; skipped: this share's bad samples; statistics: mean and deviation that pixels are
