@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.options import EvalOptions
-from evaluation.probes.anchor_maps import read_pair
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.config import Precision
@@ -222,44 +221,6 @@ def embed(
         )
     rows = files.finish({CAPTIONS: IMAGES})
     return Embedded(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped))
-
-
-def embed_inputs(
-    loaded: Loaded,
-    images: Sequence[str | Path],
-    texts: Sequence[str],
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
-    """Return a description ({image} or {text}) and the (d,) feature of each image file and text."""
-    if not images and not texts:
-        raise EvaluationError("there is nothing to embed: give --image or --text")
-    pixels = [loaded.preprocess(read_pair(path, "").image) for path in images]
-    found: list[tuple[dict[str, Any], NDArray[np.float32]]] = []
-    with evaluating(loaded.model, device) as torch_device:
-        if pixels:
-            rows = _images(loaded, torch.stack(pixels), torch_device, precision)
-            found += [({"image": str(path)}, row) for path, row in zip(images, rows)]
-        if texts:
-            rows = _texts(loaded, list(texts), torch_device, precision)
-            found += [({"text": text}, row) for text, row in zip(texts, rows)]
-    return found
-
-
-def write_inputs(
-    found: Sequence[tuple[dict[str, Any], NDArray[np.float32]]], folder: Path, dtype: Dtype
-) -> None:
-    """Write the features of `embed_inputs` as the files that `embed` writes of shards."""
-    names = {"image": IMAGES, "text": CAPTIONS}
-    kinds = [kind for kind in names if any(kind in what for what, _ in found)]
-    files = FeatureFiles(
-        folder, [names[kind] for kind in kinds], found[0][1].size, dtype, Ranks(0, 1)
-    )
-    for kind in kinds:
-        own = [(what, feature) for what, feature in found if kind in what]
-        rows = np.stack([feature for _, feature in own])
-        files.add(names[kind], rows, [what for what, _ in own])
-    files.finish()
 
 
 def _images(

@@ -38,15 +38,6 @@ def pessimistic_ranks(
     return before.sum(axis=1).astype(np.int64)
 
 
-def recall_at(ranks: NDArray[np.integer], k: int) -> float:
-    """Return the share of queries whose best right candidate is among the first `k`."""
-    if k < 1:
-        raise ValueError(f"recall at {k}: k starts at 1")
-    if len(ranks) == 0:
-        raise ValueError("recall of no queries")
-    return float((np.asarray(ranks) < k).mean())
-
-
 def chance_recall(positives: NDArray[np.integer], candidates: int, k: int) -> float:
     """Return the expected recall at k of a random order.
 

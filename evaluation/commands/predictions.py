@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -125,56 +124,30 @@ def predict(
 @app.command(cls=EvaluationCommand)
 def embed(
     model: Model,
-    shards: Shards = None,
-    out: Annotated[Path | None, Option(metavar="DIR", help="folder to be made")] = None,
+    shards: Annotated[list[str], Option(metavar="DIR...", help="shard folders")],
+    out: Annotated[Path, Option(metavar="DIR", help="folder to be made")],
     dtype: Literal["float32", "float16"] = "float32",
     limit: Limit = None,
     batch: Batch = 64,
     precision: InferencePrecision = None,
     workers: Workers = None,
-    image: Images = None,
-    text: Annotated[list[str] | None, Option(metavar="TEXT...")] = None,
     device: Device = None,
 ) -> None:
     """Write features of images and captions.
 
     The files are images.npy, captions.npy and a line of JSON for each row. Rows have unit length
     and come in the order of the shards; numpy.load(..., mmap_mode="r") reads them without holding
-    them. Of single inputs the features are printed as lines of JSON, or written with --out.
+    them.
 
     \b
       vlp evaluate embed --model runs/base/model --shards shards/coco/val --out features/coco
-      vlp evaluate embed --model runs/base/model --text "a red circle" --image a.jpg
     """
     from evaluation.embed import embed as embed_shards
-    from evaluation.embed import embed_inputs, write_inputs
     from evaluation.options import EvalOptions
     from evaluation.samples import kinds_in_words
 
-    if bool(image or text) == bool(shards):
-        raise typer.BadParameter("give either --shards and --out, or --image and --text")
-    if shards and out is None:
-        raise typer.BadParameter("--shards needs --out, the folder to be made")
-    loaded = load_model(model)
-    if not shards:
-        if not first_rank():
-            return
-        inputs = embed_inputs(loaded, image or [], text or [], device, precision)
-        if out is None:
-            for what, feature in inputs:
-                print(json.dumps({**what, "feature": feature.tolist()}, ensure_ascii=False))
-        else:
-            write_inputs(inputs, out, dtype)
-            print(f"{len(inputs)} features written to {out}")
-        return
-    assert out is not None
-    found = embed_shards(
-        loaded,
-        shards,
-        out,
-        EvalOptions(limit, batch, device, precision, workers, progress=True),
-        dtype=dtype,
-    )
+    options = EvalOptions(limit, batch, device, precision, workers, progress=True)
+    found = embed_shards(load_model(model), shards, out, options, dtype=dtype)
     if first_rank():
         if found.skipped:
             print(f"warning: skipped: {kinds_in_words(found.skipped)}", file=sys.stderr)

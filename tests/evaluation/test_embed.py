@@ -18,7 +18,7 @@ from test_work_sharding import launch
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.embed import FeatureFiles, embed, embed_inputs
+from evaluation.embed import FeatureFiles, embed
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError, Samples
 from evaluation.work_sharding import Ranks
@@ -143,29 +143,6 @@ def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
     assert main(command) == 0
     assert len(np.load(out / "images.npy")) == 21
     assert not (tmp_path / "out.tmp").exists()
-
-
-def test_single_inputs_are_printed_or_written(model_folder, tmp_path, capsys):
-    (tmp_path / "red.png").write_bytes(photo())
-    image, texts = str(tmp_path / "red.png"), ["a red circle", "a blue square"]
-    command = ["embed", "--model", str(model_folder), "--image", image, "--text", *texts]
-    assert main(command) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed[0]["image"] == image
-    assert [row["text"] for row in printed[1:]] == texts
-    assert np.linalg.norm(printed[0]["feature"]) == pytest.approx(1, abs=1e-5)
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    written = np.load(tmp_path / "out" / "captions.npy")
-    assert written == pytest.approx(np.array([row["feature"] for row in printed[1:]]), abs=1e-6)
-    assert lines(tmp_path / "out" / "captions.jsonl") == [{"text": text} for text in texts]
-    assert main([*command, "--precision", "bf16"]) == 0
-    half = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    for row, rough in zip(printed, half):
-        assert rough["feature"] != row["feature"]
-        assert rough["feature"] == pytest.approx(row["feature"], abs=0.05)
-    with pytest.raises(EvaluationError, match="nothing to embed"):
-        embed_inputs(vlp.load(model_folder), [], [])
 
 
 def test_shards_without_a_usable_image(model_folder, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.metrics import chance_recall, pessimistic_ranks, recall_at
+from vlp.metrics import chance_recall, pessimistic_ranks
 
 
 def slow_rank(scores, positive):
@@ -39,7 +39,6 @@ def test_constant_scores_find_nothing():
     positive = np.eye(4, 12, dtype=bool)
     ranks = pessimistic_ranks(scores, positive)
     assert ranks.tolist() == [11] * 4
-    assert recall_at(ranks, 10) == 0
 
 
 def test_nan_scores_count_against_the_model():
@@ -52,17 +51,6 @@ def test_nan_scores_count_against_the_model():
 def test_a_query_without_a_right_candidate_is_an_error():
     with pytest.raises(ValueError, match="query 1"):
         pessimistic_ranks(np.zeros((2, 2)), np.array([[True, False], [False, False]]))
-
-
-def test_recall():
-    ranks = np.array([0, 0, 4, 5, 9, 10])
-    assert recall_at(ranks, 1) == pytest.approx(2 / 6)
-    assert recall_at(ranks, 5) == pytest.approx(3 / 6)
-    assert recall_at(ranks, 10) == pytest.approx(5 / 6)
-    with pytest.raises(ValueError, match="no queries"):
-        recall_at(np.array([], dtype=int), 1)
-    with pytest.raises(ValueError, match="starts at 1"):
-        recall_at(ranks, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 
-import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -16,7 +15,7 @@ import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.options import EvalOptions
-from vlp.serving.model_card import MARK, model_card, push_to_hub, write_model_card
+from vlp.serving.model_card import MARK, model_card, write_model_card
 from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
@@ -143,31 +142,6 @@ def test_what_is_no_model_folder_is_one_line_and_code_2(folder, capsys, damage, 
     assert message in error
     assert len(error.splitlines()) == 1
     assert not (folder / "README.md").exists()
-
-
-class Hub:
-    """The two calls of `HfApi` that are used."""
-
-    calls: list[tuple[str, dict]]
-
-    def create_repo(self, repository, **options):
-        self.calls.append((repository, options))
-
-    def upload_folder(self, *, folder_path, repo_id):
-        with open(f"{folder_path}/README.md") as card:
-            self.calls.append((repo_id, {"card": card.read()}))
-        return f"https://hub/{repo_id}"
-
-
-def test_a_push_brings_the_card(folder, monkeypatch):
-    Hub.calls = []
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert push_to_hub(folder, "lab/tiny", private=True) == "https://hub/lab/tiny"
-    assert Hub.calls[0] == ("lab/tiny", {"private": True, "exist_ok": True})
-    assert MARK in Hub.calls[1][1]["card"]
-    with pytest.raises(FileNotFoundError, match="is not a model folder"):
-        push_to_hub(folder.parent, "lab/tiny")
-    assert len(Hub.calls) == 2, "nothing is made on the hub for what is no model"
 
 
 @pytest.mark.parametrize(

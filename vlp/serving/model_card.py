@@ -85,19 +85,6 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
     return True
 
 
-def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
-    """Upload a model folder with its model card to the hub and return its address.
-
-    A card that was written by hand is kept, any other made anew.
-    """
-    from huggingface_hub import HfApi
-
-    write_model_card(folder)
-    api = HfApi()
-    api.create_repo(repository, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
-
-
 def model_card(folder: str | Path, licence: str | None = None) -> str:
     """Return the card of a model folder; arguments and errors as of `write_model_card`."""
     folder = Path(folder)
