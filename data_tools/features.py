@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from data_tools.options import Out, at_least_1
-from vlp.command_line import Overrides
+from vlp.command_line import ImageTower, Overrides, TextTower, tower_overrides
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 
@@ -28,6 +28,8 @@ def features(
         int,
         Option(metavar="N", help="views held at once, one of each image to a pass of the tower"),
     ] = 64,
+    image_tower: ImageTower = None,
+    text_tower: TextTower = None,
     overrides: Overrides = None,
 ) -> int:
     """Store the features of a frozen image tower, so that training decodes and encodes no image.
@@ -46,7 +48,8 @@ def features(
     from vlp.training.engines.environment import advise
 
     at_least_1(views=views, batch=batch)
-    settings = load_config(config, PretrainConfig, overrides or [])
+    changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
+    settings = load_config(config, PretrainConfig, changes)
     put_in_force(settings.limits)
     if settings.data.epoch_samples is not None:
         raise ConfigError("data.epoch_samples: features are stored by index; it must be null")

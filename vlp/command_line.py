@@ -21,6 +21,27 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration"),
 ]
 
+ImageTower = Annotated[
+    str | None,
+    typer.Option(
+        "--image-tower", metavar="DIR", help="weights: a folder or hub name; sets their key"
+    ),
+]
+TextTower = Annotated[
+    str | None,
+    typer.Option(
+        "--text-tower", metavar="DIR", help="weights and tokenizer: sets their three keys"
+    ),
+]
+
+
+def tower_overrides(image: str | None, text: str | None) -> list[str]:
+    """Return the overrides that `--image-tower` and `--text-tower` stand for."""
+    # Layers of the cross-modal encoder start from the text tower's.
+    of_text = ("model.text.weights", "data.vocabulary", "model.cross.weights")
+    changes = [f"{key}={text}" for key in of_text if text is not None]
+    return changes if image is None else [f"model.image.weights={image}", *changes]
+
 
 START_HERE, MODELS = "Start here", "Use, show and convert models"
 """Headings of the list of commands; a command without one is listed under `More`."""

@@ -12,10 +12,15 @@ import json
 import os
 import re
 import shutil
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +110,23 @@ def may_be_on_hub(name: str) -> bool:
         return False
     mistyped = Path(owner).is_dir() and not Path(name).is_dir()
     return not (slash and (owner == "runs" or mistyped))
+
+
+@cache
+def check_hub() -> None:
+    """Go offline at once where the hub cannot be reached, for a download would retry for 40 s."""
+    import huggingface_hub.constants as hub
+
+    place = urlsplit(hub.ENDPOINT)
+    host, port = place.hostname or "", place.port or (443 if place.scheme == "https" else 80)
+    if hub.HF_HUB_OFFLINE or getproxies():
+        return
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+    except OSError:
+        print(f"{host} cannot be reached: only what is in the hub's cache is used", file=sys.stderr)
+        hub.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that this one starts
 
 
 def sync(file: Any) -> None:

@@ -16,7 +16,14 @@ from typing import Annotated, Literal
 import typer
 from typer import Option
 
-from vlp.command_line import Overrides, nearest, positive
+from vlp.command_line import (
+    ImageTower,
+    Overrides,
+    TextTower,
+    nearest,
+    positive,
+    tower_overrides,
+)
 from vlp.signals import STOPS
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -50,6 +57,8 @@ def train(
     config: Config,
     ranks: Ranks = None,
     resume: Resume = False,
+    image_tower: ImageTower = None,
+    text_tower: TextTower = None,
     overrides: Overrides = None,
     local_rank: LocalRank = None,
 ) -> int:
@@ -68,14 +77,15 @@ def train(
         values, _ = read_values(config)
     except ConfigError:
         values = {}  # the training says what is wrong with it
+    changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
     if (several := _several(ranks)) > 1:
         flags = ["--resume"] if resume else []
-        return launch_ranks(several, ["train", "--config", str(config), *(overrides or ()), *flags])
+        return launch_ranks(several, ["train", "--config", str(config), *changes, *flags])
     if "task" in values:
         from launch.train_vision import run_vision as run
     else:
         from launch.pretrain import run_pretraining as run
-    return run(config, overrides or (), resume)
+    return run(config, changes, resume)
 
 
 def finetune(
@@ -128,6 +138,8 @@ def align(
             help="of covariances, as a share of the mean variance; else held-out images choose",
         ),
     ] = None,
+    image_tower: ImageTower = None,
+    text_tower: TextTower = None,
     overrides: Overrides = None,
 ) -> int:
     """Align two pretrained towers without training.
@@ -140,7 +152,8 @@ def align(
     """
     from launch.align import run_align
 
-    return run_align(config, out, epochs, shrinkage, list(overrides or ()))
+    changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
+    return run_align(config, out, epochs, shrinkage, changes)
 
 
 def convert_albef(

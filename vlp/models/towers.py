@@ -15,7 +15,7 @@ from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.io import may_be_on_hub, parse_json
+from vlp.io import check_hub, may_be_on_hub, parse_json
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig, Trainable
 
 
@@ -206,6 +206,7 @@ def _config_file(name: str) -> Path:
         raise FileNotFoundError("there is no such folder")
     from huggingface_hub import hf_hub_download
 
+    check_hub()
     return Path(hf_hub_download(name, _CONFIG))
 
 

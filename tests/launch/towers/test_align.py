@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from math import prod
 
 import pytest
@@ -15,7 +16,7 @@ from data_tools.feature_writer import feature_writer
 from launch.align import SHRINKAGES, _HeldOut, align
 from launch.cli.main import main
 from launch.pretrain import build
-from vlp.config import load_config
+from vlp.config import ConfigError, load_config
 from vlp.lock import FolderLock
 from vlp.models.image_encoder import ImageEncoder
 from vlp.objectives.canonical_correlation import (
@@ -170,3 +171,40 @@ def test_held_out_images_count_in_the_projections_again(lab, tmp_path, capsys):
     _, given = align(settings(lab), tmp_path / "given", shrinkage=float(chosen))
     assert_close(given.image_encoder.projection.weight, found.image_encoder.projection.weight)
     assert not capsys.readouterr().out
+
+
+def test_towers_are_named_by_two_options(monkeypatch, tmp_path):
+    """The text tower's folder has the tokenizer and starts the cross-modal layers, too."""
+    calls = []
+    monkeypatch.setattr("launch.align.run_align", lambda *given: calls.append(given) or 0)
+    words = ["--config", "x.yaml", "--out", str(tmp_path / "out")]
+    assert main(["align", *words, "--image-tower", "A", "--text-tower", "B", "k=1"]) == 0
+    assert calls[0][-1] == [
+        "model.image.weights=A",
+        "model.text.weights=B",
+        "data.vocabulary=B",
+        "model.cross.weights=B",
+        "k=1",
+    ]
+
+
+def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, capsys):
+    import huggingface_hub.constants as hub
+
+    from vlp.data.text.tokenizer import TextProcessor
+    from vlp.io import check_hub
+
+    def refused(*address, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("vlp.io.socket.create_connection", refused)
+    monkeypatch.setattr("vlp.io.getproxies", dict)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    check_hub.cache_clear()
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="nor a name on the hub"):
+        TextProcessor.load("nobody/nothing", 8)
+    assert time.monotonic() - started < 5
+    assert "cannot be reached" in capsys.readouterr().err
+    check_hub.cache_clear()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.io import may_be_on_hub, parse_json, write_json
+from vlp.io import check_hub, may_be_on_hub, parse_json, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -276,6 +276,7 @@ def _from_hub(name: str) -> str:
     try:
         if not may_be_on_hub(name):
             raise FileNotFoundError(name)
+        check_hub()
         return hf_hub_download(name, "tokenizer.json")
     except Exception as error:  # no network, no such name, not a name: one answer to all
         raise ConfigError(

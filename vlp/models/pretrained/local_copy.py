@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlp.io import may_be_on_hub
+from vlp.io import check_hub, may_be_on_hub
 
 CONFIG = "config.json"
 RESULTS = "evaluation"
@@ -71,6 +71,7 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    check_hub()
     try:
         return Path(snapshot_download(name, revision=revision, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vlp.io import may_be_on_hub, parse_json
+from vlp.io import check_hub, may_be_on_hub, parse_json
 
 _OUTER = {
     "embeddings.cls_token": "cls_token",
@@ -245,6 +245,7 @@ def _from_hub(name: str) -> tuple[Path, Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    check_hub()
     try:
         config = Path(hf_hub_download(name, CONFIG))
         for file in WEIGHT_FILES:
@@ -270,6 +271,7 @@ def _from_timm(name: str, with_settings: bool) -> Published:
             f"cannot load {name}: neither a file, a folder, a hub name (OWNER/NAME) nor a model of "
             "timm"
         )
+    check_hub()
     try:
         vit = timm.create_model(name, pretrained=True)
     except Exception as error:  # of the tag, the network, the service or the disk

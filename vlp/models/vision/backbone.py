@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import nn
 
 from vlp.config import Config, ConfigError
+from vlp.io import check_hub
 from vlp.positions import (
     CROSS_MODAL,
     PositionEncoding,
@@ -44,6 +45,8 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
     """
     import vlp.models.vision  # noqa: F401  # registers our names with timm
 
+    if config.pretrained:
+        check_hub()
     try:
         model: nn.Module = timm.create_model(
             config.name, pretrained=config.pretrained, **{**options, **config.options}
