@@ -137,8 +137,8 @@ def _read(
     pixels, captions, skipped = [], [], []
     for item in blocks[number]:
         try:
-            raw, _, where = items.read(item)
-            pixels.append(preprocess(decode_image(raw.image, where)))
+            raw = items.read(item).raw
+            pixels.append(preprocess(decode_image(raw.image, raw.where)))
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
             continue
