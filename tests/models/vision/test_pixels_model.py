@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from vlp.tasks.pixels.model import (
     PixelModelConfig,
     PixelPlaces,
     PixelTransformer,
-    _draw,
     sequence_context,
 )
 from vlp.training.config import VisionConfig
@@ -184,56 +182,6 @@ def test_the_papers_models_have_its_parameters(position, expected, printed):
         made = PixelTransformer(changed, task.data.image_size)
     assert sum(parameter.numel() for parameter in made.parameters()) == expected
     assert round(expected / 1e6, 1) == printed
-
-
-MIXED = {"name": "learned-2d", "options": {"mixer": True}}
-
-
-@pytest.mark.parametrize("options", [{}, REFORMER])
-@pytest.mark.parametrize("names", [["fourier"], ["learned-1d"], [MIXED, "sine-1d"], []])
-def test_logits_token_by_token_are_those_of_the_whole(names, options):
-    made, values = model(*names, **options), images()
-    tokens = values.flatten(1)
-    whole = made(values).flatten(1, 3)
-    step = made._step_by_step(2)
-    for place in range(LENGTH):
-        torch.testing.assert_close(step(tokens, place), whole[:, place])
-
-
-@pytest.mark.parametrize("names", [["fourier"], ["sine-2d", "alibi-2d"]])
-def test_images_are_drawn_alike_from_equal_numbers(names):
-    made = model(*names)
-    first = made.generate(3, np.random.default_rng(1))
-    assert first.shape == (3, SIZE, SIZE, 3)
-    assert first.dtype == torch.uint8
-    assert torch.equal(first, made.generate(3, np.random.default_rng(1)))
-    assert not torch.equal(first, made.generate(3, np.random.default_rng(2)))
-    # Every value is likely enough that its random number stands for it, given those before it.
-    shares = made(first.long()).detach().softmax(-1).flatten(1, 3)
-    numbers = np.random.default_rng(1)
-    for place in range(LENGTH):
-        drawn = numbers.random(3)
-        for row, level in enumerate(first.flatten(1)[:, place].tolist()):
-            below = float(shares[row, place, :level].sum())
-            above = below + float(shares[row, place, level])
-            assert below - 1e-9 <= drawn[row] <= above + 1e-9
-
-
-def test_drawn_levels_follow_their_shares():
-    logits = torch.full((20_000, 256), -math.inf)
-    logits[:, 3], logits[:, 200] = math.log(0.25), math.log(0.75)
-    drawn = _draw(logits, np.random.default_rng(0))
-    assert set(drawn.tolist()) == {3, 200}
-    assert float((drawn == 3).float().mean()) == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_low_temperature_takes_the_likeliest():
-    made = model("sine-2d")
-    cold = made.generate(2, np.random.default_rng(0), temperature=1e-4)
-    best = made(cold.long()).argmax(-1)
-    assert torch.equal(best.to(torch.uint8), cold)
-    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
-        made.generate(1, np.random.default_rng(0), temperature=0)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp
     again = Pixels.restore(PixelsConfig.model_validate(plain), known)
     again.load_state_dict(state)
     assert evaluate(again.eval(), EvalOptions()) == pytest.approx(after)
-    drawn = again.model.generate(4, np.random.default_rng(0), temperature=0.2)
-    kinds = {tuple(corner) for corner in drawn[:, 0, 0].tolist()}
-    assert kinds <= {(250, 20, 90), (10, 130, 240)}
 
 
 def test_encodings_that_do_not_fit_are_refused(planes):

@@ -1,25 +1,22 @@
-"""A transformer that writes images channel by channel, and says how likely a given one is.
+"""A transformer that says how likely an image is, channel by channel.
 
 The image generation model of Li et al. 2021 (section 4.1) is a Reformer on the raster scan of a
 image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Its layers
-are those of `reformer.py`, with exact attention, or a transformer's.
+are a Reformer's, with exact attention, or a transformer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.config import Config, ConfigError
-from vlp.layers.attention import attend
 from vlp.layers.blocks import FeedForward
-from vlp.layers.causal import CausalAttention, Past
+from vlp.layers.causal import CausalAttention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
 from vlp.positions.options import PositionConfig
@@ -41,30 +38,18 @@ class SharedQueryAttention(nn.Module):
         self.value = nn.Linear(width, heads * head_width, bias=False)
         self.output = nn.Linear(heads * head_width, width, bias=False)
 
-    def forward(self, states: Tensor, past: Past | None = None) -> Tensor:
-        """(B, T, width) -> (B, T, width).
-
-        Args:
-            states: the whole sequence, or with `past` the one token that comes next.
-            past: what came before; gets the new token.
-        """
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, T, width) -> (B, T, width)."""
         query, value = (
             project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.value)
         )
         key = functional.normalize(query, dim=-1)
-        if past is None:
-            # Row t sees the keys 0 .. t - 1: a causal square one row down.
-            earlier = functional.scaled_dot_product_attention(
-                query[:, :, 1:], key[:, :, :-1], value[:, :, :-1], is_causal=True, scale=1.0
-            )
-            out = torch.cat([value[:, :, :1], earlier], -2)
-        elif past.key is None or past.value is None:
-            out = value
-        else:
-            out = attend(query, past.key, past.value, scale=1.0)
-        if past is not None:
-            past.extended(key, value)
+        # Row t sees the keys 0 .. t - 1: a causal square one row down.
+        earlier = functional.scaled_dot_product_attention(
+            query[:, :, 1:], key[:, :, :-1], value[:, :, :-1], is_causal=True, scale=1.0
+        )
+        out = torch.cat([value[:, :, :1], earlier], -2)
         return self.output(out.transpose(1, 2).flatten(-2))
 
 
@@ -78,10 +63,10 @@ class ReformerLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, feed_forward)
 
-    def forward(self, x: Tensor, context: PositionContext, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: PositionContext) -> Tensor:
         """(B, T, 2 * width), both streams -> same shape; the context is not needed."""
         first, second = x.chunk(2, -1)
-        first = first + self.attention(self.attention_norm(second), past)
+        first = first + self.attention(self.attention_norm(second))
         second = second + self.feed_forward(self.feed_forward_norm(first))
         return torch.cat([first, second], -1)
 
@@ -189,9 +174,9 @@ class PixelLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, config.feed_forward)
 
-    def forward(self, x: Tensor, context: PositionContext, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: PositionContext) -> Tensor:
         """(B, T, width) -> same shape; see `CausalAttention`."""
-        x = x + self.attention(self.attention_norm(x), context, past)
+        x = x + self.attention(self.attention_norm(x), context)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -233,74 +218,17 @@ class PixelTransformer(nn.Module):
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:
             raise ValueError(f"images are (B, {shape}), not {tuple(values.shape)}")
-        return self._logits(values.flatten(1)).unflatten(1, shape)
+        before = functional.pad(values.flatten(1)[:, :-1], (1, 0), value=START)
+        x = self.places(self.embedding(before)).repeat(1, 1, self.streams)
+        context = sequence_context(self.size)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.head(self.norm(x)).unflatten(1, shape)
 
     def nats(self, values: Tensor) -> Tensor:
         """-ln p of every channel: (B, size, size, 3), in float32; summed, that of the image."""
         logits = self(values).float()
         return functional.cross_entropy(logits.movedim(-1, 1), values, reduction="none")
-
-    @torch.no_grad()
-    def generate(self, count: int, rng: np.random.Generator, temperature: float = 1.0) -> Tensor:
-        """Draw images from the model, one channel after another.
-
-        Without encodings in attention each step costs one token; with them, whose hooks need the
-        whole grid, the whole image.
-
-        Args:
-            rng: draws one number per image and channel.
-            temperature: divides the logits; below 1 likely values become likelier.
-
-        Returns:
-            (count, size, size, 3) uint8, on the CPU.
-        """
-        if not temperature > 0:
-            raise ValueError(f"the temperature must be positive, not {temperature}")
-        length = CHANNELS * self.size**2
-        tokens = torch.zeros(count, length, dtype=torch.int64, device=self.head.weight.device)
-        cached = not any(len(layer.attention.positions) for layer in self._positioned())
-        logits = self._step_by_step(count) if cached else self._again_and_again
-        for place in range(length):
-            drawn = _draw(logits(tokens, place) / temperature, rng)
-            tokens[:, place] = drawn.to(tokens.device)
-        return tokens.unflatten(1, (self.size, self.size, CHANNELS)).to("cpu", torch.uint8)
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, 256)."""
-        before = functional.pad(tokens[:, :-1], (1, 0), value=START)
-        x = self.places(self.embedding(before)).repeat(1, 1, self.streams)
-        context = sequence_context(self.size)
-        for layer in self.layers:
-            x = layer(x, context)
-        return self.head(self.norm(x))
-
-    def _again_and_again(self, tokens: Tensor, place: int) -> Tensor:
-        """Logits of one place; what stands there and behind it does not count."""
-        return self._logits(tokens)[:, place]
-
-    def _step_by_step(self, count: int) -> Callable[[Tensor, int], Tensor]:
-        """The same for places one after another, keeping what layers have seen."""
-        weight = self.embedding.weight
-        # Encodings weigh a token, channel by channel, and add to it: two sequences tell them all.
-        ends = weight.new_zeros(2, CHANNELS * self.size**2, weight.shape[-1])
-        ends[1] = 1
-        shift, scale = self.places(ends)
-        scale = scale - shift
-        pasts = [Past() for _ in self.layers]
-        context = sequence_context(self.size)
-
-        def logits(tokens: Tensor, place: int) -> Tensor:
-            before = tokens[:, place - 1] if place else tokens.new_full((count,), START)
-            x = (self.embedding(before) * scale[place] + shift[place])[:, None]
-            x = x.repeat(1, 1, self.streams)
-            for layer, past in zip(self.layers, pasts, strict=True):
-                x = layer(x, context, past)
-            return self.head(self.norm(x))[:, 0]
-
-        return logits
-
-    def _positioned(self) -> Sequence[PixelLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PixelLayer)]
 
 
 def _layer(config: PixelModelConfig, size: int) -> nn.Module:
@@ -322,11 +250,3 @@ def _layer(config: PixelModelConfig, size: int) -> nn.Module:
 def sequence_context(size: int) -> PositionContext:
     """Return the tokens of an image as a grid, each channel a column of its own."""
     return PositionContext(grid=(size, CHANNELS * size))
-
-
-def _draw(logits: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return one level for each row of logits (B, 256): (B,), on the CPU."""
-    share = logits.double().softmax(-1).cumsum(-1).cpu()
-    wanted = torch.from_numpy(rng.random(len(logits)))[:, None]
-    # The last sum may miss 1 by a rounding error.
-    return torch.searchsorted(share, wanted, right=True)[:, 0].clamp(max=LEVELS - 1)
