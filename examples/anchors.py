@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
     anchors = (similarity >= threshold).float().mean(-1)[0]  # (patches, tokens)
     columns = model.config.image.grid[1]
     for number, word in enumerate(text.words(options.text)):
-        place = int(anchors[:, number].argmax())
-        share, row, column = float(anchors[place, number]), place // columns, place % columns
+        patch = int(anchors[:, number].argmax())
+        share, row, column = float(anchors[patch, number]), patch // columns, patch % columns
         print(f"{word:12} row {row}, column {column}: anchor in {share:.0%} of the groups")
     print(f"{float(reachable.float().mean()):.0%} of all paths reach an anchor")
     return path
