@@ -63,7 +63,7 @@ pretrain teacher | 30 | pretrain/scenes_tiny | objectives.mim.output=cross
     | objectives.teacher={queue: 64, warmup_steps: 8}
 pretrain text | 30 | pretrain/scenes_tiny | model.cross.layout=text | model.cross.dropout=0.1
     | model.cross.pooling=cls+mean | model.cross.token_score=8 | objectives.contrastive={kind: itc}
-    | objectives.itm={form: lists, negatives: 2, group: 16}
+    | objectives.itm={listwise: 2, group: 16}
 pretrain albef | 30 | pretrain/scenes_tiny | model.cross.layout=albef | model.cross.position=[]
     | objectives.contrastive={kind: itc} | objectives.teacher={queue: 64, warmup_steps: 8}
 pretrain baselines | 8 | pretrain/scenes_tiny | model.cross.position=[uniform, ape, rpe]

@@ -29,7 +29,7 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.harness import Figure
 from vlp.config import ConfigError
-from vlp.models.config import AnchorConfig, ModelConfig
+from vlp.models.config import AnchorOptions, ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import patch_reach, text_reach
 
@@ -174,7 +174,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     ]
 
 
-def path_steps(grid: tuple[int, int], anchor: AnchorConfig, metric: str = "euclidean") -> int:
+def path_steps(grid: tuple[int, int], anchor: AnchorOptions, metric: str = "euclidean") -> int:
     """Operations for each entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
 
     4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark

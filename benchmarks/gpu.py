@@ -387,7 +387,7 @@ def _engine(setting: Setting, kind: str, folder: Path) -> Engine:
 
     path = folder / f"{kind}_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": int(kind)}}), encoding="utf-8")
-    return DeepSpeedEngine(task, TrainingConfig.model_validate(values | {"deepspeed": str(path)}))
+    return DeepSpeedEngine(task, TrainingConfig.model_validate(values | {"engine": str(path)}))
 
 
 def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str, Tensor]:

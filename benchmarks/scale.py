@@ -278,8 +278,8 @@ def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> Col
     running anchor threshold, one all-reduce, is left out: a fake step has no numbers for it.
     """
     cross = config.model.cross
-    anchor = cross.anchor.model_copy(update={"threshold": 0.05})
-    cross = cross.model_copy(update={"anchor": anchor})
+    anchor = {**cross.options.get("anchor", {}), "threshold": 0.05}
+    cross = cross.model_copy(update={"options": {**cross.options, "anchor": anchor}})
     model = config.model.model_copy(update={"cross": cross})
     task = meta_task(config.model_copy(update={"model": model}))
     checkpoint_activations(task, config.training.activation_checkpointing)

@@ -152,7 +152,7 @@ def _configuration_page() -> str:
         parts.extend(_table(kind) for kind in new)
     parts += [
         "## Options of position encodings\n",
-        "They stand in `options` of `model.cross` and of an entry of `model.image.positions`.",
+        "They stand in `model.cross.options` and `model.image.positions`, by the encoding's name.",
         f"{', '.join(f'`{size}`' for size in SIZES)} the model knows by itself.\n",
         _table(AnchorOptions),
         *map(_encoding, list_positions()),

@@ -46,8 +46,8 @@ def test_base_is_the_papers():
     assert optimiser.weight_decay == 0.02
     teacher = config.objectives.teacher
     assert (teacher.momentum, teacher.queue) == (0.995, 65536)
-    anchor = config.model.cross.anchor
-    assert (anchor.groups, anchor.text_window, anchor.patch_window) == (8, 5, 9)
+    anchor = config.model.cross.anchor_options
+    assert (config.model.cross.anchor.groups, anchor.text_window, anchor.patch_window) == (8, 5, 9)
     assert config.model.image.image_size == 256
 
 

@@ -61,7 +61,7 @@ def train_step(part):
     joint = torch.cat([image, text[negatives.text_for_image]], -1)
     tokens = token_losses(
         *(image_tokens, text_tokens, batch["word_mask"], batch["words"], ids, valid),
-        *(weights["tau"], 1.0, 1.0, GROUP),
+        *(weights["tau"], GROUP),
     )
     means = normalise(
         {

@@ -119,7 +119,7 @@ def run_plan(
     print(f"parameters: {', '.join(f'{name} {n:,}' for name, n in counts.items())}\n")
     head = [["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]]
     own = 0
-    if training.engine == "deepspeed":
+    if training.deepspeed is not None:
         own = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
     rows = [
         [

@@ -26,7 +26,7 @@ ROWS = 4
 
 
 def main(name: str, ranks: int) -> None:
-    values = {"engine": "ddp"} if name == "ddp" else {"engine": "deepspeed", "deepspeed": name}
+    values = {"engine": name}
     config = PretrainConfig.model_validate(
         {
             "model": TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 3}},

@@ -34,7 +34,7 @@ class Lab:
         if stage == 3:
             values["stage3_param_persistence_threshold"] = 0
         path.write_text(json.dumps({"zero_optimization": values}))
-        return f"training.deepspeed={path}"
+        return f"training.engine={path}"
 
     def log(self, name: str) -> list[dict[str, Any]]:
         lines = (self.output(name) / "log.jsonl").read_text().splitlines()

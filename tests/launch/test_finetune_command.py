@@ -107,7 +107,7 @@ def test_a_run_of_zero_3_is_validated(tmp_path):
         *("--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"init_from={start}"),
         *(f"task.data.{part}=[{shards}]" for part in ("train", "validation")),
         *("task.data.canonical_streams=2", "task.teacher={}", "training.precision=float32"),
-        *("training.engine=deepspeed", f"training.deepspeed={zero}", "training.batch=4"),
+        *(f"training.engine={zero}", "training.batch=4"),
         *("training.steps=2", "training.evaluate_every=1", f"output={tmp_path / 'run'}"),
     ], 2)  # fmt: skip
     report = json.loads((tmp_path / "run" / "report.json").read_text())

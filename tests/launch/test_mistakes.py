@@ -68,7 +68,7 @@ MISTAKES = [
     (TRAIN + "model.cross.anchor.groups=5", "cross.anchor.groups"),
     (TRAIN + "model.text.vocab_size=64", "model.text.vocab_size"),
     (TRAIN + "model.image.architecture=resnet18", "image.architecture"),
-    (TRAIN + "training.deepspeed=zero7", "zero0"),
+    (TRAIN + "training.engine=zero7", "zero0"),
     (TRAIN + "training.trackers=wandb", "[wandb]"),
     (TRAIN + "training.trackers=[mlflow]", "training.trackers"),
     (TRAIN + "--ranks 0", "0"),

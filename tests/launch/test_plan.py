@@ -59,7 +59,7 @@ def test_figures_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (48, [], "24 can"),
         (5, ["objectives.itm.group=5"], "no number can"),
         (8, ["training.batch=95"], "is not a multiple of data.canonical_streams"),
-        (8, ["training.engine=deepspeed", "training.deepspeed=zero9"], "unknown name 'zero9'"),
+        (8, ["training.engine=zero9"], "unknown name 'zero9'"),
     ],
 )
 def test_what_cannot_start_is_refused(

@@ -215,7 +215,7 @@ def test_few_open_files_are_refused_and_enough_are_enough(lab: Lab) -> None:
 @pytest.mark.nightly
 def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> None:
     """The system refuses files of a checkpoint's size from the sixth batch on, on both ranks."""
-    arguments = lab.arguments("full", "training.deepspeed=zero3")
+    arguments = lab.arguments("full", "training.engine=zero3")
     results = ranks.finish(ranks.start([FAILING, "full", "0", "5", *arguments], 2))
     assert [code for code, _ in results] == [1, 1]
     said = results[0][1]
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
 @pytest.mark.nightly
 def test_one_failing_rank_ends_the_others(lab: Lab) -> None:
     start = time.monotonic()
-    arguments = lab.arguments("failed", "training.deepspeed=zero2")
+    arguments = lab.arguments("failed", "training.engine=zero2")
     results = ranks.finish(ranks.start([FAILING, "raise", "1", "2", *arguments], 2), timeout=120)
     assert [code for code, _ in results] == [1, 1]
     assert "error on rank 1" in results[1][1]

@@ -135,7 +135,7 @@ def test_a_start_with_other_groups_keeps_its_own_tables(saved):
 
 def test_a_configured_threshold_stays_and_a_running_one_is_the_folders(saved):
     folder, _ = saved
-    fixed = other_cross(folder, anchor={"groups": 2, "threshold": 0.05})
+    fixed = other_cross(folder, options={"anchor": {"threshold": 0.05}})
     report = start_from(fixed, folder)
     assert float(fixed.anchor_threshold) == pytest.approx(0.05)
     assert report.missing == report.unused == ["anchor_threshold"]
@@ -325,8 +325,8 @@ def test_other_heads_of_equal_shapes_are_refused(saved, part):
 
 
 def test_pixels_normalised_otherwise_are_refused(saved):
-    with pytest.raises(ValueError, match=r"set image\.mean=\[0\.5,0\.5,0\.5\]"):
-        start_from(changed("image", mean=[0.4, 0.5, 0.5]), saved[0])
+    with pytest.raises(ValueError, match=r"set image\.normalisation=\[\[0\.5,0\.5,0\.5\]"):
+        start_from(changed("image", normalisation=[[0.4, 0.5, 0.5], [0.5, 0.5, 0.5]]), saved[0])
 
 
 def test_weights_that_timm_knows_say_how_pixels_are_normalised():
@@ -378,11 +378,13 @@ TOWER = {
         (
             {
                 "image": {
-                    "architecture": "vit_tiny_patch16_224",
-                    "architecture_options": {"checkpoint_path": "/etc/passwd"},
+                    "architecture": {
+                        "name": "vit_tiny_patch16_224",
+                        "checkpoint_path": "/etc/passwd",
+                    },
                 }
             },
-            "architecture_options.checkpoint_path",
+            "architecture.checkpoint_path",
         ),
     ],
 )

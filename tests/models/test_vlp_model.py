@@ -71,7 +71,7 @@ def test_linear_layers_of_encodings_keep_their_own_start(monkeypatch):
             return self.gate(key).mT
 
     sizes = {
-        "image": TINY_MODEL["image"] | {"positions": [{"name": "own-gate"}]},
+        "image": TINY_MODEL["image"] | {"positions": {"own-gate": {}}},
         "cross": TINY_MODEL["cross"] | {"position": ("own-gate", "anchor")},
     }
     model = VLPModel(ModelConfig.model_validate(TINY_MODEL | sizes))
@@ -114,7 +114,7 @@ def with_image(**image):
 
 
 def test_positions_of_patches_start_as_sines_by_which_neighbours_are_alike():
-    table = with_image(position_sines=0.5).image_encoder.vit.pos_embed.detach()[0]
+    table = with_image(position=0.5).image_encoder.vit.pos_embed.detach()[0]
     assert (table[0] == 0).all()
     places = table[1:].unflatten(0, (4, 4))
     torch.testing.assert_close(places.square().mean(-1), torch.full((4, 4), 0.125))
@@ -132,8 +132,8 @@ def test_positions_of_patches_start_small_unless_asked():
 def test_without_positions_an_image_encoder_does_not_see_where_patches_are():
     pixels = torch.randn(1, 3, 16, 16)
     turned = pixels.unflatten(2, (4, 4)).flip(2).flatten(2, 3)  # rows of patches upside down
-    for position, blind in (("none", True), ("learned", False)):
-        encoder = with_image(position=position, position_sines=0.5).image_encoder
+    for position, blind in (("none", True), (0.5, False)):
+        encoder = with_image(position=position).image_encoder
         with torch.no_grad():
             seen, other = encoder(pixels), encoder(turned)
         assert torch.allclose(seen[:, 0], other[:, 0], atol=1e-5) == blind
@@ -228,7 +228,7 @@ def test_an_edit_of_patches_is_its_threads_own(edits):
 
 def test_path_gradient_is_stopped_unless_asked_for():
     for asked in (False, True):
-        model = tiny(anchor={"groups": 2, "path_gradient": asked})
+        model = tiny(**ace(path_gradient=asked))
         image, text = encoded(model)
         model.match(image, text).sum().backward()
         gradient = model.image_tokens.weight.grad
@@ -263,7 +263,7 @@ def test_fused_attention_equals_the_explicit_one():
         ({"cross": {"heads": 2, "anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
         ({"image": TINY_MODEL["image"] | {"width": 32}}, "16 and 32"),
         (
-            {"image": TINY_MODEL["image"] | {"width": 18, "position_sines": 0.5}},
+            {"image": TINY_MODEL["image"] | {"width": 18, "position": 0.5}},
             "18 is not a multiple of 4",
         ),
         ({"text": TINY_MODEL["text"] | {"max_tokens": 17}}, "17 is more than max_positions 16"),

@@ -54,12 +54,12 @@ if "/search" in offered:
     print("search", len(page.predict("number 3 runs", api_name="/search")))
 """
 LAYER = "layers=1 heads=2 intermediate=64 width=24"
-TOWER = "{embed_dim: 24, depth: 2, num_heads: 2}"
+TOWER = "{name: vit_small_patch14_dinov2, embed_dim: 24, depth: 2, num_heads: 2}"
 
 # What makes a command small: by a part of it, what is added.
 SMALLER = {
     "from_towers.yaml": (
-        *("model.image.weights=null", f"model.image.architecture_options={TOWER}"),
+        *("model.image.weights=null", f"model.image.architecture={TOWER}"),
         *("model.image.image_size=56", "model.image.width=24", "data.vocabulary=words"),
         *("model.image.pooled_layers=2", "objectives.contrastive.token.group=8"),
         *("model.text.weights=null", "model.text.vocab_size=200"),

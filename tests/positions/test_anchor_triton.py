@@ -32,7 +32,7 @@ def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
-        patch.setattr(windowed_path, "_kernels", lambda: module)
+        patch.setattr(windowed_path, "kernels", lambda: module)
         yield windowed_path
 
 
@@ -219,6 +219,12 @@ def test_compiles_for_gpus_that_are_not_there(
     spilled = compile_kernel(function, constants, types, arch).spilled
     widest = (kernel, patch_reach, groups_last, arch) == ("backward", 4, True, 80)
     assert spilled <= (16 if widest else 0)
+
+
+def test_the_kernels_that_are_launched_exist():
+    launched = ("path_forward", "path_backward", "forward", "backward", "path")
+    launched = (*launched, "shift", "shift_backward")
+    assert all(hasattr(windowed_path.kernels(), f"{name}_kernel") for name in launched)
 
 
 def test_cpu_tensors_never_import_triton():

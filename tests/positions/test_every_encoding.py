@@ -135,17 +135,16 @@ def test_what_cannot_be_in_the_cross_modal_encoder_is_named(cross, message):
 def test_soft_anchors_have_a_name():
     """It is stored as what it stands for, and settings that are given stay."""
     cross = TINY_MODEL["cross"] | {"position": ["alignment", "anchor-soft"]}
-    cross["anchor"] = cross.get("anchor", {}) | {"groups": 2}
+    cross |= {"anchor": {"groups": 2}}
     named = ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross
     assert named.position == ("alignment", "anchor")
-    assert (named.anchor.tau, named.anchor.groups) == (5, 2)
+    assert (named.anchor_options.tau, named.anchor.groups) == (5, 2)
     assert CrossConfig.model_validate(named.model_dump()) == named
-    cross["anchor"]["tau"] = 2
-    assert ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross.anchor.tau == 2
+    cross["options"] = {"anchor": {"tau": 2}}
+    assert ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross.anchor_options.tau == 2
     # Over a stored configuration, which has every setting.
     stored = CrossConfig().model_dump() | {"position": ("anchor-soft",)}
-    anchor = CrossConfig.model_validate(stored).anchor
-    assert anchor.tau == 5
+    assert CrossConfig.model_validate(stored).anchor_options.tau == 5
 
 
 @pytest.mark.parametrize("name", WITHIN)

@@ -228,10 +228,12 @@ def test_a_part_of_a_section_leaves_the_rest(folder, auto):
     from transformers import AutoModel
 
     read = (AutoModel if auto else vlp.VlpModel).from_pretrained
-    own, found = read(folder).config.sizes, read(folder, cross={"anchor": {"threshold": 0.3}})
+    own, found = (
+        read(folder).config.sizes,
+        read(folder, cross={"options": {"anchor": {"threshold": 0.3}}}),
+    )
     assert found.model.anchor_threshold == pytest.approx(0.3)
-    anchor = own.cross.anchor.model_copy(update={"threshold": 0.3})
-    cross = own.cross.model_copy(update={"anchor": anchor})
+    cross = own.cross.model_copy(update={"options": {"anchor": {"threshold": 0.3}}})
     assert found.config.sizes == own.model_copy(update={"cross": cross})
     config = vlp.VlpConfig.from_pretrained(folder, temperature=0.5)
     both = vlp.VlpModel.from_pretrained(folder, config=config, feature_dropout=0.5)

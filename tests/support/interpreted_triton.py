@@ -14,13 +14,7 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from vlp.positions import anchor as windowed_path
-from vlp.positions import anchor_attention
-from vlp.positions import anchor_kernels as anchor_attention_triton
-from vlp.positions import anchor_kernels as anchor_shift_triton
-from vlp.positions import anchor_kernels as anchor_triton
-
-MODULES = {"anchor_attention": anchor_attention_triton, "anchor_shift": anchor_shift_triton}
+from vlp.positions import anchor, anchor_attention, anchor_kernels
 
 
 @contextmanager
@@ -32,7 +26,7 @@ def interpreted() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    copies, language, core = {}, triton.language, triton.language.core
+    language, core = triton.language, triton.language.core
     owners = language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base
     before = [(owner, dict(vars(owner))) for owner in owners]
     with pytest.MonkeyPatch.context() as patch:
@@ -42,12 +36,13 @@ def interpreted() -> Iterator[None]:
         unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", unchecked)
         patch.setattr(interpreter, "_convert_float", _rounded(interpreter._convert_float))
-        for name, module in {**MODULES, "anchor": anchor_triton}.items():
-            spec = importlib.util.spec_from_file_location(f"{name}_interpreted", module.__file__)
-            assert spec is not None
-            assert spec.loader is not None
-            copies[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(copies[name])
+        spec = importlib.util.spec_from_file_location(
+            "kernels_interpreted", anchor_kernels.__file__
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)
         # Triton's own functions, such as `tl.sum`, were decorated when it was imported.
         for name, function in vars(language).copy().items():
             if isinstance(function, triton.JITFunction):
@@ -56,8 +51,8 @@ def interpreted() -> Iterator[None]:
         language.dot = lambda a, b, **options: core.dot(
             a.to(core.float32), b.to(core.float32), **options
         )
-        patch.setattr(anchor_attention, "_kernels", copies.__getitem__)
-        patch.setattr(windowed_path, "_kernels", lambda: copies["anchor"])
+        for module in (anchor, anchor_attention):
+            patch.setattr(module, "kernels", lambda: copy)
         yield
     for owner, attributes in before:  # which the interpreter leaves as it needs them
         for name, value in attributes.items():

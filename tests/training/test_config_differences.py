@@ -68,7 +68,7 @@ def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> N
     [
         ("training.steps", 99),
         ("training.batch", 16),
-        ("training.deepspeed", "zero3"),
+        ("training.engine", "zero3"),
         ("training.optimiser.learning_rate", 1.0),
         ("data.sources.0.path", "moved"),
         ("data.vocabulary", "moved"),

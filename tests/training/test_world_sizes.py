@@ -79,7 +79,6 @@ def test_the_nearest_numbers_of_ranks_are_named(ranks, message):
     [
         ({"evaluate_every": 2}, "evaluate_every needs .*validation"),
         ({"timeout": float("inf")}, "finite"),
-        ({"gradient_reduction": "bf16"}, "engine deepspeed takes no gradient_reduction"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused(changes, message):

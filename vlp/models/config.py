@@ -14,7 +14,7 @@ from vlp.layers.blocks import Pooling, pooled_width
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.anchor import patch_reach, text_reach
 from vlp.positions.anchor_field import Unreachable
-from vlp.positions.options import PositionConfig, nearest
+from vlp.positions.options import nearest
 from vlp.positions.registry import BUILT_IN
 
 Count = Annotated[int, Field(ge=1)]
@@ -27,10 +27,20 @@ SOFT_TAU = 5.0
 
 
 class AnchorConfig(Config):
-    """ACE-RPE (paper section 3.2). `threshold` null means the running quantile."""
+    """Size of ACE-RPE's tables; `options.anchor` has its other settings."""
 
     groups: int = Field(8, ge=1, description="G channel groups of Eq. 3")
-    threshold: float | None = Field(None, gt=0, description="delta of Eq. 4")
+
+
+class AnchorOptions(Config):
+    """ACE-RPE (paper section 3.2): options of the encodings `anchor`, `uniform` and `alignment`."""
+
+    threshold: float | None = Field(
+        None, gt=0, description="delta of Eq. 4; null: the running quantile"
+    )
+    quantile: float = Field(
+        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
+    )
     quantile_momentum: float = Field(
         0.99, ge=0, lt=1, description="momentum of the running quantile; 0 takes each batch's own"
     )
@@ -46,17 +56,6 @@ class AnchorConfig(Config):
     path_gradient: bool = Field(
         False, description="pass gradients through paths to the tokens they come from"
     )
-
-    @model_validator(mode="after")
-    def _possible(self) -> AnchorConfig:
-        text_reach(self.text_window)
-        patch_reach(self.patch_window)
-        return self
-
-
-class AnchorOptions(Config):
-    """Options of the encodings `anchor`, `uniform` and `alignment` that ablations compare."""
-
     mode: Literal["contextual", "bias"] = Field(
         "contextual",
         description="contextual: embeddings enter queries, keys and values (Eqs 10-12); bias: a "
@@ -67,9 +66,6 @@ class AnchorOptions(Config):
     )
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
-    quantile: float = Field(
-        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
-    )
     metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
         "euclidean", description="distance between patches in the grid"
     )
@@ -84,6 +80,10 @@ class AnchorOptions(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> AnchorOptions:
+        text_reach(self.text_window)
+        patch_reach(self.patch_window)
+        if self.unreachable == "far" and self.tau is not None:
+            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
         return self
@@ -93,8 +93,8 @@ class CrossConfig(Config):
     """Post-norm layers of self-attention, cross-attention and feed-forward.
 
     `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `anchor-soft` the same with soft anchors (`anchor: {tau: 5}`, which are stored in
-    its place), `uniform` its baseline with all paths 1, `alignment` leads words to the patches they
+    `anchor-soft` the same with soft anchors (`options.anchor.tau: 5`, which is stored in its
+    place), `uniform` its baseline with all paths 1, `alignment` leads words to the patches they
     resemble (beyond the paper), `ape` a learned position for every token of either stream, `rpe`
     contextual iRPE-product on queries and keys in the self-attention of each stream.
     Every other name of `vlp.positions.list_positions()` acts on each stream by itself, with
@@ -120,7 +120,7 @@ class CrossConfig(Config):
         description="of encodings by name, such as rope-axial: {theta: 10}; those of `anchor` are "
         "also of `uniform` and `alignment`",
     )
-    anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
+    anchor: AnchorConfig = Field(AnchorConfig(), description="size of ACE-RPE's tables")
     pooling: Pooling = Field(
         "cls",
         description="what the match score reads of the last layer's text stream: [CLS], the mean "
@@ -164,13 +164,13 @@ class CrossConfig(Config):
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT not in position:
             return values
-        given = values.get("anchor", {})
-        given = given.model_dump() if isinstance(given, AnchorConfig) else given
+        options = values.get("options", {})
+        given = options.get("anchor", {}) if isinstance(options, Mapping) else None
         if not isinstance(given, Mapping):
             return values
         anchor = {**given, "tau": given.get("tau") or SOFT_TAU}
         names = ["anchor" if name == SOFT else name for name in position]
-        return {**values, "position": names, "anchor": anchor}
+        return {**values, "position": names, "options": {**options, "anchor": anchor}}
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
@@ -188,8 +188,6 @@ class CrossConfig(Config):
                     nearest(name, known) or "; there are " + ", ".join(known)
                 )
             raise ValueError(f"options.anchor{name and f'.{name}'}: {said}") from error
-        if anchor.unreachable == "far" and self.anchor.tau is not None:
-            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
         if self.token_score and anchor.features == "encoder":
             raise ValueError(
                 "token_score reads projected tokens: set options.anchor.features=projected"
@@ -204,9 +202,8 @@ class CrossConfig(Config):
             near = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{near}")
         own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
-        takes = set(self.position) - {*SHORTHANDS, "uniform"}
-        if {*CROSS_MODAL} & takes or "uniform" in self.position:
-            takes.add("anchor")
+        # A variant that leaves anchors out keeps their options: it inherits them.
+        takes = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}
         if unused := sorted(set(self.options) - takes):
             raise ValueError(f"options of {', '.join(unused)}, which position does not list")
         for name in self.position:
@@ -219,7 +216,16 @@ class CrossConfig(Config):
         return self
 
 
-Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
+Trainable = (
+    Literal["all"]
+    | Annotated[int, Field(ge=0)]
+    | Annotated[str, Field(pattern="^lora-[1-9][0-9]*$")]
+)
+
+
+def lora_rank(trainable: Trainable) -> int | None:
+    """Return RANK of `trainable: lora-RANK`."""
+    return int(str(trainable)[5:]) if str(trainable).startswith("lora-") else None
 
 
 class TextConfig(Config):
@@ -276,13 +282,9 @@ class TextConfig(Config):
     )
     trainable: Trainable = Field(
         "all",
-        description="number of the last layers that are trained, 0: the text encoder is frozen; "
-        "with a number embeddings are frozen, too",
-    )
-    lora: Count | None = Field(
-        None,
-        description="rank of the matrices (LoRA, Hu et al. 2021) trained beside the frozen "
-        "queries and values; model folders hold merged weights and need no peft",
+        description="all; the number of the last layers that are trained, 0: the text encoder is "
+        "frozen, with a number embeddings are, too; or lora-RANK, matrices of such a rank beside "
+        "frozen queries and values (Hu et al. 2021), which model folders hold merged",
     )
 
     @model_validator(mode="after")
@@ -303,13 +305,11 @@ class ImageConfig(Config):
     keys of these say nothing.
     """
 
-    architecture: str | None = Field(
+    architecture: Mapping[str, Any] | str | None = Field(
         None,
         description="timm's name of a ViT-like tower (ViT, DeiT, EVA, BEiT, with registers or "
-        "without [CLS]), such as vit_small_patch14_dinov2; null: the ViT of the keys below",
-    )
-    architecture_options: Mapping[str, Any] = Field(
-        {}, description="further arguments of timm.create_model, such as {drop_path_rate: 0.1}"
+        "without [CLS]), such as vit_small_patch14_dinov2, or a mapping with `name` and further "
+        "arguments of timm.create_model; null: the ViT of the keys below",
     )
     image_size: int = Field(
         384, ge=1, description="side of the square input image in pixels, a multiple of patch_size"
@@ -326,11 +326,11 @@ class ImageConfig(Config):
         description="in evaluation, average the encoder's states of an image and of its "
         "horizontal flip, flipped back: twice the work; a student in training sees single images",
     )
-    mean: ChannelMeans | None = Field(
+    normalisation: tuple[ChannelMeans, ChannelDeviations] | None = Field(
         None,
-        description="of pixel values in [0, 1], by channel; null: the tower's, 0.5 without one",
+        description="means and deviations of pixel values in [0, 1], by channel; null: the "
+        "tower's, 0.5 without one",
     )
-    std: ChannelDeviations | None = Field(None, description="deviation of pixel values, as mean")
     width: int = Field(
         768,
         ge=1,
@@ -341,19 +341,16 @@ class ImageConfig(Config):
     intermediate: int = Field(
         3072, ge=1, description="channels between both layers of a feed-forward block"
     )
-    position: Literal["learned", "none"] = Field(
+    position: Literal["learned", "none"] | Annotated[float, Field(gt=0)] = Field(
         "learned",
-        description="with none, what is where is left to the cross-modal encoder",
+        description="learned, from a small random start as ViT's; a number: learned, from 2D sines "
+        "of such an amplitude, but for public weights; none: what is where is left to the "
+        "cross-modal encoder",
     )
-    positions: tuple[PositionConfig, ...] = Field(
-        (),
-        description="encodings attached to the tower; trained where its blocks are, and with lora",
-    )
-    position_sines: float = Field(
-        0,
-        ge=0,
-        description="amplitude of the 2D sines that learned positions start as; 0: small and "
-        "random, as ViT's; with public weights it says nothing",
+    positions: Mapping[str, Mapping[str, Any]] = Field(
+        {},
+        description="encodings attached to the tower, by name, with their options and `roles`, "
+        "letters of q, k, v; trained where its blocks are, and with lora",
     )
     weights: str | None = Field(
         None,
@@ -373,13 +370,7 @@ class ImageConfig(Config):
     )
     trainable: Trainable = Field(
         "all",
-        description="number of the last blocks that are trained, 0: the tower is frozen; "
-        "with a number embeddings are frozen, too",
-    )
-    lora: Count | None = Field(
-        None,
-        description="rank of the matrices (LoRA, Hu et al. 2021) trained beside the frozen "
-        "queries and values; model folders hold merged weights and need no peft",
+        description="all, the number of the last blocks, or lora-RANK, as text.trainable",
     )
 
     @model_validator(mode="after")
@@ -390,13 +381,19 @@ class ImageConfig(Config):
             )
         if self.tower_grid[0] % self.pool:
             raise ValueError(f"pool {self.pool} does not divide the {self.tower_grid[0]} patches")
-        if self.architecture_options and not self.architecture:
-            raise ValueError("architecture_options are of a tower; name it in architecture")
+        if isinstance(self.architecture, Mapping) and "name" not in self.architecture:
+            raise ValueError("architecture: a mapping has timm's `name` beside its options")
         if self.pooled_layers > 1 and not self.architecture:
             raise ValueError("pooled_layers are of a tower; name it in architecture")
-        if self.position_sines and self.width % 4:
+        if not isinstance(self.position, str) and self.width % 4:
             raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
         return self
+
+    @property
+    def tower_name(self) -> str | None:
+        """Return timm's name of the tower."""
+        tower = self.architecture
+        return str(tower["name"]) if isinstance(tower, Mapping) else tower
 
     @property
     def tower_grid(self) -> tuple[int, int]:
@@ -429,7 +426,7 @@ class ImageConfig(Config):
         """Mean and deviation of pixel values that images are normalised by."""
         mean: tuple[float, ...] = MEAN
         std: tuple[float, ...] = STD
-        if tower := self.architecture or self._timm_weights:
+        if tower := self.tower_name or self._timm_weights:
             from timm.models import get_pretrained_cfg
 
             try:
@@ -437,7 +434,9 @@ class ImageConfig(Config):
             except RuntimeError as error:
                 raise ConfigError(f"image.architecture: {error}") from error
             mean, std = (known.mean, known.std) if known else (mean, std)
-        (red, green, blue), (red_std, green_std, blue_std) = self.mean or mean, self.std or std
+        if self.normalisation is not None:
+            return self.normalisation
+        (red, green, blue), (red_std, green_std, blue_std) = mean, std
         return (red, green, blue), (red_std, green_std, blue_std)
 
 
@@ -468,10 +467,6 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         for name, part in (("text", self.text), ("image", self.image)):
-            if part.lora and part.trainable != "all":
-                raise ValueError(
-                    f"{name}.lora freezes the tower's own weights; leave {name}.trainable at all"
-                )
             if part.architecture is None and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
             if part.pooling == "cls+mean" and not self.token_projection:

@@ -116,7 +116,7 @@ def save_sizes(folder: Path, config: ModelConfig) -> None:
     plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):
         plain[part]["weights"] = None
-    names = (*config.cross.position, *(one.name for one in config.image.positions))
+    names = (*config.cross.position, *config.image.positions)
     plugins = plugins_of(name for name in names if name not in SHORTHANDS)
     said = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
     write_json(folder / CONFIG, said | plain)
@@ -213,8 +213,10 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
-    if config.cross.anchor.threshold is not None:
-        model.anchor_threshold.fill_(config.cross.anchor.threshold)  # `config` may have another
+    if config.cross.anchor_options.threshold is not None:
+        model.anchor_threshold.fill_(
+            config.cross.anchor_options.threshold
+        )  # `config` may have another
     return model.eval()
 
 
@@ -259,7 +261,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     here = model.state_dict()
     kept = {
         r"match_head\.": trained.cross.pooling != model.config.cross.pooling,
-        r"anchor_threshold$": model.config.cross.anchor.threshold is not None,
+        r"anchor_threshold$": model.config.cross.anchor_options.threshold is not None,
     }
     own_start = tuple(pattern for pattern, keeps in kept.items() if keeps)
     # By this model's names; those of `unused` are the folder's.
@@ -416,7 +418,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 # All else of the configuration is in the weights, or comes after the tower.
 _OF_ANY = {"image_size", "patch_size", "average_hflip"}
-_OF_A_TOWER = _OF_ANY | {"architecture", "architecture_options"}
+_OF_A_TOWER = _OF_ANY | {"architecture"}
 _OF_OUR_VIT = _OF_ANY | {"width", "layers", "heads", "intermediate"}
 
 

@@ -16,7 +16,6 @@ from vlp.layers.blocks import BlockMlp, ThreadLocal, fuse_by_device, pool_states
 from vlp.models.config import ImageConfig
 from vlp.models.towers import TrainableTower, create_image_tower
 from vlp.positions import attach
-from vlp.positions.options import PositionConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
 
@@ -47,12 +46,12 @@ class ImageEncoder(TrainableTower):
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # One hook for good: `torch.compile` cannot follow hooks that come and go.
             embed.register_forward_hook(self._edited)
-        for position in config.positions:
-            _attach(self.vit, position)
+        for name, options in config.positions.items():
+            _attach(self.vit, name, dict(options))
         blocks = len(getattr(self.vit, "blocks", ()))
         if config.pooled_layers > max(1, blocks):
             raise ConfigError(
-                f"image.pooled_layers {config.pooled_layers}: {config.architecture} has {blocks} "
+                f"image.pooled_layers {config.pooled_layers}: {config.tower_name} has {blocks} "
                 "blocks"
             )
         pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
@@ -157,7 +156,7 @@ class ImageEncoder(TrainableTower):
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
         if states.ndim != 3 or states.shape[1] != prefix + rows * columns:
             raise ValueError(
-                f"image.architecture {self.config.architecture} gives {tuple(states.shape)}, not "
+                f"image.architecture {self.config.tower_name} gives {tuple(states.shape)}, not "
                 f"tokens of a {rows} x {columns} grid after {prefix} prefix tokens"
             )
         if isinstance(norm := getattr(vit, "fc_norm", None), nn.Module):
@@ -227,29 +226,29 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
         mlp_ratio=config.intermediate / config.width,
         num_classes=0,
         global_pool="",
-        pos_embed="learn" if config.position == "learned" else "none",
+        pos_embed="none" if config.position == "none" else "learn",
         mlp_layer=BlockMlp,
         norm_layer=partial(nn.LayerNorm, eps=NORM_EPS),
     )
-    if vit.pos_embed is not None and config.position_sines:
-        _start_positions(vit.pos_embed, config)
+    if vit.pos_embed is not None and not isinstance(config.position, str):
+        _start_positions(vit.pos_embed, config.tower_grid, config.position)
     return vit
 
 
-def _attach(vit: nn.Module, position: PositionConfig) -> None:
+def _attach(vit: nn.Module, name: str, options: dict[str, Any]) -> None:
     try:
-        attach(vit, position.name, position.roles, **position.options)
+        attach(vit, name, options.pop("roles", None), **options)
     except ValueError as error:
         raise ConfigError(f"image.positions: {error}") from error
 
 
 @torch.no_grad()
-def _start_positions(table: Tensor, config: ImageConfig) -> None:
+def _start_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
     """Learned positions, (1, 1 + M, width), begin as 2D sines.
 
     From small random vectors, where a patch lies is learned last, if at all: a probe of the place
     of a single object then needs three times the steps.
     """
-    sines = build_sincos2d_pos_embed(list(config.tower_grid), config.width, temperature=SINE_BASE)
+    sines = build_sincos2d_pos_embed(list(grid), table.shape[-1], temperature=SINE_BASE)
     table.zero_()
-    table[0, 1:] = config.position_sines * sines
+    table[0, 1:] = amplitude * sines

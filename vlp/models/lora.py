@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.config import ModelConfig
+from vlp.models.config import ModelConfig, lora_rank
 from vlp.models.vlp import VLPModel
 
 TARGETS = [
@@ -30,19 +30,19 @@ _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.
 
 
 def add_lora(model: VLPModel) -> None:
-    """Add low-rank matrices to the towers whose configuration has `lora`, once weights are loaded.
+    """Add low-rank matrices to the towers of `trainable: lora-RANK`, once weights are loaded.
 
     All else of these towers is frozen, but for encodings that are attached to them. The matrices
     start at zero effect.
     """
     for side, encoder, rank in (
-        ("text", model.text_encoder, model.config.text.lora),
-        ("image", model.image_encoder, model.config.image.lora),
+        ("text", model.text_encoder, lora_rank(model.config.text.trainable)),
+        ("image", model.image_encoder, lora_rank(model.config.image.trainable)),
     ):
         if rank is None:
             continue
         if find_spec("peft") is None:
-            raise ConfigError(f"{side}.lora needs peft: pip install 'vlp[lora]'")
+            raise ConfigError(f"{side}.trainable lora-{rank} needs peft: pip install 'vlp[lora]'")
         from peft import LoraConfig, inject_adapter_in_model
 
         trained = [
@@ -59,7 +59,7 @@ def add_lora(model: VLPModel) -> None:
         try:
             inject_adapter_in_model(wanted, encoder)
         except ValueError as error:
-            raise ConfigError(f"{side}.lora: {error}") from error
+            raise ConfigError(f"{side}.trainable lora-{rank}: {error}") from error
         for parameter in trained:
             parameter.requires_grad_(True)
         for layer in encoder.modules():
@@ -77,9 +77,12 @@ def merged_lora(
         config: of the model.
 
     Returns:
-        The state and the configuration of a model without `lora` that computes the same.
+        The state and the configuration of a model without LoRA that computes the same.
     """
-    sides = {"text_encoder.": config.text.lora, "image_encoder.": config.image.lora}
+    sides = {
+        "text_encoder.": lora_rank(config.text.trainable),
+        "image_encoder.": lora_rank(config.image.trainable),
+    }
     merged: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith((_LOW, _HIGH)):
@@ -91,7 +94,8 @@ def merged_lora(
             tensor = tensor + (SCALE * product).to(tensor)
         merged[f"{module}.{kind}" if base else name] = tensor
     parts = {
-        side: part.model_copy(update={"lora": None})
+        side: part.model_copy(update={"trainable": "all"})
         for side, part in (("text", config.text), ("image", config.image))
+        if lora_rank(part.trainable)
     }
     return merged, config.model_copy(update=parts)

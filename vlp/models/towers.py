@@ -26,10 +26,11 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     """
     import timm
 
-    name = str(config.architecture)
-    if found := _FILES & config.architecture_options.keys():
+    tower_options = config.architecture if isinstance(config.architecture, Mapping) else {}
+    name, options = config.tower_name, {k: v for k, v in tower_options.items() if k != "name"}
+    if found := _FILES & options.keys():
         raise ConfigError(
-            f"image.architecture_options.{min(found)}: would read weights of its own; leave it out"
+            f"image.architecture.{min(found)}: would read weights of its own; leave it out"
         )
     try:
         tower: Any = timm.create_model(
@@ -37,13 +38,13 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
             pretrained=False,
             num_classes=0,
             img_size=config.image_size,
-            **config.architecture_options,
+            **options,
         )
         tower.reset_classifier(0, "")  # drops an attention pool, which no one reads
     except Exception as error:  # of any name, option or size
         raise ConfigError(
             f"image.architecture {name}: timm makes no ViT of {config.image_size} px of it with "
-            f"image.architecture_options {dict(config.architecture_options)} ({error})"
+            f"{options} ({error})"
         ) from error
     embed: Any = next((part for part in map(tower.__dict__["_modules"].get, _EMBEDS) if part), None)
     size = getattr(embed, "patch_size", None)
@@ -95,7 +96,7 @@ def require_editable(config: ImageConfig) -> None:
     embed = getattr(tower, "patch_embed", None)
     if not isinstance(embed, PatchEmbed) or not embed.flatten or tower.num_features != config.width:
         raise ConfigError(
-            f"objectives.mim: the patches of {config.architecture}, {tower.num_features} channels, "
+            f"objectives.mim: the patches of {config.tower_name}, {tower.num_features} channels, "
             f"cannot be replaced by a mask token of {config.width}; leave mim out"
         )
 
@@ -264,7 +265,7 @@ class TrainableTower(nn.Module):
 
     def restrict(self, trainable: Trainable, key: str) -> None:
         """Freeze all of the tower but its last `trainable` blocks and the norms after them."""
-        if trainable == "all":
+        if isinstance(trainable, str):  # all, or LoRA, which freezes the tower once it is loaded
             return
         if trainable > self.depth:
             raise ConfigError(f"{key} is {trainable}, and the tower has {self.depth} blocks")

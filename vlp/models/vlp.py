@@ -115,7 +115,7 @@ class VLPModel(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         self.anchor_options = config.cross.anchor_options
-        fixed = config.cross.anchor.threshold
+        fixed = self.anchor_options.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
     @property
@@ -134,10 +134,10 @@ class VLPModel(nn.Module):
                 projections where anchor paths that the cross-modal encoder reads have a gradient.
         """
         named, untrained = dict(self.named_modules()), {*parts}
-        anchor, kept = self.config.cross.anchor, set[nn.Module]()
+        options, kept = self.anchor_options, set[nn.Module]()
         position = {*self.config.cross.position}
         has_paths = {*CROSS_MODAL} & position and "uniform" not in position
-        reads_tokens = anchor.path_gradient and self.anchor_options.features != "encoder"
+        reads_tokens = options.path_gradient and options.features != "encoder"
         if has_paths and reads_tokens and "cross_encoder" not in untrained:
             kept = {self._token_projection("image"), self._token_projection("text")}
         for part in untrained & named.keys():
@@ -209,14 +209,14 @@ class VLPModel(nn.Module):
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorField | None:
         """Anchor paths of the pairs, from this pass's token features (papers.md#ace-a7)."""
-        cross, anchor = self.config.cross, self.config.cross.anchor
+        cross = self.config.cross
         if not set(CROSS_MODAL) & set(cross.position):
             return None
         word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
         if "uniform" in cross.position:
-            return uniform_field(word_mask, image.tokens.shape[1], anchor.groups)
+            return uniform_field(word_mask, image.tokens.shape[1], cross.anchor.groups)
         image_tokens, text_tokens = self.anchor_features(image, text)
-        if not anchor.path_gradient:
+        if not self.anchor_options.path_gradient:
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
@@ -226,19 +226,19 @@ class VLPModel(nn.Module):
     @property
     def path_settings(self) -> PathSettings:
         """Settings of the paths, with the threshold of this moment."""
-        cross, anchor = self.config.cross, self.config.cross.anchor
+        cross, options = self.config.cross, self.anchor_options
         return PathSettings(
             grid=self.config.image.grid,
             # Before the first step there is no quantile yet; delta must stay positive.
             threshold=self.anchor_threshold.clamp(min=1e-3),
-            groups=anchor.groups,
-            text_window=anchor.text_window,
-            patch_window=anchor.patch_window,
-            metric=self.anchor_options.metric,
-            hard=anchor.tau is None,
-            tau=anchor.tau or 1e4,  # which hard anchors do not read
+            groups=cross.anchor.groups,
+            text_window=options.text_window,
+            patch_window=options.patch_window,
+            metric=options.metric,
+            hard=options.tau is None,
+            tau=options.tau or 1e4,  # which hard anchors do not read
             aligned="alignment" in cross.position,
-            unreachable=self.anchor_options.unreachable,
+            unreachable=options.unreachable,
         )
 
     def cross(

@@ -16,9 +16,6 @@ class TokenTermConfig(Config):
     weight: float = Field(0.5, ge=0, description="of captions that find their images")
     words: float = Field(0.5, ge=0, description="weight of single words that find images")
     phrases: float = Field(1.0, ge=0, description="of words that follow a neighbour that points")
-    alpha: float = Field(1.0, description="of a word's response, its mean over patches taken off")
-    beta: float = Field(1.0, description="the same over the group's images, patch by patch")
-    scale: float = Field(10.0, ge=1, le=100, description="start of the learned tau")
     group: int = Field(16, ge=2, description="samples of the global batch; one rank holds a group")
 
 
@@ -50,14 +47,12 @@ class ITMConfig(Config):
     """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""
 
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
-    form: Literal["pairs", "lists"] = Field(
-        "pairs",
-        description="pairs: each pair matches or not, as in ALBEF; lists: which of a matching pair "
-        "and its negatives matches, as re-ranking asks; then only differences of log-odds among "
-        "the candidates of a query mean anything",
-    )
-    negatives: int = Field(
-        1, ge=1, description="wrong texts of each image, and wrong images of each text"
+    listwise: int | None = Field(
+        None,
+        ge=1,
+        description="negatives of a matching pair, among which it is found, as re-ranking asks; "
+        "then only differences of log-odds among the candidates of a query mean anything; null: "
+        "each pair matches or not, with one wrong text and one wrong image a row, as in ALBEF",
     )
     group: int = Field(
         64,

@@ -15,18 +15,21 @@ from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
 
-def word_response(
-    words: Tensor, image_tokens: Tensor, valid: Tensor, alpha: float, beta: float
-) -> Tensor:
-    """Compute max_m (s_bm - beta * mean_b relu(s_bm)) - alpha * mean_m relu(s_bm) of words.
+def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
+    """Compute max_m (s_bm - mean_b relu(s_bm)) - mean_m relu(s_bm) of words.
 
     s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
     images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
     -> (..., R, B). The similarities (..., R, B, M) are built once and kept for the backward pass.
+
+    A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
+    response to the image, so that words which answer to everything gain nothing, and less its mean
+    response to the same patch of all valid images: else a word that names what lies anywhere is
+    gathered in a patch that always lies in the same corner.
     """
     share = valid.to(words.dtype)
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
-    return _WordResponse.apply(words, image_tokens, share, alpha, beta)
+    return _WordResponse.apply(words, image_tokens, share)
 
 
 class _WordResponse(torch.autograd.Function):
@@ -37,20 +40,15 @@ class _WordResponse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor, alpha: float, beta: float
-    ) -> Tensor:
+    def forward(ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor) -> Tensor:
         images, patches = image_tokens.shape[-3:-1]
         with no_autocast(words):
             similarity = words @ image_tokens.flatten(-3, -2).mT
             similarity = similarity.unflatten(-1, (images, patches))
-            answer = similarity
-            if beta:
-                everywhere = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
-                answer = similarity - beta * everywhere[..., None, :]
+            everywhere = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
+            answer = similarity - everywhere[..., None, :]
         best, patch = answer.max(-1)
-        response = best - alpha * similarity.relu_().mean(-1)
-        ctx.alpha, ctx.beta = alpha, beta
+        response = best - similarity.relu_().mean(-1)
         ctx.save_for_backward(words, image_tokens, share, similarity.gt_(0), patch)
         return response
 
@@ -59,11 +57,10 @@ class _WordResponse(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         words, image_tokens, share, positive, patch = ctx.saved_tensors
         patches = image_tokens.shape[-2]
-        taken = (gradient * (ctx.alpha / patches))[..., None]
-        if ctx.beta:
-            chosen = gradient.new_zeros(*gradient.shape[:-1], patches)
-            chosen.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
-            taken = taken + ctx.beta * share[..., None, :, None] * chosen[..., None, :]
+        taken = (gradient * (1 / patches))[..., None]
+        chosen = gradient.new_zeros(*gradient.shape[:-1], patches)
+        chosen.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
+        taken = taken + share[..., None, :, None] * chosen[..., None, :]
         similarity = (positive * taken).neg_()
         similarity = similarity.scatter_add_(-1, patch[..., None], gradient[..., None])
         similarity = similarity.flatten(-2)
@@ -73,7 +70,7 @@ class _WordResponse(torch.autograd.Function):
                 to_words = similarity @ image_tokens.flatten(-3, -2)
             if ctx.needs_input_grad[1]:
                 to_images = (similarity.mT @ words).view_as(image_tokens)
-        return to_words, to_images, None, None, None
+        return to_words, to_images, None
 
 
 class TokenLosses(NamedTuple):
@@ -86,31 +83,6 @@ class TokenLosses(NamedTuple):
     words: Loss
 
 
-def token_scores(
-    image_tokens: Tensor,
-    text_tokens: Tensor,
-    word_mask: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Score how well each text's words find a patch of each image, before tau.
-
-    `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
-    (..., T, N) bool, `valid` (..., B) bool -> (..., B, T): mean over real words of
-    max_m (s_bmn - beta * mean_b relu(s_bmn)) - alpha * mean_m relu(s_bmn).
-
-    A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
-    response to the image (alpha), so that words which answer to everything gain nothing, and less
-    its mean response to the same patch of all valid images (beta): else a word that names what
-    lies anywhere is gathered in a patch that always lies in the same corner. A text without words
-    scores 0. Leading dimensions are sample groups, which never meet; each holds T·N·B·M
-    similarities in memory.
-    """
-    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
-    return _over_words(response, word_mask)
-
-
 @region
 def token_losses(
     image_tokens: Tensor,
@@ -120,13 +92,12 @@ def token_losses(
     image_ids: Tensor,
     valid: Tensor,
     scale: Tensor | float,
-    alpha: float = 1.0,
-    beta: float = 1.0,
     group: int = 16,
 ) -> TokenLosses:
     """Compute both losses over tau times the responses of words within sample groups.
 
-    Captions: cross-entropy both ways over `token_scores`. Captions of one image share the target.
+    Captions: cross-entropy both ways over the mean `word_response` of a text's words. Captions of
+    one image share the target.
     Words: an image is right for a word if a text of it in the group has the same word piece, and
     each right image is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
     right images. So a word must answer to the same thing in images with other captions, which a
@@ -142,8 +113,6 @@ def token_losses(
         image_ids: (B,).
         valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
         scale: tau.
-        alpha: see `token_scores`.
-        beta: see `token_scores`.
         group: samples of a group.
 
     Raises:
@@ -156,7 +125,9 @@ def token_losses(
     )
     valid = valid & word_mask.any(-1)
     same = ids[:, :, None] == ids[:, None, :]
-    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
+    images, texts = full_precision(image_tokens, text_tokens)
+    response = word_response(texts.flatten(-3, -2), images, valid)
+    response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
     return TokenLosses(
         _caption_loss(scale * _over_words(response, word_mask), same, valid),
         _word_loss(scale * response, _named(word_ids, word_mask, same, valid), word_mask, valid),
@@ -187,17 +158,6 @@ def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> 
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
     of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
     return (in_text.flatten(1, 2).float() @ of_image > 0).unflatten(1, word_ids.shape[1:])
-
-
-def _responses(
-    image_tokens: Tensor, text_tokens: Tensor, alpha: float, beta: float, valid: Tensor | None
-) -> Tensor:
-    """Compute every word's response to every image, (..., texts, N, images)."""
-    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
-    if valid is None:
-        valid = torch.ones_like(image_tokens[..., 0, 0], dtype=torch.bool)
-    response = word_response(text_tokens.flatten(-3, -2), image_tokens, valid, alpha, beta)
-    return response.unflatten(-2, text_tokens.shape[-3:-1])
 
 
 def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:

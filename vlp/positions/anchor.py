@@ -131,7 +131,7 @@ def windowed_path(
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def kernels() -> ModuleType:
     """Triton, and what it compiles, are imported where a kernel runs first."""
     return importlib.import_module("vlp.positions.anchor_kernels")
 
@@ -143,7 +143,7 @@ def _launch(
     seen = reachable.view(torch.uint8)
     if path.numel():
         with torch.cuda.device(path.get_device()):
-            _kernels().path_forward_kernel[_programs(path)](
+            kernels().path_forward_kernel[_programs(path)](
                 distance,
                 seen if words is None else words.contiguous().view(torch.uint8),
                 path,
@@ -171,7 +171,7 @@ def _launch_backward(above: Tensor, winner: Tensor, window: list[int], metric: s
     gradient = torch.empty_like(winner, dtype=above.dtype)
     if gradient.numel():
         with torch.cuda.device(gradient.get_device()):
-            _kernels().path_backward_kernel[_programs(gradient)](
+            kernels().path_backward_kernel[_programs(gradient)](
                 above,
                 winner,
                 gradient,

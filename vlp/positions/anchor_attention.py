@@ -11,14 +11,12 @@ weights, and are differentiable once.
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlp.positions.anchor import kernels
 from vlp.positions.kernel_operator import KernelOperator
 
 BLOCK = 32
@@ -143,12 +141,6 @@ def anchored_attention(
     inputs = query, key, value, path, mask, asking, answering, terms, heads, scale
     out: Tensor = _attention(*inputs)[0]
     return out
-
-
-@functools.cache
-def _kernels(of: str) -> ModuleType:
-    """Triton, and what it compiles, are imported where a kernel runs first."""
-    return importlib.import_module(f"vlp.positions.{of}_triton")
 
 
 def _attend(
@@ -326,7 +318,7 @@ class _Inputs:
         if not self.pairs * programs:
             return
         with torch.cuda.device(out.get_device()):
-            getattr(_kernels("anchor_attention"), f"{kernel}_kernel")[(self.pairs * programs,)](
+            getattr(kernels(), f"{kernel}_kernel")[(self.pairs * programs,)](
                 *self.tensors,
                 *(out, rest, *results),
                 *self.sizes,
@@ -341,7 +333,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
     groups, width = inputs[0].shape
     inputs = [x.contiguous() for x in inputs]
     with torch.cuda.device(results[0].get_device()):
-        getattr(_kernels("anchor_shift"), f"{kernel}_kernel")[(3 * -(-width // 32),)](
+        getattr(kernels(), f"{kernel}_kernel")[(3 * -(-width // 32),)](
             *inputs,
             *results,
             width,

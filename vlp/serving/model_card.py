@@ -195,7 +195,7 @@ def _model(folder: Path, config: ModelConfig) -> str:
 def _of_tower(config: TextConfig | ImageConfig) -> str:
     """Say what a tower from outside is."""
     kind = config.architecture
-    name = kind.get("model_type") if isinstance(kind, Mapping) else kind
+    name = kind.get("model_type", kind.get("name")) if isinstance(kind, Mapping) else kind
     return f" of `{name}`" if name else ""
 
 

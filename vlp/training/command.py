@@ -91,7 +91,7 @@ def run_training(
     try:
         with StopSignals() as signals:
             timeout = timedelta(seconds=config.training.timeout)
-            join = start_deepspeed if config.training.engine == "deepspeed" else None
+            join = None if config.training.deepspeed is None else start_deepspeed
             distributed.start(timeout, join)
             code = _run(config, resume, build, select, signals)
             if code == REQUEUE:
@@ -162,7 +162,7 @@ def _run(
 
 def _engine(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
     """Check that the configuration fits its engine; return the engine's class."""
-    if training.engine == "ddp":
+    if training.deepspeed is None:
         from vlp.training.engines.ddp import DdpEngine
 
         training.require_equal_shares(distributed.world_size())

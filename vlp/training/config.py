@@ -56,18 +56,11 @@ class TrainingConfig(Config):
         description="number format of forward and backward pass; parameters, gradients and "
         "optimiser state are float32, and fp16 scales the loss",
     )
-    engine: Literal["ddp", "deepspeed"] = Field(
+    engine: str = Field(
         "deepspeed",
-        description="what holds parameters and optimiser state: ddp a whole copy on every rank, "
-        "deepspeed as `training.deepspeed` says",
-    )
-    deepspeed: str = Field(
-        "zero1",
-        description="of engine deepspeed: a file of configs/deepspeed, without suffix, or a path",
-    )
-    gradient_reduction: Literal["float32", "bf16"] = Field(
-        "float32",
-        description="number format of gradients on their way between ranks; not of deepspeed",
+        description="what holds parameters and optimiser state: ddp, a whole copy on every rank; "
+        "ddp-bf16, the same, with gradients in bf16 on their way between ranks; deepspeed, ZeRO 1; "
+        "zero0 to zero3, or the path of a JSON file such as those of configs/deepspeed",
     )
     compile: Compile = Field(
         "none",
@@ -121,12 +114,15 @@ class TrainingConfig(Config):
     def _fits(self) -> TrainingConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
-        if self.engine == "deepspeed" and self.gradient_reduction == "bf16":
-            raise ValueError(
-                "engine deepspeed takes no gradient_reduction=bf16; set float32, or choose ddp"
-            )
         require_trackers(self.trackers)
         return self
+
+    @property
+    def deepspeed(self) -> str | None:
+        """Return the name or path of DeepSpeed's settings; None for DDP."""
+        if self.engine in ("ddp", "ddp-bf16"):
+            return None
+        return "zero1" if self.engine == "deepspeed" else self.engine
 
     def require_equal_shares(self, world_size: int) -> None:
         """Require that all ranks take equally many samples of a batch."""
@@ -307,7 +303,7 @@ class VisionConfig(RunConfig):
 class FinetuneTrainingConfig(ValidatedTrainingConfig):
     """A fine-tuning, on DDP unless `engine` says otherwise."""
 
-    engine: Literal["ddp", "deepspeed"] = Field(
+    engine: str = Field(
         "ddp", description=ValidatedTrainingConfig.model_fields["engine"].description
     )
     metric: str | None = Field(

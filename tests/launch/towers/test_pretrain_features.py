@@ -22,8 +22,8 @@ from vlp.training.config import PretrainConfig
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 TOWER = [
-    "model.image.architecture=vit_small_patch14_reg4_dinov2",
-    "model.image.architecture_options={embed_dim: 24, depth: 2, num_heads: 2}",
+    "model.image.architecture={name: vit_small_patch14_reg4_dinov2, embed_dim: 24, depth: 2, "
+    "num_heads: 2}",
     *("model.image.patch_size=14", "model.image.image_size=56", "model.image.trainable=0"),
     *("objectives.mim=null", "training.steps=4", "training.checkpoint_every=2"),
     "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}",
@@ -79,9 +79,12 @@ def test_a_resumed_run_is_bitwise_the_same(lab, features):
         ("model.image.trainable=1", "set model.image.trainable=0"),
         ("training.seed=1", "weights is '"),
         ("model.image.architecture=vit_small_patch14_dinov2", "tower.architecture is 'vit"),
-        ("model.image.architecture_options.depth=3", "tower.architecture_options.depth is 2 there"),
+        ("model.image.architecture.depth=3", "tower.architecture.depth is 2 there"),
         ("model.image.image_size=28", "image_size is 56 there, 28 here"),
-        ("model.image.mean=[0, 0, 0]", "mean is [0.485, 0.456, 0.406] there, [0.0, 0.0, 0.0] here"),
+        (
+            "model.image.normalisation=[[0, 0, 0], [0.5, 0.5, 0.5]]",
+            "mean is [0.485, 0.456, 0.406] there, [0.0, 0.0, 0.0] here",
+        ),
         ("objectives.mim={}", "objectives.mim regresses pixels, and data.features gives none"),
     ],
 )

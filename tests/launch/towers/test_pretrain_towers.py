@@ -15,8 +15,8 @@ import vlp
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 TOWER = (
-    "model.image.architecture=vit_small_patch14_reg4_dinov2",
-    "model.image.architecture_options={embed_dim: 24, depth: 2, num_heads: 2}",
+    "model.image.architecture={name: vit_small_patch14_reg4_dinov2, embed_dim: 24, depth: 2, "
+    "num_heads: 2}",
     *("model.image.patch_size=14", "model.image.image_size=56", "model.image.pool=2"),
 )
 STEPS = ("objectives.mim=null", "training.steps=4", "training.checkpoint_every=2")

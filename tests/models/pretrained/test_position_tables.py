@@ -18,7 +18,7 @@ TOKENS = "image_encoder.vit.positions"
 
 
 def tower(image_size, *positions, **image):
-    named = [{"name": one} if isinstance(one, str) else one for one in positions]
+    named = dict((one, {}) if isinstance(one, str) else one for one in positions)
     sizes = {"image_size": image_size, "layers": 2, "positions": named} | image
     return ModelConfig.model_validate(
         TINY_MODEL
@@ -28,7 +28,7 @@ def tower(image_size, *positions, **image):
 
 
 def made(name, **options):
-    return {"name": name, "options": options}
+    return name, options
 
 
 def trained_folder(folder, config):
@@ -93,11 +93,11 @@ def test_a_tower_carries_every_encoding_to_another_image_size(tmp_path, position
         made("rope-mixed", rescale=True),
         made("transformer-xl", reach=None),
     ],
-    ids=lambda position: position["name"],
+    ids=lambda position: position[0],
 )
 def test_a_tower_encoding_bound_to_its_grid_is_named(tmp_path, position):
     trained_folder(tmp_path, tower(16, position))
-    message = f"{position['name']} of the image tower .*4 x 4 .*6 x 6"
+    message = f"{position[0]} of the image tower .*4 x 4 .*6 x 6"
     with pytest.raises(ValueError, match=message):
         start_from(VLPModel(tower(24, position)), tmp_path)
     start_from(VLPModel(tower(16, position)), tmp_path)
@@ -146,22 +146,10 @@ def test_encodings_are_added_to_a_tower_and_removed(tmp_path):
     )
 
 
-def test_the_same_encoding_twice_keeps_both_tables(tmp_path):
-    model = trained_folder(tmp_path, tower(16, "shaw", "shaw"))
-    other = VLPModel(tower(16, "sasa", "shaw", "shaw"))
-    start_from(other, tmp_path)
-    for there, here in ((0, 1), (1, 2)):
-        expected = tables(model, f"{LAYER}.{there}")
-        assert expected
-        for name, table in tables(other, f"{LAYER}.{here}").items():
-            assert torch.equal(table, expected[name]), name
-
-
 def test_a_tower_that_makes_its_encodings_for_one_grid_keeps_their_tables(tmp_path):
     small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
     naflex = {
-        "architecture": "naflexvit_base_patch16_gap",
-        "architecture_options": small,
+        "architecture": small | {"name": "naflexvit_base_patch16_gap"},
         "patch_size": 16,
     }
     model = trained_folder(tmp_path, tower(64, "sasa", "learned-1d", **naflex))

@@ -49,7 +49,7 @@ def made(name, side, folder=None):
 
 
 def sizes(name, patch, squares=4, width=32, **image):
-    image = {"architecture": name, "architecture_options": TINY, "patch_size": patch,
+    image = {"architecture": TINY | {"name": name}, "patch_size": patch,
              "image_size": patch * squares, "width": width} | image  # fmt: skip
     return ModelConfig.model_validate(
         {
@@ -108,8 +108,9 @@ def test_pooled_layers_are_timms_blocks_before_the_last(name, patch, pooling, tm
 
 
 def test_towers_of_eva_without_prefix_tokens_pool_layers():
-    options = {"architecture_options": TINY | {"class_token": False, "global_pool": "avg"}}
-    config = sizes("eva02_tiny_patch14_224", 14, pooled_layers=2, pooling="mean", **options)
+    name = "eva02_tiny_patch14_224"
+    tower = TINY | {"name": name, "class_token": False, "global_pool": "avg"}
+    config = sizes(name, 14, pooled_layers=2, pooling="mean", architecture=tower)
     with torch.no_grad():
         states = VLPModel(config).eval().image_encoder(torch.randn(2, 3, 56, 56))
     assert states.shape == (2, 1 + 16 + 1, 32)
@@ -163,8 +164,8 @@ def test_weights_and_outputs_are_timms(name, patch, tmp_path):
 def test_a_tower_with_encodings_starts_as_it_was_and_keeps_its_folder(name, patch, tmp_path):
     """Tables of zeros, beside weights that know nothing of them."""
     vit = made(name, 4 * patch, tmp_path)
-    position = {"name": "irpe-product", "roles": "qk"}
-    config = sizes(name, patch, weights=str(tmp_path), positions=[position])
+    positions = {"irpe-product": {"roles": "qk"}}
+    config = sizes(name, patch, weights=str(tmp_path), positions=positions)
     model = VLPModel(config).eval()
     (report,) = load_public_weights(model)
     assert "vit.blocks.*.attn.positions" in report.missing
@@ -184,14 +185,14 @@ def test_a_tower_with_encodings_starts_as_it_was_and_keeps_its_folder(name, patc
 def test_encodings_that_do_not_fit_a_tower_are_named():
     for position, message in (
         (
-            {"name": "sap"},
+            {"sap": {}},
             r"image.positions: unknown position encoding 'sap' \(did you mean 'sape'",
         ),
-        ({"name": "sape", "options": {"depth": 1}}, "image.positions: .*no option 'depth'"),
-        ({"name": "anchor"}, "image.positions: anchor lies between an image and a text"),
+        ({"sape": {"depth": 1}}, "image.positions: .*no option 'depth'"),
+        ({"anchor": {}}, "image.positions: anchor lies between an image and a text"),
     ):
         with pytest.raises(ConfigError, match=message):
-            ImageEncoder(ImageConfig(width=32, heads=2, layers=1, positions=[position]), 8)
+            ImageEncoder(ImageConfig(width=32, heads=2, layers=1, positions=position), 8)
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"])
@@ -291,10 +292,10 @@ def test_model_folder_needs_no_public_weights_and_starts_another_size(positions,
     ("image", "message"),
     [
         ({"patch_size": 16, "image_size": 224}, r"set image\.patch_size=14"),
-        ({"architecture": "swin_tiny_patch4_window7_224", "architecture_options": {}}, "one grid"),
-        ({"architecture": "resnet18", "architecture_options": {}}, "makes no ViT"),
+        ({"architecture": "swin_tiny_patch4_window7_224"}, "one grid"),
+        ({"architecture": "resnet18"}, "makes no ViT"),
         ({"architecture": "vit_of_nobody"}, "makes no ViT"),
-        ({"architecture_options": {"no_such": 1}}, "no_such"),
+        ({"architecture": {"name": "vit_small_patch14_dinov2", "no_such": 1}}, "no_such"),
     ],
 )
 def test_unfit_towers_are_refused_in_a_sentence(image, message):
@@ -313,7 +314,7 @@ def test_weights_of_another_tower_are_refused(tmp_path):
     ("key", "message"),
     [
         ({"pool": 3}, "pool 3 does not divide"),
-        ({"architecture_options": {"a": 1}}, "are of a tower"),
+        ({"architecture": {"depth": 1}}, "timm's `name`"),
     ],
 )
 def test_configuration_that_makes_no_sense_is_refused(key, message):
@@ -331,7 +332,7 @@ def test_dinov2_is_timms_dinov2():
         name, pretrained=True, img_size=224, pretrained_cfg_overlay=source
     ).eval()
     fuse_by_device(theirs, torch.zeros(()))  # two kernels of timm's differ by 2e-5 of 8.6
-    image = {"architecture_options": {}, "weights": str(folder)}
+    image = {"architecture": name, "weights": str(folder)}
     config = sizes(name, 14, squares=16, width=384, **image)
     model = VLPModel(config).eval()
     load_public_weights(model)

@@ -33,8 +33,9 @@ from vlp.tasks.pretraining import Pretraining
 TEXT = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
 IMAGE = {
-    "architecture": "vit_small_patch14_reg4_dinov2",
-    "architecture_options": {"embed_dim": 24, "depth": 2, "num_heads": 2},
+    "architecture": {
+        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2, "num_heads": 2},
+    },
     **{"patch_size": 14, "image_size": 56, "width": 16, "pool": 2},
 }
 PLAIN = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}

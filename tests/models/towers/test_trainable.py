@@ -15,8 +15,10 @@ from vlp.training.optimiser import parameter_groups
 
 DEEPER = {"layers": 3}
 DROPPING = {
-    "architecture": "vit_small_patch14_reg4_dinov2",
-    "architecture_options": {"embed_dim": 24, "depth": 3, "num_heads": 2, "drop_path_rate": 0.9},
+    "architecture": {
+        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 3, "num_heads": 2},
+        "drop_path_rate": 0.9,
+    },
     "patch_size": 14,
     "image_size": 28,
     "width": 16,
@@ -52,7 +54,7 @@ def test_number_of_last_blocks_that_are_trained(image):
 
 
 def test_norms_of_token_encodings_are_embeddings():
-    positions = [{"name": "fourier", "options": {"norm": True}}]
+    positions = {"fourier": {"norm": True}}
     encoder = model(image={"positions": positions, "trainable": 1}).image_encoder
     norms = {n for n, _ in encoder.named_parameters() if "positions." in n and "norm" in n}
     assert len(norms) == 4

@@ -59,6 +59,6 @@ def test_a_folder_without_anchors_gives_the_papers_threshold(tmp_path, position,
     folder = tiny_folder(tmp_path / "model", position=[])
     weights = load_file(folder / WEIGHTS)
     save_file(weights | {"anchor_threshold": torch.zeros(())}, folder / WEIGHTS)
-    changes = {"cross": {"position": position, "anchor": {"threshold": threshold}}}
+    changes = {"cross": {"position": position, "options": {"anchor": {"threshold": threshold}}}}
     parts, _ = start_parts(str(folder), changes)
     assert parts.model.anchor_threshold == pytest.approx(found)

@@ -30,9 +30,9 @@ def shards(tmp_path_factory):
 @pytest.mark.parametrize(
     "cross",
     [
-        {"anchor": {}},
-        {"anchor": {"path_gradient": True}},
-        {"anchor": {"path_gradient": True}, "position": ["uniform"]},
+        {},
+        {"options": {"anchor": {"path_gradient": True}}},
+        {"options": {"anchor": {"path_gradient": True}}, "position": ["uniform"]},
     ],
 )
 @pytest.mark.parametrize("own_tokens", [True, False])

@@ -61,7 +61,7 @@ def batch(rows=ROWS, seed=0):
 
 
 def test_itm_of_lists_ranks_a_matching_pair_among_its_negatives():
-    built = task({**ALL, "itm": {"group": 8, "form": "lists", "negatives": 3}}).eval()
+    built = task({**ALL, "itm": {"group": 8, "listwise": 3}}).eval()
     one = batch()
     text = built.model.encode_text(one.text_ids, one.attention_mask, one.word_mask)
     image = built.model.encode_image(one.pixels)
@@ -270,7 +270,7 @@ def test_the_running_threshold_is_the_quantile_and_rests_in_evaluation():
 
 
 def test_a_fixed_threshold_stays():
-    cross = TINY_MODEL["cross"] | {"anchor": {"groups": 2, "threshold": 0.05}}
+    cross = TINY_MODEL["cross"] | {"options": {"anchor": {"threshold": 0.05}}}
     built = task(cross=cross)
     built(batch(), 0)
     assert float(built.model.anchor_threshold) == pytest.approx(0.05)

@@ -106,7 +106,7 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
 
 def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(shards, tmp_path):
     config = settings(tiny_folder(tmp_path / "start"), shards, "retrieval")
-    parts = {"engine": "deepspeed", "deepspeed": "zero3"}
+    parts = {"engine": "zero3"}
     sharded = config.model_copy(update={"training": config.training.model_copy(update=parts)})
     task, data = build_task(sharded)
     selection = select(sharded, task, data)

@@ -37,7 +37,7 @@ def make(kind: str, compiled: bool) -> Engine:
     path = FOLDER / f"{kind}_{distributed.rank()}.json"
     zero = {"stage": int(kind), "stage3_param_persistence_threshold": 0}
     path.write_text(json.dumps({"zero_optimization": zero}))
-    return DeepSpeedEngine(task, TrainingConfig(deepspeed=str(path), **values))
+    return DeepSpeedEngine(task, TrainingConfig(engine=str(path), **values))
 
 
 def steps(engine: Engine, first: int, last: int) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
         zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
     path = FOLDER / f"{kind}_{distributed.world_size()}_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero}))
-    return DeepSpeedEngine(task, toy_config(deepspeed=str(path), **settings).training)
+    return DeepSpeedEngine(task, toy_config(engine=str(path), **settings).training)
 
 
 def steps(engine: Engine, first: int, last: int) -> list[Update]:

@@ -95,7 +95,7 @@ def made(variant: Variant) -> tuple[Pretraining, Engine]:
         return task, DdpEngine(task, toy_config(batch=ROWS).training)
     path = FOLDER / f"zero_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": int(variant.engine[-1])}}))
-    return task, DeepSpeedEngine(task, toy_config(batch=ROWS, deepspeed=str(path)).training)
+    return task, DeepSpeedEngine(task, toy_config(batch=ROWS, engine=str(path)).training)
 
 
 def steps(task: Pretraining, engine: Engine, first: int, last: int) -> Tensor:

@@ -14,8 +14,9 @@ from vlp.training.engines.compile import block_stacks, checkpoint_activations
 
 TOWERS = {
     "image": {
-        "architecture": "vit_tiny_patch16_224",
-        "architecture_options": {"depth": 2, "embed_dim": 24, "num_heads": 2},
+        "architecture": {
+            **{"name": "vit_tiny_patch16_224", "depth": 2, "embed_dim": 24, "num_heads": 2},
+        },
         "image_size": 32,
         "patch_size": 16,
         "trainable": 1,

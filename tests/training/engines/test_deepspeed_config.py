@@ -13,7 +13,7 @@ from vlp.training.optimiser import OptimiserConfig
 def write(folder: Path, values: Any) -> TrainingConfig:
     path = folder / "zero.json"
     path.write_text(values if isinstance(values, str) else json.dumps(values))
-    return TrainingConfig(batch=12, gradient_accumulation_steps=2, deepspeed=str(path))
+    return TrainingConfig(batch=12, gradient_accumulation_steps=2, engine=str(path))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -21,7 +21,7 @@ def test_shipped_files_take_batch_and_clipping_from_the_yaml(stage: int) -> None
     config = TrainingConfig(
         batch=12,
         gradient_accumulation_steps=2,
-        deepspeed=f"zero{stage}",
+        engine=f"zero{stage}",
         optimiser=OptimiserConfig(clip=0.5),
     )
     merged = deepspeed_config(config, world_size=3)

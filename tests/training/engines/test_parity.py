@@ -26,7 +26,7 @@ def losses(how: str, rows: int, text_window: int) -> list[float]:
     """Train with AdamW, a teacher and its queue."""
     values = configuration().model_dump()
     values["objectives"] |= {"teacher": {"queue": 16, "warmup_steps": 10}, "itm": {"group": rows}}
-    values["model"]["cross"]["anchor"]["text_window"] = text_window
+    values["model"]["cross"]["options"] = {"anchor": {"text_window": text_window}}
     values["training"]["batch"] = rows
     config = PretrainConfig.model_validate(values)
     torch.manual_seed(0)

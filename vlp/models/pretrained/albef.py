@@ -127,8 +127,7 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
             layers=len(blocks),
             heads=image_width // HEAD_WIDTH,
             intermediate=shape("visual_encoder.blocks.0.mlp.fc1.weight")[0],
-            mean=MEAN,
-            std=STD,
+            normalisation=(MEAN, STD),
         ),
         cross=CrossConfig(
             layers=len(fusion),

@@ -7,6 +7,7 @@ ALBEF checkpoint is `vlp.models.pretrained.albef`.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,11 +150,11 @@ def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: 
     pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
     if (folder / FILE_NAME).is_file():
         pixels = Preprocessing.load(folder)
-        mean, deviation = config.image.statistics
-        pairs += [("image.mean", mean, pixels.mean), ("image.std", deviation, pixels.std)]
+        there_too = (pixels.mean, pixels.std)
+        pairs += [("image.normalisation", config.image.statistics, there_too)]
     for key, here, there in pairs:
         if here != there:
-            said = str(list(there) if isinstance(there, tuple) else there).replace(" ", "")
+            said = json.dumps(there).replace(" ", "") if isinstance(there, tuple) else there
             raise ValueError(f"{name} was trained with {key} {there}, not {here}: set {key}={said}")
 
 
@@ -262,7 +263,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
         FileNotFoundError: it is neither here nor on the hub.
         ValueError: a file cannot be read, or is of another tower.
     """
-    encoder, source = model.image_encoder, f"{name} -> {model.config.image.architecture}"
+    encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     there = read_vit(name, with_settings=False).state
     fitted = fit_image_tower(encoder.vit, there)
     here = encoder.vit.state_dict()

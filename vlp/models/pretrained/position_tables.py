@@ -29,8 +29,8 @@ _CROSS_LAYERS = "cross_encoder.layers.*.attention.positions"
 _TOWER = "image_encoder.vit.positions"
 _TOWER_LAYERS = "image_encoder.vit.blocks.*.attn.positions"
 
-Lists = Mapping[str, tuple[tuple[str, int], ...]]
-"""Encodings in each list, `*` standing for every layer: a name, and how often it came before."""
+Lists = Mapping[str, tuple[str, ...]]
+"""Names of the encodings in each list, `*` standing for every layer."""
 
 
 class ResizedTables(NamedTuple):
@@ -90,17 +90,13 @@ def carry_encodings(
 
 def _lists(config: ModelConfig) -> Lists:
     cross = encodings_by_place(config.cross)
-    tower = [position.name for position in config.image.positions]
-    lists = {
+    tower = config.image.positions
+    return {
         _CROSS: cross["tokens"],
         _CROSS_LAYERS: cross["attention"],
         "cross_encoder.layers.*.cross_attention.positions": cross["cross_attention"],
-        _TOWER: [name for name in tower if acts_on_tokens(name)],
-        _TOWER_LAYERS: [name for name in tower if not acts_on_tokens(name)],
-    }
-    return {
-        place: tuple((name, names[:number].count(name)) for number, name in enumerate(names))
-        for place, names in lists.items()
+        _TOWER: tuple(name for name in tower if acts_on_tokens(name)),
+        _TOWER_LAYERS: tuple(name for name in tower if not acts_on_tokens(name)),
     }
 
 
@@ -143,7 +139,7 @@ def _of_tower(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
     blocks = getattr(vit, "blocks", ())
     if _lists(trained)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
         raise ValueError(
-            f"{trained.image.architecture}: encodings of its attention do not carry over to "
+            f"{trained.image.tower_name}: encodings of its attention do not carry over to "
             "another image size"
         )
     with torch.device("meta"):
@@ -193,4 +189,4 @@ def _of_both(
             if encoding in theirs[place]:
                 paths = [f"{place.replace('*', str(n))}.{number}" for n in range(count)]
                 their_path = f"{place.replace('*', '0')}.{theirs[place].index(encoding)}"
-                yield encoding[0], paths, their_path
+                yield encoding, paths, their_path

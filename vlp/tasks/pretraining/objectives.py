@@ -147,6 +147,10 @@ SIGMOID_BIAS = -10.0
 """Start of the learned bias of the sigmoid loss, as SigLIP's: nearly all pairs are no matches."""
 
 
+TOKEN_SCALE = 10.0
+"""Start of the learned tau; from 5 or 20 fewer words point right (configs/ablation/results)."""
+
+
 class Contrastive(Objective):
     """Match images and captions against the keys of all ranks and the teacher's queue.
 
@@ -277,7 +281,7 @@ class TokenTerms(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        self.scale = LearnedScale(settings.token.scale)
+        self.scale = LearnedScale(TOKEN_SCALE)
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
@@ -300,8 +304,6 @@ class TokenTerms(Objective):
             batch.image_ids,
             batch.valid,
             self.scale(),
-            token.alpha,
-            token.beta,
             token.group,
         )
         terms = {
@@ -339,17 +341,12 @@ class ImageTextMatching(Objective):
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             temperature = pair_temperature(step.model, self.objectives)
             similarity = image.feature @ text.feature.T / temperature
-        settings = self.settings
+        settings, count = self.settings, self.settings.listwise or 1
         negatives = hard_negatives(
-            similarity,
-            batch.image_ids,
-            batch.valid,
-            batch.uniform,
-            settings.group,
-            settings.negatives,
+            similarity, batch.image_ids, batch.valid, batch.uniform, settings.group, count
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        own = rows.repeat_interleave(settings.negatives)
+        own = rows.repeat_interleave(count)
         pairs = PairIndices(
             texts=torch.cat([rows, negatives.text_for_image, own]),
             images=torch.cat([rows, own, negatives.image_for_text]),
@@ -361,7 +358,7 @@ class ImageTextMatching(Objective):
         logits = step.model.match_logits(crossed)
         if crossed.anchors is not None:
             step.anchors = crossed.anchors.each(lambda part: part[: len(rows)].detach())
-        if settings.form == "pairs":
+        if settings.listwise is None:
             wrong_labels = torch.zeros_like(own)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
             counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
@@ -370,8 +367,8 @@ class ImageTextMatching(Objective):
             return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
         # Two lists a row: its image with wrong texts, its text with wrong images.
         odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(own)])
-        matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, settings.negatives))
-        has = torch.cat([negatives.has_text, negatives.has_image])[:: settings.negatives]
+        matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, count))
+        has = torch.cat([negatives.has_text, negatives.has_image])[::count]
         has = has & batch.valid.repeat(2)
         won = (matched > wrong.amax(1)).detach() & has
         step.statistics["itm_accuracy"] = won.sum() / has.sum().clamp(min=1)

@@ -154,7 +154,7 @@ class Pretraining(PlainTask):
         if anchors is None:
             anchors = self.model.anchors(step.image, step.text)
         assert anchors is not None  # the position is there
-        settings, batch = self.config.cross.anchor, step.batch
+        settings, batch = self.model.anchor_options, step.batch
         if step.is_logged:
             with record_function("pass/anchor_statistics"):
                 step.statistics |= anchor_shares(step, anchors)
@@ -165,7 +165,7 @@ class Pretraining(PlainTask):
                     anchors.similarity,
                     batch.word_mask,
                     batch.valid,
-                    self.model.anchor_options.quantile,
+                    settings.quantile,
                     settings.quantile_momentum,
                 )
 

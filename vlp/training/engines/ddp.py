@@ -48,14 +48,12 @@ class DdpEngine:
         self._micro_steps = config.gradient_accumulation_steps
         self._micro_step = 0
         self._scale = LossScale(config.precision)
-        self._forward = self._wrapped(task, config.gradient_reduction)
+        self._forward = self._wrapped(task, reduce_in_bf16=config.engine == "ddp-bf16")
         self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._adamw = build_adamw(task, config.optimiser)
         create_moments(self._adamw, self._named.values())
 
-    def _wrapped(
-        self, task: nn.Module, gradient_reduction: str
-    ) -> Callable[[Slots, int], StepOutput]:
+    def _wrapped(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
         """Give every rank rank 0's weights; return the forward pass."""
         if self.world_size == 1:
             return task
@@ -67,7 +65,7 @@ class DdpEngine:
             find_unused_parameters=True,
             broadcast_buffers=False,
         )
-        if gradient_reduction == "bf16":
+        if reduce_in_bf16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
 
         def forward(batch: Slots, step: int) -> StepOutput:

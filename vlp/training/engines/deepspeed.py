@@ -37,17 +37,17 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 def deepspeed_file(name: str) -> Path:
-    """Return the JSON file of `training.deepspeed`: a path, or one of configs/deepspeed."""
+    """Return the JSON file of `training.engine`: a path, or one of configs/deepspeed."""
     if name.endswith(".json") or "/" in name:
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(f"training.deepspeed: there is no file {path}")
+            raise ConfigError(f"training.engine: there is no file {path}")
         return path
     folder = Path(str(resources.files("configs"))) / "deepspeed"
     path = folder / f"{name}.json"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.json")))
-        raise ConfigError(f"training.deepspeed: unknown name {name!r}; known are {known}")
+        known = ["ddp", "ddp-bf16", "deepspeed", *sorted(f.stem for f in folder.glob("*.json"))]
+        raise ConfigError(f"training.engine: unknown name {name!r}; known are {', '.join(known)}")
     return path
 
 
@@ -56,6 +56,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
 
     Parameters and optimiser state stay float32 at every precision: the task autocasts itself.
     """
+    assert config.deepspeed is not None
     path = deepspeed_file(config.deepspeed)
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
@@ -87,7 +88,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
 
 def shards_parameters(training: TrainingConfig) -> bool:
     """Return whether ranks hold parts of the parameters, as ZeRO-3 has it."""
-    if training.engine != "deepspeed":
+    if training.deepspeed is None:
         return False
     settings = deepspeed_config(training, distributed.world_size())
     return bool(settings["zero_optimization"]["stage"] == 3)
