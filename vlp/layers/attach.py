@@ -128,9 +128,6 @@ def drop_absolute(model: Model) -> Model:
     """Take a model's own positions away, and put nothing in their place.
 
     They are absolute positions, relative position biases and rotations.
-
-    Raises:
-        ValueError: another model.
     """
     adapter = _adapter(model)
     adapter.layers()
@@ -140,11 +137,7 @@ def drop_absolute(model: Model) -> Model:
 
 
 def _adapter(model: nn.Module) -> Any:
-    """Return how encodings reach into a model.
-
-    Raises:
-        ValueError: they do not, with the reason.
-    """
+    """Return how encodings reach into a model."""
     from vlp.layers.backbones.adapters import ADAPTERS
 
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
@@ -176,12 +169,7 @@ class _Encoding:
     """An encoding to be made, as often as a model needs it."""
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
-        """Check the name and the roles.
-
-        Raises:
-            TypeError: a module that exists, a class of no encodings, or what cannot be called.
-            ValueError: see `_parameters` and `place_roles`.
-        """
+        """Check the name and the roles."""
         other = isinstance(name, type) and not issubclass(name, PositionEncoding)
         if other or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
             what = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
@@ -197,12 +185,7 @@ class _Encoding:
         self.options = place_roles(self.name, on, options, self.parameters)
 
     def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
-        """Return one module with those sizes that it has, on a weight's device and in its type.
-
-        Raises:
-            TypeError: what was made is no encoding.
-            ValueError: options that the encoding lacks or misses, or of another type.
-        """
+        """Return one module with those sizes that it has, on a weight's device and in its type."""
         known = {size: value for size, value in sizes.items() if size in self.parameters}
         options = {**known, **self.options}
         if self.checks:
@@ -214,11 +197,7 @@ class _Encoding:
         return encoding.to(device=like.device, dtype=like.dtype).train(training)
 
     def acts_on_tokens(self, made: PositionEncoding) -> bool:
-        """Return whether it acts once on the tokens, or else in every layer of attention.
-
-        Raises:
-            ValueError: it does both, or something that these models have no place for.
-        """
+        """Return whether it acts once on the tokens, or else in every layer of attention."""
         if "inputs" in made.hooks or ("tokens" in made.hooks and len(made.hooks) > 1):
             raise ValueError(
                 f"{self.name} acts on {', '.join(sorted(made.hooks))}; timm models have places for "
@@ -243,11 +222,7 @@ def _passes_on(make: Factory) -> bool:
 
 
 def _parameters(name: str | Factory) -> Iterable[str]:
-    """Options of an encoding.
-
-    Raises:
-        ValueError: it is not known, or has no place in a model without text.
-    """
+    """Options of an encoding."""
     if not isinstance(name, str):
         return inspect.signature(name).parameters
     if name in CROSS_MODAL:
@@ -274,9 +249,6 @@ def refuse_departures(
         added: an encoding for each layer, or none at all.
         fused: "flex", or what else the layers are told; None leaves them as they are.
         drop: whether the model's own positions are dropped.
-
-    Raises:
-        ValueError: they cannot, with the reason.
     """
     for number, layer in enumerate(layers):
         asked = getattr(layer, "fused", None) if fused is None else fused

@@ -59,10 +59,6 @@ def attend(
 
     Returns:
         (B, heads, Q, head width).
-
-    Raises:
-        TypeError: among the encodings is a module that is none and wraps none.
-        ValueError: an encoding needs more than the context names.
     """
     hooked = list(encodings)
     context = NO_CONTEXT if context is None else context
@@ -155,10 +151,6 @@ class Attention(nn.Module):
 
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
     `probabilities`, where a forward hook may read or replace them; the fused path never has them.
-
-    Raises:
-        ValueError: an encoding that acts on tokens alone; of others the hook `tokens` is left to
-            the model.
     """
 
     def __init__(

@@ -187,9 +187,6 @@ class TextEmbedding(nn.Module):
     as words by root mean square, or with 0 as BERT's do, small and random. From these, which word
     stands beside which is learned last, and until then a text is a bag of words; from strong sines
     what texts have in common hides at first what they say (docs/results/anchors.md).
-
-    Raises:
-        ValueError: sines for a width that is odd; a text longer than the position table.
     """
 
     def __init__(

@@ -43,9 +43,6 @@ class CausalAttention(nn.Module):
         positions: encodings whose `rotate`, `bias` and `value` hooks are called. What a pair of
             tokens gets from them must not depend on later tokens.
         scale: see `attend`.
-
-    Raises:
-        ValueError: heads that do not divide the width, or encodings of other hooks.
     """
 
     def __init__(
@@ -81,9 +78,6 @@ class CausalAttention(nn.Module):
             context: what the position hooks need; see `attend`.
             past: what came before; gets the new token. Only without encodings, whose hooks need the
                 whole sequence.
-
-        Raises:
-            ValueError: a past together with encodings, or with several new tokens.
         """
         query, key, value = (
             project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -40,9 +40,6 @@ class LearnedScale(nn.Module):
     """A positive factor of logits, learned as its logarithm and kept in [minimum, maximum].
 
     The cap of 100 is CLIP's (Radford et al. 2021, section 2.5).
-
-    Raises:
-        ValueError: `start` lies outside the range.
     """
 
     def __init__(self, start: float, minimum: float = 1.0, maximum: float = 100.0) -> None:

@@ -97,9 +97,6 @@ class CrossEncoder(nn.Module):
 
         Returns:
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
-
-        Raises:
-            ValueError: `keys` or `wanted` where not `shares_images`.
         """
         if keys is not None or wanted is not None:
             if not self.shares_images(text):

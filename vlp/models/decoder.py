@@ -174,9 +174,6 @@ class AnswerDecoder(nn.Module):
 
         Returns:
             (B, L, width); with `pasts` (B, 1, width).
-
-        Raises:
-            ValueError: more tokens than the embedding has positions.
         """
         states = self._words(embedding)(ids)
         if pasts is not None:
@@ -207,9 +204,6 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
 
     Raises:
         FileNotFoundError: `weights` is neither a folder nor on the hub.
-        ValueError: keys that no rule maps, or shapes that do not fit.
-        ConfigError: the weights have another number of heads, or the text encoder is a tower from
-            outside, which has no embedding that answers are written with.
     """
     config = decoder.config
     if model.config.text.architecture:
@@ -336,9 +330,6 @@ def beam_search(
 
     Returns:
         (rows, at most `length`) ids without the first; after `end` there are only ends.
-
-    Raises:
-        ValueError: there is no beam, or no length.
     """
     if beams < 1 or length < 1:
         raise ValueError(f"a search of {beams} beams and {length} tokens finds nothing")
@@ -550,9 +541,6 @@ class AnswerRanking:
         candidates: answers of each row whose full likelihood is computed, or None.
         logits: most in memory at once (tokens of several answers times the vocabulary); does not
             change what is found.
-
-    Raises:
-        ValueError: there is no answer, or no candidate.
     """
 
     def __init__(

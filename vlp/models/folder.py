@@ -165,11 +165,7 @@ def placed(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Placed:
-    """Move a model, or a task with one, to a device and a type, as `from_pretrained` takes them.
-
-    Raises:
-        ValueError: there is no such device or type here.
-    """
+    """Move a model, or a task with one, to a device and a type, as `from_pretrained` takes them."""
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is none of float32, bfloat16, float16, float64")
@@ -197,8 +193,6 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ConfigError: `config.json` is no configuration of this version's model.
-        ValueError: the weights do not fit the configuration, or are damaged.
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
@@ -243,10 +237,6 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
-        ConfigError: `config.json` is no configuration of this version's model.
-        ValueError: anything else is missing, left over, or of another shape; the weights were
-            trained with other heads, pooled states or normalised pixels, which no shape tells; an
-            encoding is bound to the grid it was trained on.
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -313,11 +303,7 @@ def load_start(
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Weights of the heads that a folder has beside its model, by name.
-
-    Raises:
-        ValueError: they are damaged.
-    """
+    """Weights of the heads that a folder has beside its model, by name."""
     file = folder / HEADS
     return _read_weights(file) if file.is_file() else {}
 

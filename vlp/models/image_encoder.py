@@ -71,11 +71,6 @@ class ImageEncoder(TrainableTower):
         Returns:
             (B, 1 + M + S, width), [CLS] first, the S summary tokens of `image.pooled_layers` last:
             `on_grid` drops these, `project` reads them.
-
-        Raises:
-            TypeError: the pixels are no tensor.
-            ValueError: they have another shape, or patches of a tower's stored output are to be
-                edited.
         """
         self._require(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
@@ -114,9 +109,6 @@ class ImageEncoder(TrainableTower):
         Returns:
             (B, 1 + M + S, tower's width); first [CLS], or the mean of the patches where the tower
             has none; last the pooled states of the S / parts blocks before the last.
-
-        Raises:
-            ValueError: the tower gives no tokens on the configured grid.
         """
         vit: Any = self.vit
         fuse_by_device(vit, pixels)

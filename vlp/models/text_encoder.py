@@ -95,12 +95,7 @@ class TextEncoder(TrainableTower):
 
 
 def require_ids(given: Any) -> Tensor:
-    """Return token ids (B, N).
-
-    Raises:
-        TypeError: they are no tensor.
-        ValueError: they have another shape.
-    """
+    """Return token ids (B, N)."""
     wanted = "give a tensor (texts, tokens), as the model folder's tokenizer makes it of texts"
     if not isinstance(given, Tensor):
         raise TypeError(f"token ids are of type {type(given).__name__}; {wanted}")

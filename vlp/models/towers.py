@@ -69,9 +69,6 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     Args:
         tower: of timm.
         state: by timm's names, or by those of the tower's authors where timm reads them.
-
-    Raises:
-        ValueError: timm cannot convert them.
     """
     # The class of a tower with encodings is made of timm's.
     modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
@@ -212,11 +209,7 @@ def _config_file(name: str) -> Path:
 
 
 def require_maskable(image: ImageConfig) -> None:
-    """Require that MIM can mask patches of the image encoder and learn from them.
-
-    Raises:
-        ValueError: patches are pooled, the encoder is frozen, or its patches cannot be replaced.
-    """
+    """Require that MIM can mask patches of the image encoder and learn from them."""
     if image.pool > 1:
         raise ValueError(
             f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"

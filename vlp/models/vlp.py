@@ -151,9 +151,6 @@ class VLPModel(nn.Module):
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does, or
                 the tower's stored output, as `ImageEncoder` takes it.
             edit_patches: as `ImageEncoder` takes it.
-
-        Raises:
-            TypeError, ValueError: as `ImageEncoder` raises them.
         """
         encoder = self.image_encoder
         found = encoder(pixels, edit_patches)
@@ -176,10 +173,6 @@ class VLPModel(nn.Module):
             text_ids: (B, N) int64, [CLS] first; or what the tokenizer returns, with both masks.
             attention_mask: (B, N) bool, True = not padding.
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
-
-        Raises:
-            TypeError: the ids are no tensor.
-            ValueError: they have another shape.
         """
         if isinstance(text_ids, TextTokens):
             text_ids, attention_mask, word_mask = text_ids
@@ -297,9 +290,6 @@ class VLPModel(nn.Module):
         """Log-odds that row i's text describes row i's image: (B,) float32.
 
         One image is matched with every text, and one text with every image.
-
-        Raises:
-            ValueError: there are several of both, and not as many of one as of the other.
         """
         if not self.match_is_trained:
             warnings.warn(
@@ -341,11 +331,7 @@ class VLPModel(nn.Module):
 
 
 def pairs_of(images: int, texts: int, device: torch.device | None = None) -> PairIndices | None:
-    """Return which rows pair when one image, or one text, stands for all; None: row by row.
-
-    Raises:
-        ValueError: there are several of both, and not as many of one as of the other.
-    """
+    """Return which rows pair when one image, or one text, stands for all; None: row by row."""
     if images == texts:
         return None
     if 1 not in (images, texts):

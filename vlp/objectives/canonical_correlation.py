@@ -55,11 +55,7 @@ class PairMoments:
         return both
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """Return the mean (C,) and the covariance (C, C) of both sides side by side.
-
-        Raises:
-            ValueError: fewer than two pairs were added.
-        """
+        """Return the mean (C,) and the covariance (C, C) of both sides side by side."""
         if self.count < 2:
             raise ValueError(f"{self.count} pairs have no covariance; at least 2 are needed")
         mean = self._sum / self.count
@@ -71,9 +67,6 @@ class CanonicalCorrelation:
 
     Args:
         moments: of the pairs.
-
-    Raises:
-        ValueError: fewer than two pairs were added.
     """
 
     def __init__(self, moments: PairMoments) -> None:

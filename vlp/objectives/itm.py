@@ -46,9 +46,6 @@ def hard_negatives(
     probability says, so a likely one may come twice. Only the blocks on the diagonal are read. A
     negative never shows the same image and is never an empty slot; a row without candidates has
     none (ALBEF crashes there). Source: ALBEF, section 3.2.
-
-    Raises:
-        ValueError: the batch is larger than `group` and not a multiple of it.
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)

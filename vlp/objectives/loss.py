@@ -45,9 +45,6 @@ def sample_groups(rows: int, group: int) -> tuple[int, int]:
     """Return the number of groups of `rows` consecutive samples, and the size of each.
 
     A batch smaller than `group` is one group.
-
-    Raises:
-        ValueError: `group` is not positive, or does not divide a larger batch.
     """
     if group < 1:
         raise ValueError(f"a sample group needs at least 1 row, not {group}")

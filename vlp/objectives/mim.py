@@ -47,9 +47,6 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     """Cut (B, C, height, width) into patches in raster order, (B, M, C * patch_size**2).
 
     Inside a patch: channel, row, column, as the weights of a patch convolution.
-
-    Raises:
-        ValueError: the image is not made of whole patches.
     """
     height, width = pixels.shape[-2:]
     if height % patch_size or width % patch_size:
@@ -64,9 +61,6 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
 
     `prediction` (B, M, 3p²), `pixels` (B, 3, height, width) normalised, `mask` (B, H, W) bool,
     True = masked, `valid` (B,) bool. Counts masked patches, each with the mean over its values.
-
-    Raises:
-        ValueError: grid and image do not give the same square patch size.
     """
     rows, columns = mask.shape[-2:]
     patch_size = pixels.shape[-2] // rows

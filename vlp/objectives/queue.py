@@ -53,9 +53,6 @@ class KeyQueue:
     are refused. Every rank pushes the same gathered keys and therefore holds the same queue. Like
     `Teacher` it is no `nn.Module`, so its holder does not register it. Size 0 is no queue. `filled`
     and `pointer`, the next place, are 0-d tensors beside the keys: no push waits for the device.
-
-    Raises:
-        ValueError: a negative size.
     """
 
     def __init__(self, size: int, dim: int, device: torch.device | str = "cpu") -> None:
@@ -95,9 +92,6 @@ class KeyQueue:
         Rows with `valid` (R,) False are left out, and so are keys that are not finite, which would
         spoil every step until they are overwritten. Of more rows than the queue holds, the last
         stay.
-
-        Raises:
-            ValueError: the keys carry a gradient, so they are not the teacher's.
         """
         if image.requires_grad or text.requires_grad:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
@@ -117,11 +111,7 @@ class KeyQueue:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave.
-
-        Raises:
-            ValueError: the state is of a queue of another size or width.
-        """
+        """Restore what `state_dict` gave."""
         if state["image"].shape != self.image.shape:
             raise ValueError(
                 f"the checkpoint's queue is {tuple(state['image'].shape)}, "

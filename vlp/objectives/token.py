@@ -114,9 +114,6 @@ def token_losses(
         valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
         scale: tau.
         group: samples of a group.
-
-    Raises:
-        ValueError: the batch is larger than `group` and not a multiple of it.
     """
     groups = sample_groups(image_tokens.shape[0], group)
     image_tokens, text_tokens, word_mask, word_ids, ids, valid = (

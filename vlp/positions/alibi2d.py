@@ -38,9 +38,6 @@ def slopes(
 
     Returns:
         (2, heads), positive; row 0 left, row 1 right.
-
-    Raises:
-        ValueError: no heads, or an unknown ratio.
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
@@ -86,9 +83,6 @@ def bias(
 
     Returns:
         (heads, height * width, height * width), queries then keys, not positive.
-
-    Raises:
-        ValueError: an empty grid, no heads, an unknown ratio or variant.
     """
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
@@ -117,9 +111,6 @@ class DirectionalDistance(PositionEncoding):
         grid: (rows, columns) where the context names none.
         ratio: see `slopes`.
         variant: see `bias`.
-
-    Raises:
-        ValueError: no heads, an empty grid, an unknown ratio or variant.
     """
 
     causal = True
@@ -141,9 +132,6 @@ class DirectionalDistance(PositionEncoding):
 
         Returns:
             (1, heads, T, T), shared: not to be written to.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid, or no grid is known.
         """
         queries, keys = query.shape[-2], key.shape[-2]
         grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)

@@ -65,22 +65,14 @@ Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
 
 def text_reach(window: int | None) -> int | None:
-    """Return the tokens to either side of a window of B_t tokens; None is unbounded.
-
-    Raises:
-        ValueError: a window that is not a positive odd number.
-    """
+    """Return the tokens to either side of a window of B_t tokens; None is unbounded."""
     if window is not None and (window < 1 or window % 2 == 0):
         raise ValueError(f"text_window must be an odd number of tokens, not {window}")
     return None if window is None else window // 2
 
 
 def patch_reach(window: int | None) -> int | None:
-    """Patches to either side of a square window of B_p patches; None is unbounded.
-
-    Raises:
-        ValueError: a window that is not the square of a positive odd number.
-    """
+    """Patches to either side of a square window of B_p patches; None is unbounded."""
     if window is None:
         return None
     side = math.isqrt(window) if window > 0 else 0
@@ -247,9 +239,6 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
 
     Returns:
         (..., M, N, G), each entry in [-1, 1].
-
-    Raises:
-        ValueError: the widths differ or G does not divide D.
     """
     width = image.shape[-1]
     if text.shape[-1] != width:
@@ -287,9 +276,6 @@ def anchor_distance(
 
     Returns:
         (..., M, N, G): 1/S in [1, 1/delta] where S >= delta, elsewhere +inf or a larger number.
-
-    Raises:
-        ValueError: tau, or a threshold that is a number, is not positive.
     """
     if not isinstance(threshold, Tensor) and not threshold > 0:
         raise ValueError(f"the anchor threshold must be positive, not {threshold}")
@@ -343,9 +329,6 @@ def anchor_path(
     Returns:
         The path (..., M, N, G), in patches and tokens as they come (papers.md#ace-a16), 0 where
         nothing is reachable, and the boolean `reachable`.
-
-    Raises:
-        ValueError: the grid does not fit M, a window is even or not square, unknown metric.
     """
     rows, columns = grid
     if rows * columns != distance.shape[-3]:
@@ -400,9 +383,6 @@ def longest_path(
         text_window: B_t; None is all tokens.
         patch_window: B_p; None is all patches.
         metric: distance between patches, in patches.
-
-    Raises:
-        ValueError: a window is even or not square.
     """
     text, patches = text_reach(text_window), patch_reach(patch_window)
     down, right = (side - 1 if patches is None else patches for side in grid)

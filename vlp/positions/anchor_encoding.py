@@ -35,9 +35,6 @@ class AnchorPosition(PositionEncoding):
             then is one vector too); otherwise each head owns its part of W.
         scale: factor of the path before it is embedded (papers.md#ace-a16: 1, the path as it is).
         value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (papers.md#ace-a22).
-
-    Raises:
-        ValueError: an unknown role or mode, or heads that do not divide the width.
     """
 
     UNDECAYED = ("table", "bias_table", "tables")
@@ -227,11 +224,7 @@ class AlignmentBias(PositionEncoding):
             self.factors[::2] = start
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """10 f_h mean_g S_ij, (B, heads, queries, keys).
-
-        Raises:
-            ValueError: no similarities in the context.
-        """
+        """10 f_h mean_g S_ij, (B, heads, queries, keys)."""
         if context.anchors is None or context.anchors.alignment is None:
             raise ValueError("alignment needs similarities in its context; it is cross-attention's")
         alignment = context.anchors.alignment  # (B, 1 + M, N)

@@ -201,9 +201,6 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
     Wrappers are modules around it, such as those of activation checkpointing, `torch.compile`
     and peft's `modules_to_save`.
-
-    Raises:
-        TypeError: the module is no PositionEncoding and holds none.
     """
     if isinstance(encoding, PositionEncoding):
         return encoding.hooks

@@ -38,9 +38,6 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
 
     Returns:
         int64 of x's shape, in [-int(beta), int(beta)].
-
-    Raises:
-        ValueError: not 0 < alpha < beta, or gamma not above alpha.
     """
     if not 0 < alpha < beta or gamma <= alpha:
         raise ValueError(
@@ -64,9 +61,6 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
     Returns:
         int64 of x's shape, in [-int(beta), int(beta)].
-
-    Raises:
-        ValueError: a negative beta.
     """
     if beta < 0:
         raise ValueError(f"beta must not be negative, not {beta}")
@@ -78,9 +72,6 @@ def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> in
     (papers.md#irpe-i7, #irpe-i10).
 
     Cross has two tables of this size, rows and columns.
-
-    Raises:
-        ValueError: unknown method, ratio not positive, negative prefix.
     """
     require_known("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
@@ -128,9 +119,6 @@ def bucket_ids(
     Returns:
         ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows
         then columns; and the size of one table.
-
-    Raises:
-        ValueError: an unknown name, an empty grid, a negative prefix, a ratio not positive.
     """
     size = table_size(method, ratio, prefix_tokens)
     require_known("bucket function", function, get_args(IndexFunction))

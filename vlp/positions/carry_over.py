@@ -48,9 +48,6 @@ def carry_over(
         tables: the trained weights by their names in the encoding; it may have none.
         grid: (rows, columns) to be served; a sequence is one row.
         trained_grid: (rows, columns) of the training.
-
-    Raises:
-        ValueError: the encoding is bound to its grid, or a table does not fit.
     """
     if grid == trained_grid:
         return dict(tables)

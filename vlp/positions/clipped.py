@@ -39,9 +39,6 @@ def clipped_ids(
     Returns:
         ids, int64 (tables, T, T) with T = prefix + height * width, each table's from 0 on: one
         table, for axes two, rows then columns; and the size of one table.
-
-    Raises:
-        ValueError: an unknown name, a reach below 1, an empty grid, a negative prefix.
     """
     size = clipped_size(offsets, reach, prefix_tokens)
     if offsets == "raster":  # a sequence is a grid of one row, and its ids are those of columns
@@ -55,11 +52,7 @@ def clipped_ids(
 
 
 def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
-    """Return the rows of one table: 2 reach + 1, squared for product, and one for a prefix.
-
-    Raises:
-        ValueError: an unknown name, a reach below 1, a negative prefix.
-    """
+    """Return the rows of one table: 2 reach + 1, squared for product, and one for a prefix."""
     require_known("offsets", offsets, get_args(Offsets))
     if reach < 1 or reach != int(reach):
         raise ValueError(f"the reach of clipped offsets must be a whole number from 1 on: {reach}")
@@ -89,10 +82,6 @@ class ClippedPosition(LookupPosition):
         reach: the longest offset that has a row of its own; None: the longest one of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
-
-    Raises:
-        ValueError: unknown offsets, a reach below 1, no reach and no grid, an empty grid, or heads
-            that do not divide the width.
     """
 
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "raster")

@@ -44,11 +44,7 @@ def vertical_first(coordinates: Tensor) -> Tensor:
 
 
 def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
-    """Return the tokens of x (B, T, width) that have a place.
-
-    Raises:
-        ValueError: fewer tokens than the prefix, or than the context's grid has patches, or more.
-    """
+    """Return the tokens of x (B, T, width) that have a place."""
     if context.grid is not None:
         require_grid(name, context.grid, x, context)
     places = x.shape[-2] - context.prefix_tokens
@@ -60,11 +56,7 @@ def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
 
 
 def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionContext) -> None:
-    """The tokens of x (B, T, width) are the prefix and this grid.
-
-    Raises:
-        ValueError: they are not, or the grid is empty.
-    """
+    """The tokens of x (B, T, width) are the prefix and this grid."""
     rows, columns = grid
     if rows < 1 or columns < 1:
         raise ValueError(f"{name}: a grid of {rows} x {columns} has no patches")
@@ -110,10 +102,6 @@ def token_coordinates(
 
     Returns:
         (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
-
-    Raises:
-        ValueError: no grid, tokens that are not prefix and grid, coordinates of another shape or
-            outside the image.
     """
     kind = torch.promote_types(x.dtype, torch.float32)
     size = context.grid or grid
@@ -198,9 +186,6 @@ def grid_at_hand(
 
     Returns:
         (rows, columns).
-
-    Raises:
-        ValueError: no grid, or tokens with coordinates, which lie on none.
     """
     if context.grid is not None:
         return context.grid
@@ -234,10 +219,6 @@ def require_grid_tokens(
 
     Returns:
         (rows, columns).
-
-    Raises:
-        ValueError: see `grid_at_hand`; a prefix without its bucket, or other tokens than prefix
-            and grid.
     """
     rows, columns = grid_at_hand(name, context, grid)
     prefix = context.prefix_tokens

@@ -47,9 +47,6 @@ def cope_bias(
 
     Returns:
         (..., T, T) in the query's type; with `causal` 0 above the diagonal.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     require_shapes("CoPE", query, key, table)
     with torch.autocast(query.device.type, enabled=False):
@@ -86,10 +83,6 @@ class ContextualPosition(PositionEncoding):
         shared_heads: one table for all heads, as in the authors' code (papers.md#sape-s10).
         gate_scale: see `cope_bias`.
         bias_scale: see `cope_bias`.
-
-    Raises:
-        ValueError: heads that do not divide the width, neither length nor grid, both and they
-            differ, or a length below one.
     """
 
     UNDECAYED = ("table",)
@@ -124,9 +117,6 @@ class ContextualPosition(PositionEncoding):
 
         Returns:
             (B, heads, T, T) in the query's type.
-
-        Raises:
-            ValueError: queries and keys of different number, or fewer than the prefix.
         """
         prefix, tokens = context.prefix_tokens, query.shape[-2]
         if key.shape[-2] != tokens or tokens < prefix:

@@ -29,9 +29,6 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         (..., F), cosines and then sines; half precision is computed in float32.
-
-    Raises:
-        ValueError: a weight that is not for these coordinates.
     """
     if weight.ndim != 2 or not len(weight) or weight.shape[1] != coords.shape[-1]:
         raise ValueError(
@@ -69,9 +66,6 @@ def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) 
     Returns:
         A scalar, never negative. Weights that are all equal count as of the smallest spread above
         0, which keeps the value and its gradient finite.
-
-    Raises:
-        ValueError: fewer than two numbers, which have no spread.
     """
     kind = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.to(kind) if per_dim else weight.to(kind).reshape(-1, 1)
@@ -124,11 +118,6 @@ class FourierPosition(TokenEncoding):
             0.5 a channel at the start, in place of 0.02.
         regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: sizes that do not divide, features without MLP or projection that are not the
-            group's width, options of an MLP without one, a regulariser of fixed features, unknown
-            names, gamma or extent not positive.
     """
 
     def __init__(
@@ -201,20 +190,12 @@ class FourierPosition(TokenEncoding):
             self.modulator = nn.Linear(features, share)
 
     def features(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Fourier features before any MLP: (B or 1, T - prefix, groups, F).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Fourier features before any MLP: (B or 1, T - prefix, groups, F)."""
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         return fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Positions of the tokens after the prefix: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         features = self.features(x, context)
         if self.modulator is not None:
             features = self.modulator(features.to(self.frequencies.dtype))
@@ -226,9 +207,6 @@ class FourierPosition(TokenEncoding):
         The value of the strength, lambda in Eq. 11, is lost in the available text
         (papers.md#fourier-f10). Under wrappers that gather weights call it as
         `encoding("regulariser", strength)`.
-
-        Raises:
-            ValueError: the encoding was made without `regularised`.
         """
         if self.log_variance is None:
             raise ValueError("fourier: the regulariser needs the option regularised=True")
@@ -252,9 +230,6 @@ class MLPPosition(TokenEncoding):
         approximate: GELU, "none" or "tanh".
         dropout: see `Modulator`.
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: unknown dimensions, no hidden channels, an unknown GELU, an extent not positive.
     """
 
     def __init__(
@@ -277,11 +252,7 @@ class MLPPosition(TokenEncoding):
         self.modulator = Modulator(dimensions, hidden, width, approximate, dropout)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Positions of the tokens after the prefix: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         return self.modulator(
             token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         )

@@ -51,10 +51,6 @@ class HuangPosition(ClippedPosition):
             of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the table has a row for pairs with prefix tokens.
-
-    Raises:
-        ValueError: unknown offsets, a reach below 1, no reach and no grid, or heads that do not
-            divide the width.
     """
 
     UNDECAYED = ("table",)
@@ -74,10 +70,6 @@ class HuangPosition(ClippedPosition):
         self.table = self._table(self.head_width)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`huang_lookups` of one layer.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid.
-        """
+        """`huang_lookups` of one layer."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return huang_lookups(query, key, self.table, ids)

@@ -53,10 +53,6 @@ class RelativePosition(LookupPosition):
         pre_round: see `bucket_ids`.
         variant: see `bucket_ids`.
         universe: see `bucket_ids`.
-
-    Raises:
-        ValueError: unknown names, no roles, values in bias mode, heads that do not divide the
-            width, no grid for quantization by rank on the grid, or an option without effect.
     """
 
     UNDECAYED = ("tables",)
@@ -146,11 +142,7 @@ class RelativePosition(LookupPosition):
         return frozenset(needed)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """b_ij over the root of the head width (Eqs 13-16), a term for each role.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid, or another grid than quantization's.
-        """
+        """b_ij over the root of the head width (Eqs 13-16), a term for each role."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         terms = []
         if "key" in self.roles:
@@ -166,9 +158,6 @@ class RelativePosition(LookupPosition):
 
         Returns:
             (B, heads, T, head width).
-
-        Raises:
-            ValueError: as in `lookups`.
         """
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)

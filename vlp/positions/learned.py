@@ -33,9 +33,6 @@ class LearnedPosition(TokenEncoding):
         grid: (rows, columns) of the patches that the table stands for.
         deviation: standard deviation of the start; 0 starts with no position at all.
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: neither length nor grid, both and they differ, or a negative deviation.
     """
 
     UNDECAYED = ("table",)
@@ -59,12 +56,7 @@ class LearnedPosition(TokenEncoding):
         self.table = _table(length, width, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Vectors of the first places: (1, T - prefix, width).
-
-        Raises:
-            ValueError: more tokens than places, fewer than the prefix, or another grid than the
-                table's, or none.
-        """
+        """Vectors of the first places: (1, T - prefix, width)."""
         length = x.shape[-2] - context.prefix_tokens
         if not 0 <= length <= len(self.table):
             raise ValueError(
@@ -93,10 +85,6 @@ class LearnedGridPosition(TokenEncoding):
         combine: "concat" or "sum", where rows and columns both have the full width.
         deviation: standard deviation of the start; 0 starts with no position at all.
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: an odd width with "concat", an unknown `combine`, an empty grid, a negative
-            deviation.
     """
 
     UNDECAYED = ("table_rows", "table_columns")
@@ -121,12 +109,7 @@ class LearnedGridPosition(TokenEncoding):
         self.table_columns = _table(grid[1], channels, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Row and column vectors of the patches: (1, rows * columns, width).
-
-        Raises:
-            ValueError: no grid or a larger one than the tables', or tokens that are not prefix and
-                grid.
-        """
+        """Row and column vectors of the patches: (1, rows * columns, width)."""
         largest = (len(self.table_rows), len(self.table_columns))
         rows, columns = grid = grid_at_hand(self.name, context, largest)
         if rows > largest[0] or columns > largest[1]:
@@ -159,10 +142,6 @@ class LearnedBoxPosition(TokenEncoding):
         combine: "concat" or "sum", where all four have the full width.
         deviation: standard deviation of the start; 0 starts with no position at all.
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: a width without quarters with "concat", an unknown `combine`, fewer than two
-            places, a negative deviation.
     """
 
     UNDECAYED = ("table_top", "table_left", "table_bottom", "table_right")
@@ -191,11 +170,7 @@ class LearnedBoxPosition(TokenEncoding):
         self.table_right = _table(places, channels, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Vectors of the four edges: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
         lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
         edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)

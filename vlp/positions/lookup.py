@@ -57,9 +57,6 @@ class LookupPosition(PositionEncoding):
 
         Returns:
             Broadcasts to (B, heads, T, T).
-
-        Raises:
-            ValueError: the tokens are not prefix and grid, or on a grid that the encoding refuses.
         """
         return dense(self.lookups(query, key, context)).to(query.dtype)
 

@@ -38,9 +38,6 @@ class TokenEncoding(PositionEncoding):
         name: what error messages call the encoding.
         width: channels of the tokens.
         mixer: learn the weights `alpha` of the tokens and `beta` of the positions.
-
-    Raises:
-        ValueError: a width below 1.
     """
 
     def __init__(self, name: str, width: int, mixer: bool = False) -> None:
@@ -55,18 +52,11 @@ class TokenEncoding(PositionEncoding):
         """Vectors of the tokens after the prefix: (B or 1, T - prefix, width).
 
         Of x (B, T, width) only the shape, the number type and the device count, not the content.
-
-        Raises:
-            ValueError: the tokens do not fit the encoding.
         """
         raise NotImplementedError
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Add or mix in the places: (B, T, width), same shape and number type.
-
-        Raises:
-            ValueError: tokens of another width, places of another batch, or as in `places`.
-        """
+        """Add or mix in the places: (B, T, width), same shape and number type."""
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(
                 f"{self.name} is for tokens (batch, tokens, {self.width}), not {tuple(x.shape)}"

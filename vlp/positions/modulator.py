@@ -20,9 +20,6 @@ class Modulator(nn.Sequential):
         norm: LayerNorm before each dense layer, as in the paper's Reformer (papers.md#fourier-f6).
             Without it outputs differ little from place to place at first: Fourier features have a
             squared norm of 1/2 in all, so biases prevail (docs/results/positions.md).
-
-    Raises:
-        ValueError: no channels, an unknown GELU, a dropout outside [0, 1).
     """
 
     dense_in: nn.Linear

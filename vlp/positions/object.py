@@ -28,9 +28,6 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
 
     Returns:
         int64 (..., rows, columns), from 0 to K.
-
-    Raises:
-        ValueError: a box that is not inside the grid, or of negative size.
     """
     rows, columns = grid
     if boxes.shape[-1] != 4 or boxes.ndim < 2:
@@ -81,10 +78,6 @@ class ObjectPosition(TokenEncoding):
         temperature: see `sinusoid`.
         layout: see `sinusoid`; within each part (papers.md#vitarc-v10).
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: a width that is not a multiple of 8, a temperature not positive, an unknown
-            layout.
     """
 
     def __init__(
@@ -103,11 +96,7 @@ class ObjectPosition(TokenEncoding):
         self.temperature, self.layout = temperature, layout
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of object, column and row: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: no grid, tokens that are not prefix and grid, or boxes outside of it.
-        """
+        """Sinusoids of object, column and row: (B or 1, T - prefix, width)."""
         grid = grid_at_hand(self.name, context, self.grid)
         require_grid(self.name, grid, x, context)
         kind = torch.promote_types(x.dtype, torch.float32)

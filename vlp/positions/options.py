@@ -81,10 +81,6 @@ def checked_options(
 
     Returns:
         The options; a whole number is a float where the type is.
-
-    Raises:
-        ValueError: an option that there is not (the nearest is named), that is missing, or whose
-            value is of another type.
     """
     parameters = parameters_of(make)
     known, checked = ", ".join(parameters), dict(options)

@@ -135,11 +135,7 @@ def list_positions() -> Sequence[str]:
 
 
 def plugins_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the module of each encoding that is none of this package's, by name.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the module of each encoding that is none of this package's, by name."""
     modules = {name: plugin_of(position_class(name)) for name in names}
     return {name: module for name, module in modules.items() if module is not None}
 
@@ -156,31 +152,19 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
 
 
 def describe_options(name: str) -> list[EncodingOption]:
-    """Return the options of a name with types and defaults.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the options of a name with types and defaults."""
     return options_of(_named(name))
 
 
 def position_options(name: str) -> frozenset[str]:
-    """Return the options of `create_position` for a name, such as width, heads, grid, roles.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the options of `create_position` for a name, such as width, heads, grid, roles."""
     return frozenset(parameters_of(_named(name)))
 
 
 def create_fitting_position(
     name: str, sizes: Mapping[str, Any], **options: Any
 ) -> PositionEncoding:
-    """Make a position encoding with those of `sizes` that it takes; options win over them.
-
-    Raises:
-        ValueError: as `create_position`.
-    """
+    """Make a position encoding with those of `sizes` that it takes; options win over them."""
     takes = position_options(name)
     fitting = {size: value for size, value in sizes.items() if size in takes}
     return create_position(name, **{**fitting, **options})
@@ -197,9 +181,6 @@ def place_roles(
             `mode`; None leaves the encoding's default.
         options: the others.
         takes: what the encoding takes; None looks the name up.
-
-    Raises:
-        ValueError: other letters, an encoding without the choice, or options that say it, too.
     """
     if on is None:
         return dict(options)
@@ -223,11 +204,7 @@ def place_roles(
 
 
 def acts_on_tokens(name: str) -> bool:
-    """Return whether an encoding acts once on the tokens; others act in every attention layer.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return whether an encoding acts once on the tokens; others act in every attention layer."""
     return position_class(name).tokens is not PositionEncoding.tokens
 
 
@@ -237,11 +214,7 @@ def causal_positions() -> Sequence[str]:
 
 
 def position_class(name: str) -> type[PositionEncoding]:
-    """Return the class behind a name.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the class behind a name."""
     make = _named(name)
     made: Any = make.func if isinstance(make, partial) else make
     return made

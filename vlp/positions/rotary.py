@@ -42,9 +42,6 @@ def sequence_angles(
 
     Returns:
         (length, dim/2), radians.
-
-    Raises:
-        ValueError: an odd dim, a negative length, or a theta that is not positive.
     """
     if length < 0:
         raise ValueError(f"a sequence of {length} tokens has no places")
@@ -76,9 +73,6 @@ def axial_angles(
 
     Returns:
         (height * width, dim/2), radians.
-
-    Raises:
-        ValueError: a dim that four does not divide, an empty grid, or a theta that is not positive.
     """
     places = grid_places(height, width)
     return split_angles(places, dim, theta).to(device=device, dtype=dtype)
@@ -94,9 +88,6 @@ def split_angles(places: Tensor, dim: int, theta: float = 100.0) -> Tensor:
 
     Returns:
         (..., tokens, dim/2), radians.
-
-    Raises:
-        ValueError: a dim that four does not divide, or a theta that is not positive.
     """
     frequencies = pair_frequencies(dim, theta, axes=2).to(places)
     return (places[..., None] * frequencies).flatten(-2)
@@ -131,9 +122,6 @@ def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) 
 
     Returns:
         (height * width, 2), float64; 0, 1, ... along each axis where `spread` is None.
-
-    Raises:
-        ValueError: an empty grid.
     """
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
@@ -154,9 +142,6 @@ def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
 
     Returns:
         (dim / (2 axes),), float64, falling from 1.
-
-    Raises:
-        ValueError: a dim that 2 axes does not divide, or a theta that is not positive.
     """
     if dim < 1 or dim % (2 * axes):
         raise ValueError(f"rotation needs a head width that {2 * axes} divides, not {dim}")
@@ -179,9 +164,6 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
     Returns:
         x's shape and type.
-
-    Raises:
-        ValueError: an unknown layout, or angles that do not fit x.
     """
     if x.shape[-1] != 2 * angles.shape[-1] or x.shape[-2] != angles.shape[-2]:
         raise ValueError(
@@ -241,12 +223,7 @@ class _Rotary(PositionEncoding):
         self.name, self.theta, self.layout = name, theta, layout
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys (B, heads, T, head width); prefix tokens stay as they are.
-
-        Raises:
-            ValueError: other head widths, queries and keys that differ in number, or tokens that
-                are not those of the context.
-        """
+        """Turn queries and keys (B, heads, T, head width); prefix tokens stay as they are."""
         shapes = tuple(query.shape[-2:]), tuple(key.shape[-2:])
         if shapes[0] != shapes[1] or shapes[0][1] != self.head_width:
             raise ValueError(
@@ -273,10 +250,6 @@ class RotarySequence(_Rotary):
         heads: attention heads; their width must be even.
         theta: base of the wavelengths.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
-
-    Raises:
-        ValueError: heads that do not divide the width, an odd head width, theta not positive, an
-            unknown layout.
     """
 
     def __init__(
@@ -368,10 +341,6 @@ class RotaryAxial(_GridRotary):
         theta: base of the wavelengths, lower than for texts as images have fewer places.
         rescale: whether the places of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
-
-    Raises:
-        ValueError: heads that do not divide the width, a head width that four does not divide,
-            theta not positive, an empty grid, rescale without a grid, an unknown layout.
     """
 
     def __init__(
@@ -411,9 +380,6 @@ class RotaryMixed(_GridRotary):
         theta: base of the wavelengths at the start.
         rescale: whether the places of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
-
-    Raises:
-        ValueError: as for `RotaryAxial`.
     """
 
     UNDECAYED = ("frequency_table",)  # as its authors do

@@ -53,10 +53,6 @@ class SasaPosition(ClippedPosition):
         reach: the longest offset that has its own row, in patches; None: the longest one of `grid`.
         shared_heads: the same two tables for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
-
-    Raises:
-        ValueError: an odd head width, a reach below 1, no reach and no grid, or heads that do not
-            divide the width.
     """
 
     UNDECAYED = ("table_x", "table_y")
@@ -80,10 +76,6 @@ class SasaPosition(ClippedPosition):
         self.table_y = self._table(self.head_width // 2)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`sasa_lookups` of one layer.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid.
-        """
+        """`sasa_lookups` of one layer."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return sasa_lookups(query, self.table_x, self.table_y, ids)

@@ -74,10 +74,6 @@ def sape_bias(
 
     Returns:
         (..., T, T) in the query's type, not positive, symmetric, 0 on the diagonal.
-
-    Raises:
-        ValueError: unknown mode or summation, tokens that are not the grid, shapes that do not
-            fit.
     """
     require_known("SaPE mode", mode, get_args(Mode))
     require_known("SaPE summation", summation, get_args(Summation))
@@ -127,10 +123,6 @@ class SemanticPosition(PositionEncoding):
         gate_scale: see `sape_bias`.
         bias_scale: see `sape_bias`.
         summation: see `sape_bias`.
-
-    Raises:
-        ValueError: heads that do not divide the width, an empty grid, unknown names, or a
-            deviation that is not positive.
     """
 
     UNDECAYED = ("tables_x", "tables_y")
@@ -175,9 +167,6 @@ class SemanticPosition(PositionEncoding):
 
         Returns:
             (B, heads, T, T) in the query's type.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid.
         """
         grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])
         prefix = context.prefix_tokens

@@ -38,10 +38,6 @@ class ShawPosition(ClippedPosition):
             longest one of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
-
-    Raises:
-        ValueError: unknown names, no roles, a reach below 1, no reach and no grid, or heads that
-            do not divide the width.
     """
 
     UNDECAYED = ("tables",)
@@ -70,11 +66,7 @@ class ShawPosition(ClippedPosition):
         return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """q_i p^K_ij over the root of the head width (Eq. 8).
-
-        Raises:
-            ValueError: the tokens are not prefix and grid.
-        """
+        """q_i p^K_ij over the root of the head width (Eq. 8)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
 
@@ -83,9 +75,6 @@ class ShawPosition(ClippedPosition):
 
         Returns:
             (B, heads, T, head width).
-
-        Raises:
-            ValueError: as in `lookups`.
         """
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)

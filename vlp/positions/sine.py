@@ -27,11 +27,7 @@ def frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit.
-
-    Raises:
-        ValueError: channels that are no pairs, or a temperature not positive.
-    """
+    """temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit."""
     if channels < 2 or channels % 2:
         raise ValueError(f"{channels} channels are no pairs of sine and cosine")
     if not temperature > 0:
@@ -61,9 +57,6 @@ def sinusoid(
     Returns:
         (..., channels), the positions' number type (integers: float32); half precision is computed
         in float32.
-
-    Raises:
-        ValueError: an odd number of channels, a temperature not positive, an unknown layout.
     """
     kind = torch.promote_types(positions.dtype, torch.float32)
     steps = frequencies(channels, temperature, kind, positions.device)
@@ -86,9 +79,6 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
 
     Returns:
         (..., channels), number type as for `sinusoid`.
-
-    Raises:
-        ValueError: frequencies of another shape, or an unknown layout.
     """
     if freqs.ndim not in (1, 2) or (freqs.ndim == 2 and freqs.shape[1] != coords.shape[-1]):
         raise ValueError(
@@ -138,11 +128,6 @@ class SinePosition(TokenEncoding):
         groups: parts of the coordinates to which the MLP is applied separately.
         approximate: GELU of the MLP, "none" or "tanh".
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: unknown dimensions, a width that they do not divide in pairs, groups that do not
-            divide them, groups or approximate without an MLP, an extent or temperature not
-            positive, an unknown layout or GELU.
     """
 
     def __init__(
@@ -182,11 +167,7 @@ class SinePosition(TokenEncoding):
         self.mlp = None if mlp is None else Modulator(share, mlp, share, approximate)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of the tokens' places: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
         if self.dimensions == 1:
             coords = self._order(x, context)
         else:
@@ -232,11 +213,6 @@ class MDSinePosition(TokenEncoding):
         mlp: hidden channels of an MLP on top, or None.
         approximate: GELU of the MLP, "none" or "tanh".
         mixer: see `TokenEncoding`.
-
-    Raises:
-        ValueError: unknown dimensions, an odd width, frequencies of another shape, a temperature
-            beside them, approximate without an MLP, an extent or temperature not positive, an
-            unknown layout or GELU.
     """
 
     def __init__(
@@ -275,11 +251,7 @@ class MDSinePosition(TokenEncoding):
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of the tokens' places: (B or 1, T - prefix, width).
-
-        Raises:
-            ValueError: see `token_coordinates`.
-        """
+        """Sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         freqs = torch.tensor(self.freqs, dtype=coords.dtype, device=coords.device)
         waves = md_sinusoid(coords, freqs, self.layout)

@@ -68,10 +68,6 @@ class TransformerXLPosition(ClippedPosition):
         sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.
         temperature: of the sinusoids, see `vlp.positions.sine.sinusoid`.
         layout: "halves" or "interleaved", see the same.
-
-    Raises:
-        ValueError: unknown names, a reach below 1, no reach and no grid, sinusoids that cannot be
-            halved, a temperature not positive, or heads that do not divide the width.
     """
 
     UNDECAYED = ("u", "v", "prefix")
@@ -111,11 +107,7 @@ class TransformerXLPosition(ClippedPosition):
         self.prefix = nn.Parameter(torch.zeros(first, 1, head_width)) if prefix_bucket else None
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`transformer_xl_lookups` of one layer.
-
-        Raises:
-            ValueError: the tokens are not prefix and grid.
-        """
+        """`transformer_xl_lookups` of one layer."""
         grid = require_grid_tokens(
             self.name, context, self.grid, query.shape[-2], key.shape[-2], self.prefix_bucket
         )

@@ -122,7 +122,6 @@ class Teacher(Generic[Student]):
 
         Raises:
             KeyError: a weight of the teacher is not among the names.
-            ValueError: a weight has another shape, as an ungathered shard has.
         """
         teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
         _check(teacher, named_parameters)
@@ -412,7 +411,6 @@ class Distilled(Downstream):
         """Take back what `extra_state` gave.
 
         Raises:
-            ValueError: there is a state and no teacher.
             RuntimeError: the state is of another task.
         """
         if self.teacher is None:

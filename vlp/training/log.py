@@ -123,11 +123,7 @@ _KINDS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Require that the packages of trackers are installed.
-
-    Raises:
-        ValueError: one is not; the message says how to install it.
-    """
+    """Require that the packages of trackers are installed."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is no package

@@ -85,7 +85,6 @@ def train(
     the validation data is kept in `best/`. `signals` are those the caller listens to already.
 
     Raises:
-        ConfigError: validation has no such metric, or the folder to be resumed is not this run's.
         CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
             data).
         NonFiniteError: more than MAX_NON_FINITE steps in a row were not finite.

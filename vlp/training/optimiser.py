@@ -88,12 +88,7 @@ def parameter_groups(
 
 
 def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
-    """Make PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
-
-    Raises:
-        ConfigError: `config.lr_multipliers` fits nothing.
-        ValueError: there is nothing to train.
-    """
+    """Make PyTorch's AdamW; DeepSpeed's own would be compiled on every machine's first start."""
     groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")

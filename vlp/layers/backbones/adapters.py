@@ -51,11 +51,7 @@ class PositionedMaskUnitAttention(Positioned, MaskUnitAttention):
         *more: Any,
         **named: Any,
     ) -> Tensor:
-        """Attention of (B, heads, T, head width) or (B, heads, mask units, T, head width).
-
-        Raises:
-            ValueError: mask units are left out of attention over the image.
-        """
+        """Attention of (B, heads, T, head width) or (B, heads, mask units, T, head width)."""
         if query.shape[-2] != len(self.order):
             raise ValueError(
                 f"attention over the image has {query.shape[-2]} tokens, not {len(self.order)}: "
@@ -261,11 +257,7 @@ class Adapter:
         return float(getattr(getattr(self.model, "patch_drop", None), "prob", 0.0))
 
     def layers(self) -> list[Any]:
-        """Return the layers of attention that may have encodings, in order.
-
-        Raises:
-            ValueError: a block without them, or with other attention.
-        """
+        """Return the layers of attention that may have encodings, in order."""
         return attention_layers(self.blocks())
 
     def blocks(self) -> Iterable[nn.Module]:
@@ -278,11 +270,7 @@ class Adapter:
         return self.grid
 
     def require_tokens(self, name: str) -> None:
-        """Check that there is a place for encodings of tokens.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Check that there is a place for encodings of tokens."""
 
     def prepare(self) -> None:
         """Make the model say where its tokens lie."""
@@ -358,11 +346,7 @@ class SwinAdapter(Adapter):
         return int(rows), int(columns)
 
     def require_tokens(self, name: str) -> None:
-        """Check that the patch embedding is timm's.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Check that the patch embedding is timm's."""
         embed = self.model.patch_embed
         if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
             raise ValueError(
@@ -543,11 +527,7 @@ def give_place(layer: Any) -> None:
 
 
 def attention_layers(blocks: Iterable[nn.Module]) -> list[Any]:
-    """Return layers of exactly known classes: what a subclass does otherwise would be lost.
-
-    Raises:
-        ValueError: a block without them, or with other attention.
-    """
+    """Return layers of exactly known classes: what a subclass does otherwise would be lost."""
     known = {*ATTENTION, *ATTENTION.values()}
     layers = []
     for block in blocks:

@@ -97,11 +97,7 @@ class Places:
             contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
-        """Return the context of so many tokens, prefix included.
-
-        Raises:
-            ValueError: no image had so many.
-        """
+        """Return the context of so many tokens, prefix included."""
         if tokens not in self._contexts:
             known = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
@@ -204,9 +200,6 @@ class Positioned(nn.Module):
 
         Returns:
             As `x`.
-
-        Raises:
-            ValueError: the tokens are not those of an image that the model has embedded.
         """
         context = self.context(x)
 

@@ -34,11 +34,7 @@ class TransformersAdapter(Adapter):
     positioned: ClassVar[dict[type, type]] = {}
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the embeddings and the layers.
-
-        Raises:
-            ValueError: a model with a text encoder, or without embedded patches and attention.
-        """
+        """Find the embeddings and the layers."""
         super().__init__(model)
         name = type(model).__name__
         found = [

@@ -80,9 +80,6 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
     Args:
         state: as `read_pth` gives it; tensors on the meta device will do.
         image_size: side of the images in pixels; None keeps the checkpoint's.
-
-    Raises:
-        ValueError: a tensor that tells a size is missing, or the sizes are none that ALBEF has.
     """
 
     def shape(key: str) -> torch.Size:
@@ -155,11 +152,6 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
 
     Returns:
         A report each for the image, text and cross-modal encoder, and for the heads.
-
-    Raises:
-        ConfigError: heads of another width than ALBEF's.
-        ValueError: another layout; keys that no rule maps; weights that are missing; shapes that
-            do not fit; a temperature that is not positive.
     """
     layout = model.config.cross.layout
     if layout != "albef":

@@ -140,9 +140,6 @@ def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: 
         trained: of the folder.
         folder: where it lies.
         name: what messages call it.
-
-    Raises:
-        ValueError: they do not; the key is named.
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["image.heads"] if config.image.architecture is None else []
@@ -197,9 +194,6 @@ def copy_weights(
         unused: source keys that are declared as unused.
         may_miss: patterns of the names' beginnings that may keep their own start; the first one
             that matches names the part in the report.
-
-    Raises:
-        ValueError: a name without a place, a target that nothing fills, or shapes that differ.
     """
     target = module.state_dict()
     unknown = sorted(set(found) - set(target))
@@ -261,7 +255,6 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub.
-        ValueError: a file cannot be read, or is of another tower.
     """
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     there = read_vit(name, with_settings=False).state
@@ -286,9 +279,6 @@ def load_text_tower(model: VLPModel, state: Mapping[str, Tensor], source: str) -
         model: has a tower of `text.architecture`.
         state: by the names of transformers, with the model's prefix (`roberta.`) or without.
         source: what the report and messages call it.
-
-    Raises:
-        ValueError: keys without a place, weights that are missing, or shapes that do not fit.
     """
     encoder = model.text_encoder
     tower: Any = encoder.tower
@@ -308,11 +298,7 @@ def load_text_tower(model: VLPModel, state: Mapping[str, Tensor], source: str) -
 def todays_names(
     state: Mapping[str, Tensor], source: str, prefix: str = "bert."
 ) -> dict[str, tuple[str, Tensor]]:
-    """Today's name -> key there and tensor: without the prefix, and a norm has weight and bias.
-
-    Raises:
-        ValueError: two keys are the same weight.
-    """
+    """Today's name -> key there and tensor: without the prefix, and a norm has weight and bias."""
     found: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
         module, dot, kind = key.removeprefix(prefix).rpartition(".")
@@ -359,8 +345,6 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
 
     Raises:
         FileNotFoundError: weights that are neither here nor on the hub.
-        ValueError: files that cannot be read, keys that no rule maps, shapes or heads that do not
-            fit.
     """
     reports = []
     if name := model.config.text.weights:
@@ -402,7 +386,6 @@ def bert_state(folder_or_name: str) -> Published:
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub.
-        ValueError: a file cannot be read, or a key stands there twice.
     """
     bert = read_bert(folder_or_name)
     state = todays_names(bert.state, folder_or_name)
@@ -426,10 +409,6 @@ def load_bert(
         source: what reports and messages call it.
         settings: BERT's config.json, which is held against the model's configuration; without it
             the reports say that the heads were taken on trust.
-
-    Raises:
-        ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
-        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
     """
     text_layers, own_cross = model.config.text.layers, model.config.cross.weights
     cross_layers = 0 if own_cross else model.config.cross.layers
@@ -487,10 +466,6 @@ def load_cross(
         state: by BERT's names of today.
         source: what the report and messages call it.
         settings: as `load_bert` takes them.
-
-    Raises:
-        ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
-        ValueError: weights that are missing, or shapes that do not fit.
     """
     found, unused = {}, []
     layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
@@ -536,10 +511,6 @@ def load_vit(
         source: what the report and messages call it.
         settings: as `vit_settings` gives them; without them the report says that the heads were
             taken on trust.
-
-    Raises:
-        ConfigError: too few blocks, or other heads or functions than the model.
-        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
     """
     config, found, unused, notes = model.config.image, {}, [], []
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
@@ -589,9 +560,6 @@ def resample_positions(
     Returns:
         (1, 1 + rows * columns, width); the tensor itself where the number of positions fits, else
         at least in float32.
-
-    Raises:
-        ValueError: the positions are not [CLS] and a square grid.
     """
     from timm.layers.pos_embed import resample_abs_pos_embed
 

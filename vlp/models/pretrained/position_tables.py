@@ -63,9 +63,6 @@ def carry_encodings(
     Their modules are numbered as `cross.position` and `image.positions` list them, so a number
     alone does not say whose table it is. Tables of another grid become those of this model's where
     the encoding allows it; tables between both streams of another number of groups are left out.
-
-    Raises:
-        ValueError: an encoding is bound to the grid it was trained on.
     """
     theirs, ours = _lists(trained), _lists(model.config)
     here = model.state_dict()

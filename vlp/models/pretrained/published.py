@@ -45,11 +45,7 @@ _LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 
 
 def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The same tensors by timm's names; query, key and value stacked as one.
-
-    Raises:
-        ValueError: keys that no rule maps, or a layer without all of query, key and value.
-    """
+    """The same tensors by timm's names; query, key and value stacked as one."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, dict[str, Tensor]] = {}
     unknown = []
@@ -100,7 +96,6 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, needs pickled objects, or holds no state dict.
     """
     path = Path(file)
     if not path.is_file():
@@ -155,7 +150,6 @@ def read_bert(name: str) -> Published:
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
-        ValueError: a file is damaged, or cannot be read without running code.
     """
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
@@ -171,7 +165,6 @@ def read_vit(name: str, with_settings: bool = True) -> Published:
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
-        ValueError: a file is damaged or cannot be read without running code, or it is no ViT.
     """
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
@@ -190,11 +183,7 @@ def read_vit(name: str, with_settings: bool = True) -> Published:
 
 
 def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
-    """Return the ViT settings that tensors do not tell: heads, block form, activation, epsilon.
-
-    Raises:
-        ValueError: it is none of timm's vision transformers.
-    """
+    """Return the ViT settings that tensors do not tell: heads, block form, activation, epsilon."""
     if not isinstance(vit, VisionTransformer):
         raise ValueError(f"{name} is a {type(vit).__name__}, not a vision transformer")
     block: Any = vit.blocks[0]
@@ -211,7 +200,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or cannot be read without running code.
     """
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")

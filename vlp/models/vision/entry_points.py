@@ -131,12 +131,7 @@ def _build(
 
 
 def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Return a checkpoint as the model loads it; one without any encoding gets their start.
-
-    Raises:
-        ValueError: the checkpoint's encodings are others than the model's. timm would pass over
-            that where the number of classes differs, too.
-    """
+    """Return a checkpoint as the model loads it; one without any encoding gets their start."""
     state = state.get("state_dict", state.get("model", state))
     known = model.state_dict()
     state = {name: one for name, one in state.items() if name in known or not _may_lack(name)}

@@ -35,8 +35,6 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, its weights are not this model's, or the model's encodings
-            would read them in another way; the model is then as it was.
     """
     weights = read_pth(file)
     encodings = {
@@ -79,9 +77,6 @@ def from_published(
         state: the published weights.
         transposed: encodings, such as `blocks.0.attn.positions.0`, that look queries up at j, i as
             the authors' do; the tables of the others are mirrored.
-
-    Raises:
-        ValueError: tables of the cross method or of bias mode.
     """
     found = {}
     for name, weight in state.items():
