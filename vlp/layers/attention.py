@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -240,21 +240,18 @@ class Attention(nn.Module):
         context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
-        moving = _using(self.positions, "inputs")
         query = states
         key, value = (source, source) if given is None else given
-        if given is None:
-            for encoding in moving:
-                query, key, value = through_call(
-                    encoding, PositionEncoding.inputs, query, key, value, context
-                )
-            return self.query(query), self.key(key), self.value(value)
-        weights = self.key.weight, self.value.weight
-        for encoding in moving:
+        extra: tuple[Any, ...] = ()
+        if given is not None:
+            extra = ((self.key.weight, self.value.weight),)
+        for encoding in _using(self.positions, "inputs"):
             query, key, value = through_call(
-                encoding, PositionEncoding.shared_inputs, query, key, value, weights, context
+                encoding, PositionEncoding.inputs, query, key, value, context, *extra
             )
-        return self.query(query), key, value
+        # Queries first: gradients add up in the order of these products.
+        query = self.query(query)
+        return (query, key, value) if given else (query, self.key(key), self.value(value))
 
     def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of (B, K, width), the same shape, for calls that share them."""

@@ -98,11 +98,8 @@ class CrossEncoder(nn.Module):
         Returns:
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
         """
-        if keys is not None or wanted is not None:
-            if not self.shares_images(text):
-                raise ValueError("keys and wanted are for encoders that share images")
-            asked = text, text_mask, image, anchors, pairs, keys, wanted
-            return self._text_alone(*asked), None
+        if (keys is not None or wanted is not None) and not self.shares_images(text):
+            raise ValueError("keys and wanted are for encoders that share images")
         both = self.config.layout == "ace"
         each = (-1, 1 + self.grid[0] * self.grid[1])
         words = (1, text.shape[1] - 1)
@@ -110,28 +107,43 @@ class CrossEncoder(nn.Module):
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = through_call(encoding, PositionEncoding.tokens, text, text_asks)
-        image = self._placed(image)
+        # Layouts without an image stream read keys, or else project images pair by pair, which is
+        # less where nothing is shared.
+        other = self._placed(image) if keys is None else None
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            text = through_call(layer, CrossLayer.attend_self, text, text_mask, text_asks)
-            if both:
-                images = image.unflatten(1, each).flatten(0, 1)
-                image = through_call(
+            some = wanted if last else None
+            paired = number > 0 or pairs is None
+            text = through_call(
+                layer, CrossLayer.attend_self, text, text_mask, text_asks, some if paired else None
+            )
+            if both and other is not None:
+                images = other.unflatten(1, each).flatten(0, 1)
+                other = through_call(
                     layer, CrossLayer.attend_self, images, None, image_asks
-                ).reshape_as(image)
+                ).reshape_as(other)
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
-                image = image[pairs.images]
+                text = text if some is None else pick(text, some)
+                other = None if other is None else other[pairs.images]
+            if some is not None and anchors is not None:
+                text_asks = replace(text_asks, anchors=anchors.asked_by(some))
+            shared = None if keys is None else keys[number]
+            if shared is not None and pairs is not None:
+                key, value = (states.index_select(0, pairs.images) for states in shared)
+                shared = key, value
             terms = through_call(layer, CrossLayer.kernel_terms, text)
             text_asks = replace(text_asks, kernel_terms=terms)
             image_asks = replace(image_asks, kernel_terms=terms)
-            new_text = through_call(layer, CrossLayer.attend_other, text, image, None, text_asks)
-            if both and (need_image or not last):
-                image = through_call(
-                    layer, CrossLayer.attend_other, image, text, text_mask, image_asks
+            new_text = through_call(
+                layer, CrossLayer.attend_other, text, other, None, text_asks, shared
+            )
+            if both and other is not None and (need_image or not last):
+                other = through_call(
+                    layer, CrossLayer.attend_other, other, text, text_mask, image_asks
                 )
             text = new_text
-        return text, image if both and need_image else None
+        return text, other if both and need_image else None
 
     def shares_images(self, states: Tensor) -> bool:
         """Return whether texts alone ask, of keys and values that pairs of an image share.
@@ -159,43 +171,6 @@ class CrossEncoder(nn.Module):
                 image
             )
         return image
-
-    def _text_alone(
-        self,
-        text: Tensor,
-        mask: Tensor,
-        image: Tensor,
-        anchors: AnchorField | None,
-        pairs: PairIndices | None,
-        keys: ImageKeys | None,
-        wanted: Tensor | None,
-    ) -> Tensor:
-        """`forward` of layouts in which no image state changes.
-
-        Without `keys` images are projected pair by pair, which is less where nothing is shared.
-        """
-        context = PositionContext((1, text.shape[1] - 1), 1, anchors=anchors, text_queries=True)
-        for encoding in self.positions:
-            text = through_call(encoding, PositionEncoding.tokens, text, context)
-        other = self._placed(image) if keys is None else None
-        for number, layer in enumerate(self.layers):
-            paired = number > 0 or pairs is None
-            some = wanted if number == len(self.layers) - 1 else None
-            text = through_call(
-                layer, CrossLayer.attend_self, text, mask, context, some if paired else None
-            )
-            if number == 0 and pairs is not None:
-                text, mask = text[pairs.texts], mask[pairs.texts]
-                text = text if some is None else pick(text, some)
-                other = None if other is None else other[pairs.images]
-            if some is not None and anchors is not None:
-                context = replace(context, anchors=anchors.asked_by(some))
-            shared = None if keys is None else keys[number]
-            if shared is not None and pairs is not None:
-                key, value = (each.index_select(0, pairs.images) for each in shared)
-                shared = key, value
-            text = through_call(layer, CrossLayer.attend_other, text, other, None, context, shared)
-        return text
 
 
 def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:

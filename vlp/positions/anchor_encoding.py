@@ -79,27 +79,20 @@ class AnchorPosition(PositionEncoding):
         return frozenset({"inputs", "value"} if "value" in self.roles else {"inputs"})
 
     def inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add mean(P) W of each side to what is projected (Eq. 10)."""
-        asking, answering = _means(context)
-        return (
-            self._shifted("query", query, asking),
-            self._shifted("key", key, answering),
-            self._shifted("value", value, answering) if self.value_pooled else value,
-        )
-
-    def shared_inputs(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        weights: tuple[Tensor, Tensor],
         context: PositionContext,
+        weights: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the term of rank G by itself, by way of its tables: projections are linear."""
+        """Add mean(P) W of each side to what is projected (Eq. 10).
+
+        To a key or a value that is projected already, the term of rank G is added by way of its
+        projected table.
+        """
         asking, answering = _means(context)
-        of_key, of_value = weights
+        of_key, of_value = (None, None) if weights is None else weights
         return (
             self._shifted("query", query, asking),
             self._shifted("key", key, answering, of_key),

@@ -67,7 +67,7 @@ class PositionEncoding(nn.Module):
 
     Most encodings override one of the five hooks and nothing else. An encoding may also offer
     faster forms of its hooks, which attention takes where it can: `lookups` for FlexAttention,
-    `shared_inputs` with `shares_keys`, and `attend` with `has_kernel`.
+    `inputs` with weights with `shares_keys`, and `attend` with `has_kernel`.
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -77,7 +77,7 @@ class PositionEncoding(nn.Module):
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
     """True if hooks read the paths of a pair and nothing else of its keys, so that pairs of one
-    image may share projected keys and values, with `shared_inputs` in place of `inputs`."""
+    image may share projected keys and values, which `inputs` then takes with their weights."""
     has_lookups: ClassVar[bool] = False
     """True if `bias` is a sum of `lookups`."""
     has_kernel: ClassVar[bool] = False
@@ -119,9 +119,18 @@ class PositionEncoding(nn.Module):
         return x
 
     def inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: PositionContext,
+        weights: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what enters W^Q, W^K and W^V of one layer, each (batch, tokens, width)."""
+        """Return what enters W^Q, W^K and W^V of one layer, each (batch, tokens, width).
+
+        With `weights` of the projections of key and value these are projected already
+        (`shares_keys`).
+        """
         return query, key, value
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
@@ -139,25 +148,6 @@ class PositionEncoding(nn.Module):
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return `bias` as numbers that a kernel looks up by pair of tokens (`has_lookups`)."""
         raise NotImplementedError
-
-    def shared_inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: tuple[Tensor, Tensor],
-        context: PositionContext,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `inputs` does where keys and values are projected already (`shares_keys`).
-
-        Args:
-            query: (B, Q, width), not projected.
-            key: (B, K, width), projected.
-            value: (B, K, width), projected.
-            weights: of the projections of key and value.
-            context: holds the paths.
-        """
-        return query, key, value
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return what all calls of `attend` with these projections share (`has_kernel`).
@@ -237,7 +227,12 @@ class ByModality(PositionEncoding):
         return self._dispatch(PositionEncoding.tokens, context, x)
 
     def inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: PositionContext,
+        weights: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what enters the projections of one stream; see the base."""
         return self._dispatch(PositionEncoding.inputs, context, query, key, value)

@@ -77,12 +77,12 @@ def _run(
         image=select(step.image, rows),
         text=select(step.text, rows),
         teacher=taught,
-        anchors=None,
         statistics={},
         image_keys=None,
     )
     moved, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:
-        return objective(part), part.statistics
+        terms = objective(part)
+        return {name: t._replace(anchors=None) for name, t in terms.items()}, part.statistics
     finally:
         step.model.anchor_threshold = moved

@@ -45,9 +45,8 @@ class Step:
 
     number: optimiser steps from 0. image, text: outputs of both encoders on the unmasked batch.
     teacher: outputs of the momentum teacher, if there is one. is_logged: whether a log line is due,
-    so that costly statistics are computed. anchors: paths of the matching pairs, once known.
-    shares: passes share the images' keys, and compute the tokens that are read. image_keys: what
-    `keys` has computed.
+    so that costly statistics are computed. shares: passes share the images' keys, and compute the
+    tokens that are read. image_keys: what `keys` has computed.
     """
 
     number: int
@@ -57,7 +56,6 @@ class Step:
     text: TextFeatures
     teacher: TeacherOutput | None
     is_logged: bool
-    anchors: AnchorField | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     shares: bool = False
     image_keys: ImageKeys | None = None
@@ -70,10 +68,14 @@ class Step:
 
 
 class Term(NamedTuple):
-    """One loss with its weight in the total."""
+    """One loss with its weight in the total.
+
+    anchors: paths of the B matching pairs, detached, where the loss has computed them.
+    """
 
     loss: Loss
     weight: float
+    anchors: AnchorField | None = None
 
 
 class Objective:
@@ -322,8 +324,7 @@ class ImageTextMatching(Objective):
     """Tell matching pairs from each image with a wrong text and each text with a wrong image.
 
     Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
-    `itm`, of pairs or of lists. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs
-    in `step.anchors`.
+    `itm`, of pairs or of lists, with the anchor paths of the matching pairs. Logs `itm_accuracy`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -356,15 +357,16 @@ class ImageTextMatching(Objective):
             wanted = torch.zeros_like(pairs.texts)[:, None]
         crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
         logits = step.model.match_logits(crossed)
-        if crossed.anchors is not None:
-            step.anchors = crossed.anchors.each(lambda part: part[: len(rows)].detach())
+        anchors = crossed.anchors
+        if anchors is not None:
+            anchors = anchors.each(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
             wrong_labels = torch.zeros_like(own)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
             counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
             right = (logits.detach().argmax(-1) == labels) & counted
             step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
-            return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
+            return {"itm": Term(itm_loss(logits, labels, counted), settings.weight, anchors)}
         # Two lists a row: its image with wrong texts, its text with wrong images.
         odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(own)])
         matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, count))
@@ -372,7 +374,7 @@ class ImageTextMatching(Objective):
         has = has & batch.valid.repeat(2)
         won = (matched > wrong.amax(1)).detach() & has
         step.statistics["itm_accuracy"] = won.sum() / has.sum().clamp(min=1)
-        return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight)}
+        return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight, anchors)}
 
 
 class MaskedLanguageModelling(Objective):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from vlp.compilation import on_gpu, region
 from vlp.data.text.word_boxes import OTHER, OWN
@@ -175,6 +176,13 @@ class CollapseWatch:
         if "spread" in name and value < self.min_spread:
             return f"below {self.min_spread}"
         return ""
+
+
+def watch(step: Step, anchors: AnchorField | None) -> dict[str, Tensor]:
+    """Compute all statistics of a step; `anchors` are those of its matching pairs."""
+    with record_function("pass/statistics"):
+        shares = {} if anchors is None else anchor_shares(step, anchors)
+        return shares | collapse(step) | word_cosines(step)
 
 
 def anchor_shares(step: Step, anchors: AnchorField) -> dict[str, Tensor]:

@@ -20,10 +20,11 @@ from vlp.models.folder import load_start, save_pretrained
 from vlp.models.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
+from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
 from vlp.tasks.pretraining.objectives import OBJECTIVES, Objective, Step, Term
-from vlp.tasks.pretraining.statistics import anchor_shares, collapse, move_threshold, word_cosines
+from vlp.tasks.pretraining.statistics import move_threshold, watch
 from vlp.tasks.task import AUTOCAST, PlainTask, Precision, StepOutput
 from vlp.tasks.teacher import MomentumTeacher, strip_prefix
 
@@ -90,11 +91,14 @@ class Pretraining(PlainTask):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             state = self._encode(batch, step)
-            terms = self._run(state, on_clean_pairs=True)
-            self._follow_anchors(state)
-            terms |= self._run(state, on_clean_pairs=False)
+            terms, anchors = self._run(state, on_clean_pairs=True)
+            anchors = self._of_matching_pairs(state, anchors)
             if state.is_logged:
-                state.statistics |= collapse(state) | word_cosines(state)
+                state.statistics |= watch(state, anchors)
+            if anchors is not None:
+                self._move_threshold(state.batch, anchors)
+            del anchors  # large, and of no use to later passes
+            terms |= self._run(state, on_clean_pairs=False)[0]
             return self.step_output(
                 {name: term.loss for name, term in terms.items()},
                 {name: term.weight for name, term in terms.items()},
@@ -134,7 +138,8 @@ class Pretraining(PlainTask):
         images, texts = zip(*(recomputed(partial(encode, part)) for part in parts), strict=True)
         return joined(images), joined(texts)
 
-    def _run(self, step: Step, on_clean_pairs: bool) -> dict[str, Term]:
+    def _run(self, step: Step, on_clean_pairs: bool) -> tuple[dict[str, Term], AnchorField | None]:
+        """Run one half of the objectives; return their terms, and anchors of matching pairs."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
             if objective.on_clean_pairs == on_clean_pairs:
@@ -143,30 +148,28 @@ class Pretraining(PlainTask):
                         terms |= in_chunks(objective, step, self.grad_cache)
                     else:
                         terms |= objective(step)
-        return terms
+        anchors = next((term.anchors for term in terms.values() if term.anchors), None)
+        return {name: term._replace(anchors=None) for name, term in terms.items()}, anchors
 
     @torch.no_grad()
-    def _follow_anchors(self, step: Step) -> None:
-        """Log the anchors of the matching pairs, then move the running threshold after them."""
-        anchors, step.anchors = step.anchors, None  # large, and of no use to later passes
+    def _of_matching_pairs(self, step: Step, anchors: AnchorField | None) -> AnchorField | None:
+        """Return the anchors of the matching pairs, computed here where no objective did."""
         if "anchor" not in self.config.cross.position:
-            return
-        if anchors is None:
-            anchors = self.model.anchors(step.image, step.text)
-        assert anchors is not None  # the position is there
-        settings, batch = self.model.anchor_options, step.batch
-        if step.is_logged:
-            with record_function("pass/anchor_statistics"):
-                step.statistics |= anchor_shares(step, anchors)
-        if settings.threshold is None and self.training:
+            return None
+        return self.model.anchors(step.image, step.text) if anchors is None else anchors
+
+    def _move_threshold(self, batch: Batch, anchors: AnchorField) -> None:
+        """Move the running threshold after the similarities of the matching pairs."""
+        options = self.model.anchor_options
+        if options.threshold is None and self.training:
             with record_function("pass/anchor_threshold"):
                 move_threshold(
                     self.model.anchor_threshold,
                     anchors.similarity,
                     batch.word_mask,
                     batch.valid,
-                    settings.quantile,
-                    settings.quantile_momentum,
+                    options.quantile,
+                    options.quantile_momentum,
                 )
 
     @property
