@@ -256,14 +256,7 @@ _ELSEWHERE = {
 def explain(
     error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
 ) -> str:
-    """Say what is wrong with values, a line for each.
-
-    Args:
-        error: of the validation.
-        schema: what they should be.
-        origins: where a dotted key stands, if not in the file.
-        path: the file.
-    """
+    """Say what is wrong with values, a line for each."""
     lines = []
     for problem in error.errors():
         location, fields = _location(problem["loc"], schema)
@@ -414,14 +407,7 @@ def validated(
     path: str | Path,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> AnyConfig:
-    """Values that were read from a file, as a configuration.
-
-    Args:
-        values: by key.
-        schema: what they are to be.
-        path: the file.
-        origins: where a dotted key stands, if not in that file.
-    """
+    """Values that were read from a file, as a configuration."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:

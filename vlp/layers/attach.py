@@ -241,15 +241,7 @@ def refuse_departures(
     fused: object,
     drop: bool,
 ) -> None:
-    """Check that layers which are to attend by FlexAttention can.
-
-    Args:
-        adapter: of the model.
-        layers: of attention.
-        added: an encoding for each layer, or none at all.
-        fused: "flex", or what else the layers are told; None leaves them as they are.
-        drop: whether the model's own positions are dropped.
-    """
+    """Check that layers which are to attend by FlexAttention can."""
     for number, layer in enumerate(layers):
         asked = getattr(layer, "fused", None) if fused is None else fused
         encodings = [*getattr(layer, "positions", ()), *added[number : number + 1]]

@@ -281,10 +281,6 @@ def no_weight_decay(model: nn.Module, with_own: bool = True) -> set[str]:
     """Collect what `no_weight_decay()` of a model's modules says, by name in the model.
 
     The method is timm's convention: it returns names of parameters relative to its module.
-
-    Args:
-        model: whose modules are asked.
-        with_own: whether the model itself is asked, too.
     """
     found: set[str] = set()
     for place, module in model.named_modules():

@@ -381,17 +381,6 @@ def generate(
 ) -> Tensor:
     """A text for every row of the memory.
 
-    Args:
-        decoder: in evaluation mode.
-        memory: of B rows.
-        embedding: the text encoder's.
-        marks: [CLS], [SEP], and the other special tokens.
-        length: most tokens, the end included.
-        beams: see `beam_search`; 1 is greedy.
-        penalty: of length, likewise.
-        cached: keep keys and values of what was said; False computes the whole text at every
-            token, for comparison.
-
     Returns:
         (B, at most `length`) ids without the start; after the end there are only ends.
     """

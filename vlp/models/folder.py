@@ -78,16 +78,7 @@ def save_pretrained(
     preprocess: Preprocessing,
     heads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write a model folder that `from_pretrained` reads.
-
-    Args:
-        folder: made if missing.
-        config: sizes of the model.
-        state: full weights and buffers of a `VLPModel`, by name; low-rank ones are merged.
-        text: tokenizer.
-        preprocess: evaluation transform.
-        heads: weights of pretraining's heads, by name.
-    """
+    """Write a model folder that `from_pretrained` reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text.save(folder)
@@ -98,13 +89,7 @@ def save_pretrained(
 
 
 def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    """Write the model of a folder alone: `config.json` and the weights; low-rank ones are merged.
-
-    Args:
-        folder: made if missing.
-        config: sizes of the model.
-        state: full weights and buffers of a `VLPModel`, by name.
-    """
+    """Write a folder's model alone: `config.json` and the weights; low-rank ones are merged."""
     state, config = merged_lora(dict(state), config)
     save_sizes(folder, config)
     _write_weights(folder / WEIGHTS, state)
@@ -186,10 +171,6 @@ def placed(
 
 def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
     """Read a folder's model, in evaluation mode on the CPU.
-
-    Args:
-        folder: of this machine.
-        config: sizes in place of those in its `config.json`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -286,13 +267,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 def load_start(
     model: VLPModel, init_from: str | None = None, public: bool = True
 ) -> list[LoadReport]:
-    """Give a new model the weights that pretraining starts from; returns what each source did.
-
-    Args:
-        model: the target.
-        init_from: model folder whose weights come last, over public ones.
-        public: load the public weights that its configuration names.
-    """
+    """Give a new model the weights that pretraining starts from; returns what each source did."""
     try:
         reports = load_public_weights(model) if public else []
         if init_from is not None:

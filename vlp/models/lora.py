@@ -72,10 +72,6 @@ def merged_lora(
 ) -> tuple[dict[str, Tensor], ModelConfig]:
     """Add low-rank matrices to the weights beside which they were trained.
 
-    Args:
-        state: of a model after `add_lora`, full weights by name.
-        config: of the model.
-
     Returns:
         The state and the configuration of a model without LoRA that computes the same.
     """

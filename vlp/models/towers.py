@@ -64,12 +64,7 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
 
 
 def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring weights to a tower's names and sizes, as timm does: its positions are resampled.
-
-    Args:
-        tower: of timm.
-        state: by timm's names, or by those of the tower's authors where timm reads them.
-    """
+    """Bring weights to a tower's names and sizes, as timm does: its positions are resampled."""
     # The class of a tower with encodings is made of timm's.
     modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
     known = (getattr(module, "checkpoint_filter_fn", None) for module in modules)

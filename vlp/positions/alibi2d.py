@@ -30,12 +30,6 @@ def slopes(
     every second slope again, as in the authors' code. Both agree for eight heads, the only number
     that the authors use.
 
-    Args:
-        heads: attention heads.
-        ratio: "paper" or "code".
-        dtype: of the result, which is computed in float64.
-        device: of the result.
-
     Returns:
         (2, heads), positive; row 0 left, row 1 right.
     """

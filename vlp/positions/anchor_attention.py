@@ -28,15 +28,7 @@ _ALIGNED = 16
 def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
-    """Return tokens of a block and how it is compiled, so that its numbers stay in registers.
-
-    Args:
-        queries: tokens that ask.
-        keys: tokens that answer.
-        groups: of the paths, all of which a block holds.
-        channels: of a head.
-        forward: False for all that computes gradients.
-    """
+    """Return tokens of a block and how it is compiled, so that its numbers stay in registers."""
     most = {"QUERIES": BLOCK if groups <= 8 else BLOCK // 2, "KEYS": BLOCK}
     found = {
         name: min(most[name], max(16, power_of_two(tokens)))

@@ -150,11 +150,7 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return what all calls of `attend` with these projections share (`has_kernel`).
-
-        Args:
-            weights: of the projections of query, key and value.
-        """
+        """Return what all calls of `attend` with these projections share (`has_kernel`)."""
         raise NotImplementedError
 
     def attend(
@@ -268,9 +264,6 @@ def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Ten
     and outside the modes of tracing, as one born under `torch.export` is fake: it has no numbers,
     and models that read it later learn nothing. `torch.compile`, which ignores caches, takes the
     result for a constant of the sizes that it compiles for.
-
-    Args:
-        kept: number of results.
     """
 
     def decorate(make: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:

@@ -33,14 +33,7 @@ def require_known(what: str, name: str, known: tuple[str, ...]) -> None:
 
 
 def require_defaults(what: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
-    """Raise ValueError for an option that nothing reads and that is not the default all the same.
-
-    Args:
-        what: the encoding, for the message.
-        make: its class.
-        reason: why nothing reads them, after 'has no effect'.
-        options: as they were given, by name.
-    """
+    """Raise ValueError for an option that nothing reads and that is not the default."""
     parameters = parameters_of(make)
     for name, value in options.items():
         if value != parameters[name].default:
@@ -73,11 +66,6 @@ def checked_options(
     what: str, make: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Check that options are known, complete and of their types, and return them.
-
-    Args:
-        what: the encoding, for the message.
-        make: its class, or a partial call of it.
-        options: by name.
 
     Returns:
         The options; a whole number is a float where the type is.

@@ -33,13 +33,6 @@ def sequence_angles(
 ) -> Tensor:
     """Angles of the places 0, 1, ... of a sequence: place * theta^(-2k/dim) for pair k.
 
-    Args:
-        length: tokens.
-        dim: channels of one head, even.
-        theta: base of the wavelengths.
-        dtype: of the result, which is computed in float64.
-        device: of the result.
-
     Returns:
         (length, dim/2), radians.
     """
@@ -134,11 +127,6 @@ def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) 
 
 def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
     """Radians per place, theta^(-2 axes k / dim), for the dim / (2 axes) pairs of one axis.
-
-    Args:
-        dim: channels of one head.
-        theta: base of the wavelengths.
-        axes: how many axes share the channels.
 
     Returns:
         (dim / (2 axes),), float64, falling from 1.

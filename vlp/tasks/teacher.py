@@ -366,11 +366,7 @@ class Distilled(Downstream):
         return [] if self.teacher is None else [self.teacher.module]
 
     def start_teacher(self, epoch_steps: int) -> None:
-        """Copy the task as its teacher, where one is configured.
-
-        Args:
-            epoch_steps: optimiser steps of the first epoch.
-        """
+        """Copy the task as its teacher, where one is configured."""
         if (settings := self.config.teacher) is not None:
             asked = settings.warmup_steps
             self._warmup_steps = epoch_steps if asked is None else asked

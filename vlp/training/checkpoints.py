@@ -90,10 +90,6 @@ class Checkpoints:
 
         An earlier one that is still being written is waited for.
 
-        Args:
-            engine, task, progress: what is saved, as it is now.
-            wait: until it is written; else until it is copied.
-
         Raises:
             CheckpointError: see `wait`.
         """

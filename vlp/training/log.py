@@ -147,13 +147,7 @@ def require_access(names: Sequence[TrackerName]) -> None:
 def open_trackers(
     names: Sequence[TrackerName], folder: RunFolder, step: int
 ) -> dict[TrackerName, Tracker]:
-    """Open a run's trackers by name.
-
-    Args:
-        names: which.
-        folder: the run's folder, whose `config.yaml` is there.
-        step: steps already done; later figures are of an earlier start that was killed.
-    """
+    """Open a run's trackers by name."""
     opened: dict[TrackerName, Tracker] = {}
     for name in names:
         with _usable(name):

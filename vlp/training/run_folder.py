@@ -38,13 +38,7 @@ class Differences(NamedTuple):
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config) -> Differences:
-    """Compare two configurations as JSON values, key by dotted key.
-
-    Args:
-        saved: that of the checkpoint.
-        current: that of the run at hand.
-        config: the run's, whose fields say what may differ.
-    """
+    """Compare two configurations as JSON values, key by dotted key."""
     before, now = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
     for key in sorted(before.keys() | now.keys()):
@@ -67,10 +61,6 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
     """Require that all ranks train the same on the same data; collective.
 
     A node may have files of its own. Paths may differ, and what of `data` may at a resume.
-
-    Args:
-        config: of this rank.
-        fingerprint: hashes of the data's parts by name.
     """
     own = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
     values, parts = distributed.from_rank_0(own)
@@ -235,11 +225,7 @@ class RunFolder:
             )
 
     def require_no_progress(self, place: str) -> None:
-        """Require that a resumed run without checkpoints has ended with none.
-
-        Args:
-            place: where its checkpoints were looked for.
-        """
+        """Require that a resumed run without checkpoints has ended with none."""
         try:
             report = _json(self.report)
         except OSError as error:
@@ -304,16 +290,7 @@ def record_start(
     devices: list[tuple[str, str]],
     data: Mapping[str, str],
 ) -> None:
-    """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`.
-
-    Args:
-        folder: of the run.
-        step: steps done before.
-        total: steps of the whole run.
-        seed: of weights, order, augmentation and masks.
-        devices: host and device of each rank.
-        data: hashes of the data's parts.
-    """
+    """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`."""
     repositories, changes = _repositories()
     start = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -419,16 +396,7 @@ def write_report(
     engine: Engine,
     total: int,
 ) -> dict[str, Any]:
-    """Summarise a run that ended as `finished`, `stopped` (by a signal), `paused` or `failed`.
-
-    Args:
-        folder: where to write; None on ranks other than 0, and nothing is written.
-        ended: how the run ended.
-        progress: its counters, of all starts together.
-        record: the last log line.
-        engine: for the number of ranks and the device.
-        total: steps of the whole run.
-    """
+    """Summarise a run that ended as `finished`, `stopped` (by a signal), `paused` or `failed`."""
     report: dict[str, Any] = {
         "ended": ended,
         "step": progress.step,

@@ -145,11 +145,6 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
     smoothing. What ALBEF does not have keeps its own start: ACE-RPE tables, token projections and
     the threshold.
 
-    Args:
-        model: of the sizes that `albef_config` reads.
-        state: as `read_pth` gives it.
-        source: what the reports and messages call it.
-
     Returns:
         A report each for the image, text and cross-modal encoder, and for the heads.
     """

@@ -60,13 +60,6 @@ def check_bert(
 ) -> list[str]:
     """Hold a BERT's config.json against the model's configuration.
 
-    Args:
-        settings: None where the source has none.
-        config: the model's.
-        source: what the message calls it.
-        with_cross: whether the cross-modal encoder takes layers too.
-        with_text: whether the text encoder takes its layers.
-
     Returns:
         Notes for the report.
     """
@@ -133,14 +126,7 @@ def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: 
 
 
 def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
-    """Require that a model folder's weights read what they were trained on, which no shape tells.
-
-    Args:
-        config: of the model that starts from them.
-        trained: of the folder.
-        folder: where it lies.
-        name: what messages call it.
-    """
+    """Require that a folder's weights read what they were trained on, which no shape tells."""
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["image.heads"] if config.image.architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
@@ -248,10 +234,6 @@ _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 def load_image_tower(model: VLPModel, name: str) -> LoadReport:
     """Start the image tower from public weights; positions are resampled as timm does.
-
-    Args:
-        model: has a tower of `image.architecture`.
-        name: as `read_vit` takes it.
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub.
@@ -402,13 +384,6 @@ def load_bert(
     """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
 
     A BERT of exactly k layers, or `cross.weights`, leaves the cross-modal encoder as it is.
-
-    Args:
-        model: the target.
-        state: by BERT's names, today's or the older ones.
-        source: what reports and messages call it.
-        settings: BERT's config.json, which is held against the model's configuration; without it
-            the reports say that the heads were taken on trust.
     """
     text_layers, own_cross = model.config.text.layers, model.config.cross.weights
     cross_layers = 0 if own_cross else model.config.cross.layers
@@ -459,14 +434,7 @@ def load_cross(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """The last layers of a BERT to the cross-modal encoder, whatever the text encoder is.
-
-    Args:
-        model: the target.
-        state: by BERT's names of today.
-        source: what the report and messages call it.
-        settings: as `load_bert` takes them.
-    """
+    """The last layers of a BERT to the cross-modal encoder, whatever the text encoder is."""
     found, unused = {}, []
     layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
     there = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)
@@ -504,13 +472,6 @@ def load_vit(
 
     The image encoder has no distillation token: DeiT's is left out with its position, and the
     report says so.
-
-    Args:
-        model: the target.
-        state: by timm's names.
-        source: what the report and messages call it.
-        settings: as `vit_settings` gives them; without them the report says that the heads were
-            taken on trust.
     """
     config, found, unused, notes = model.config.image, {}, [], []
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}

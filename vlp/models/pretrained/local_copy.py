@@ -51,11 +51,6 @@ def results_folder(folder_or_name: str | Path) -> Path:
 def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
     """A folder itself (see `is_local`), or a name on the hub as its local copy.
 
-    Args:
-        folder_or_name: what is asked for.
-        revision: branch, tag or commit on the hub.
-        options: further ones of `huggingface_hub.snapshot_download`, such as `token`.
-
     Raises:
         FileNotFoundError: neither, or a run folder.
     """
@@ -83,9 +78,6 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take those of the hub, and what Auto classes add, out of transformers' options.
-
-    Args:
-        options: of `from_pretrained`; keeps the rest.
 
     Returns:
         Options of `local_folder`.

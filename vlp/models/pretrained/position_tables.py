@@ -173,13 +173,7 @@ def _of_streams(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
 def _of_both(
     config: ModelConfig, trained: ModelConfig, layers: Mapping[str, int]
 ) -> Iterator[tuple[str, list[str], str]]:
-    """Yield the encodings that both list: name, path here in each layer, path there in the first.
-
-    Args:
-        config: of this model.
-        trained: of the other.
-        layers: number of layers of each list.
-    """
+    """Yield encodings that both list: name, path here in each layer, path there in the first."""
     theirs, ours = _lists(trained), _lists(config)
     for place, count in layers.items():
         for number, encoding in enumerate(ours[place]):

@@ -37,12 +37,7 @@ class BackboneConfig(Config):
 
 
 def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
-    """Return a timm model with its encodings.
-
-    Args:
-        config: name, options and encodings.
-        options: of `timm.create_model`, such as num_classes; those of the configuration win.
-    """
+    """Return a timm model with its encodings."""
     import vlp.models.vision  # noqa: F401  # registers our names with timm
 
     if config.pretrained:

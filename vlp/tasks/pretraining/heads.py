@@ -22,10 +22,6 @@ _BERT_HEAD = {
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
     """Copy a public BERT's head of masked language modelling, as ALBEF starts from.
 
-    Args:
-        modules: heads of the objectives by name, of which `mlm_head` is taken.
-        bert: folder, file or hub name of the text encoder's weights.
-
     Returns:
         What was copied; nothing without such a head on both sides, or of other sizes.
     """
@@ -48,10 +44,6 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
     """Copy those weights of a model folder's heads that fit; others keep their own start.
-
-    Args:
-        modules: heads of the objectives, by the names that the folder has them under.
-        init_from: model folder, or a name on the hub.
 
     Returns:
         What was copied; nothing for a folder without heads.

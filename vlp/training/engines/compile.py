@@ -177,10 +177,6 @@ def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] 
 
     Dropout is the same both times, and losses and gradients keep every bit (Chen et al. 2016,
     arXiv 1604.06174).
-
-    Args:
-        module: a task.
-        blocks: "none", all "blocks", or the number of the lowest of every encoder.
     """
     if blocks == "none":
         return
