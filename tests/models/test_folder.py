@@ -153,7 +153,7 @@ def test_a_folder_is_read_with_another_threshold(saved):
     folder, model = saved
     assert float(read_model(folder).anchor_threshold) == pytest.approx(0.37)
     config = model.config.model_dump()
-    config["cross"]["anchor"]["threshold"] = 0.05
+    config["cross"]["options"] = {"anchor": {"threshold": 0.05}}
     changed = read_model(folder, ModelConfig.model_validate(config))
     assert float(changed.anchor_threshold) == pytest.approx(0.05)
 

@@ -137,7 +137,7 @@ def test_every_tensor_of_the_published_sizes_is_accounted_for(kind):
         }
     assert config == ModelConfig.model_validate(
         {
-            "image": {"image_size": 16 * side, "layers": 12, "mean": MEAN, "std": STD},
+            "image": {"image_size": 16 * side, "layers": 12, "normalisation": (MEAN, STD)},
             "cross": {"layout": "albef"},
             "token_projection": False,
         }

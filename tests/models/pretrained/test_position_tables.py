@@ -68,7 +68,7 @@ def test_a_tower_carries_every_encoding_to_another_image_size(tmp_path, position
     assert not report.unused
     assert not report.missing
     assert sorted(report.matched + report.resized) == sorted(larger.state_dict())
-    name = position if isinstance(position, str) else position["name"]
+    name = position if isinstance(position, str) else position[0]
     resized = {"learned-1d", "learned-2d", "cope", "sape", "sasa"}
     assert (len(report.resized) > 1) == (name in resized or position == made("shaw", reach=None))
     states = larger.encode_image(pixels := torch.randn(2, 3, 24, 24)).states

@@ -256,7 +256,8 @@ def test_statistics_follow_the_tower_and_the_configuration():
     image = sizes("vit_small_patch14_dinov2", 14).image
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     assert image.statistics == (mean, std)
-    assert image.model_copy(update={"mean": (0.1, 0.2, 0.3)}).statistics == ((0.1, 0.2, 0.3), std)
+    own = {"normalisation": ((0.1, 0.2, 0.3), std)}
+    assert image.model_copy(update=own).statistics == own["normalisation"]
     assert ImageConfig().statistics == ((0.5,) * 3, (0.5,) * 3)
     fields = dict.fromkeys(Batch._fields, torch.zeros(1))
     levels = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
@@ -265,7 +266,7 @@ def test_statistics_follow_the_tower_and_the_configuration():
     assert torch.allclose(batch.pixels[0, :, 0, 0], expected)
 
 
-@pytest.mark.parametrize("positions", [[], [{"name": "alibi-2d"}]])
+@pytest.mark.parametrize("positions", [{}, {"alibi-2d": {}}])
 @torch.no_grad()
 def test_model_folder_needs_no_public_weights_and_starts_another_size(positions, tmp_path):
     from vlp.data.image.transforms import Preprocessing
