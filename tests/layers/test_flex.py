@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import timm
 import torch
 from torch import nn
-from transformers import ViTConfig, ViTModel
 
 from vlp.layers import attention as attention_module
 from vlp.layers import flex
@@ -139,69 +136,6 @@ def vit(**options):
         "vit_tiny_patch16_224", img_size=48, patch_size=16, embed_dim=32, depth=2, num_heads=2,
         **options,
     )  # fmt: skip
-
-
-def swin():
-    return timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, depths=(2,),
-        num_heads=(2,),
-    )  # fmt: skip
-
-
-def with_dropout():
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        image_size=48, attention_probs_dropout_prob=0.1,
-    )  # fmt: skip
-    return ViTModel(config)
-
-
-@pytest.mark.parametrize(
-    ("make", "names", "reason"),
-    [
-        (vit, ["alibi-2d"], "DirectionalDistance adds to the logits what is no lookup"),
-        (
-            vit,
-            ["irpe-product", "alibi-2d"],
-            "DirectionalDistance adds to the logits what is no lookup",
-        ),
-        (partial(vit, attn_drop_rate=0.1), ["irpe-product"], "probabilities are dropped"),
-        (with_dropout, ["irpe-product"], "probabilities are dropped"),
-        (swin, ["irpe-product"], "a mask or a bias"),
-    ],
-)
-def test_attach_refuses_what_flex_attention_cannot_compute(make, names, reason):
-    model = make()
-    for name in names[:-1]:
-        attach(model, name, fused="flex")
-    before = [type(part) for part in model.modules()]
-    with pytest.raises(ValueError, match=f"fused='flex' cannot be, because {reason}"):
-        attach(model, names[-1], fused="flex" if len(names) == 1 else None)
-    assert [type(part) for part in model.modules()] == before
-    attach(model, names[-1], fused=True)
-
-
-def test_attach_takes_what_may_still_come_and_dropout_that_does_not_act():
-    model = attach(vit(attn_drop_rate=0.1).eval(), "rope-axial", fused="flex")
-    attach(model, "irpe-product", fused="flex")
-
-
-def test_attach_refuses_values_in_their_role():
-    with pytest.raises(
-        ValueError, match="cannot be, because RelativePosition reads the probabilities"
-    ):
-        attach(vit(), "irpe-product", on="qv", fused="flex")
-
-
-def test_swin_without_its_biases_says_that_shifted_windows_are_masked(caplog):
-    flex.log_departure.cache_clear()
-    flex._unfused.cache_clear()
-    model = attach(swin(), "irpe-product", fused="flex", absolute="drop").eval()
-    with torch.no_grad():
-        model(torch.randn(1, 3, 32, 32))
-    unmasked, masked = said(caplog)
-    assert "unfused on a CPU" in unmasked
-    assert "a mask or a bias" in masked
 
 
 def test_in_a_timm_model():

@@ -24,15 +24,6 @@ def siglip():
     return Siglip2VisionModel(config).eval()
 
 
-def naflex():
-    sizes = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "num_classes": 4}
-    return timm.create_model("naflexvit_base_patch16_gap", **sizes).eval()
-
-
-def places(grid):
-    return torch.cartesian_prod(*(torch.arange(size) for size in grid))
-
-
 def padded(images):
     return nn.utils.rnn.pad_sequence(images, batch_first=True)
 
@@ -40,10 +31,7 @@ def padded(images):
 def run(model, images, grids):
     """(B, features) of images that are patches of grids."""
     pixels, mask = padded(images), padded([torch.ones(len(one)) for one in images]).bool()
-    if isinstance(model, Siglip2VisionModel):
-        return model(pixels, mask.long(), torch.tensor(grids)).pooler_output
-    patches = {"patches": pixels, "patch_valid": mask}
-    return model(patches | {"patch_coord": padded([places(grid) for grid in grids])})
+    return model(pixels, mask.long(), torch.tensor(grids)).pooler_output
 
 
 def test_padded_images_of_as_many_tokens_are_no_grid():
@@ -55,7 +43,6 @@ def test_padded_images_of_as_many_tokens_are_no_grid():
         model(patches, some, torch.tensor([[3, 4]]))
 
 
-@pytest.mark.parametrize("make", [siglip, naflex])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -72,9 +59,9 @@ def test_padded_images_of_as_many_tokens_are_no_grid():
         ("sine-2d", {"extent": 10.0}),
     ],
 )
-def test_an_image_is_what_it_is_alone_in_every_batch(make, name, options):
+def test_an_image_is_what_it_is_alone_in_every_batch(name, options):
     torch.manual_seed(0)
-    model = attach(make(), name, **options)
+    model = attach(siglip(), name, **options)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     images = [torch.randn(rows * columns, 48) for rows, columns in GRIDS]

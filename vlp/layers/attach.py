@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from vlp.layers.backbones.adapters import Adapter, SwinAdapter
-from vlp.layers.flex import NO_LOOKUPS, departure
 from vlp.positions.base import PositionEncoding
 from vlp.positions.options import checked_options
 from vlp.positions.registry import CROSS_MODAL, create_position, place_roles, position_options
@@ -42,10 +40,9 @@ def attach(
     several encodings, also the same one again. An encoding of attention gets one module, with its
     own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts once, after the
     model's own absolute positions (`positions.0`, in Swin on the embedded patches as
-    `patch_embed.positions.0`). Where a model attends within windows (Swin, SAM, Hiera's mask units)
-    its encodings do, too; layers that pool queries have none. The model's own relative biases and
-    rotations stay, and act before the encodings do. Encodings whose tables start at zero, as
-    iRPE's do, leave the model's function as it was.
+    `patch_embed.positions.0`). Where a model attends within windows (Swin) its encodings do, too.
+    The model's own relative biases and rotations stay, and act before the encodings do. Encodings
+    whose tables start at zero, as iRPE's do, leave the model's function as it was.
 
     Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
     then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
@@ -57,17 +54,16 @@ def attach(
 
     Args:
         model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT
-            with RoPE), BEiT, ViT with relative positions, NaFlexViT, SAM, SAM 2 or Hiera; of
-            transformers a ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP vision model, SigLIP or SigLIP 2
-            vision model.
+            with RoPE), BEiT or ViT with relative positions; of transformers a ViT, DeiT, BEiT,
+            DINOv2, DINOv3, CLIP vision model, SigLIP or SigLIP 2 vision model.
         name: one of `list_positions()`, or its class, or a callable that makes a PositionEncoding.
         on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
             calls mode; None is the encoding's default.
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
             and rotations.
         fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
-            them as they are. "flex" trains on a GPU alone, and takes layers whose logits get
-            lookups and nothing else.
+            them as they are. "flex" trains on a GPU alone, layers whose logits get lookups and
+            nothing else; others log why they attend otherwise.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
 
     Returns:
@@ -77,10 +73,8 @@ def attach(
         TypeError: no module; an encoding that exists, or a class or callable that makes none.
         ValueError: another model, layers of attention that are not known, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
-            no grid) under an encoding of attention, `fused` where no layer of attention has an
-            encoding, or "flex" where a layer has an encoding that reads probabilities, another
-            one's bias or the model's own, or drops probabilities as it is. Layers without a
-            lookup, and a mask that comes with a batch, are logged when they run.
+            no grid) under an encoding of attention, or `fused` where no layer of attention has an
+            encoding.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a model, not {model!r}: timm.create_model makes one")
@@ -108,7 +102,6 @@ def attach(
             f"{encoding.name} acts on tokens"
         )
     per_layer = [] if on_tokens else [_for_layer(encoding, adapter, layer) for layer in layers]
-    refuse_departures(adapter, layers, per_layer, fused, absolute == "drop")
 
     # Nothing was changed so far; from here on nothing fails.
     adapter.prepare()
@@ -160,8 +153,7 @@ def _refusal(model: nn.Module) -> str:
         return "has no layer of attention, which encodings act in"
     return (
         "is not among the models that encodings are attached to, before anything wraps them: "
-        "timm's ViT, DeiT, Swin, Swin V2, Eva, BEiT, NaFlexViT, SAM and Hiera, and transformers' "
-        "vision transformers"
+        "timm's ViT, DeiT, Swin, Swin V2, Eva and BEiT, and transformers' vision transformers"
     )
 
 
@@ -228,34 +220,3 @@ def _parameters(name: str | Factory) -> Iterable[str]:
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; a vision model has no text")
     return position_options(name)
-
-
-OWN_BIASES = ("relative_position_bias_table", "cpb_mlp", "rel_pos", "rel_pos_h")
-"""Attributes of layers whose logits have a bias of the model's own, zeros included."""
-
-
-def refuse_departures(
-    adapter: Adapter,
-    layers: Iterable[Any],
-    added: Sequence[PositionEncoding],
-    fused: object,
-    drop: bool,
-) -> None:
-    """Check that layers which are to attend by FlexAttention can."""
-    for number, layer in enumerate(layers):
-        asked = getattr(layer, "fused", None) if fused is None else fused
-        encodings = [*getattr(layer, "positions", ()), *added[number : number + 1]]
-        if asked != "flex" or not encodings:
-            continue
-        taken = drop and isinstance(adapter, SwinAdapter)
-        biased = not taken and any(getattr(layer, one, None) is not None for one in OWN_BIASES)
-        reason = departure(encodings, biased, layer.training and _dropout(layer) > 0)
-        if reason not in (None, NO_LOOKUPS):  # one that is attached next may look up
-            raise ValueError(f"fused='flex' cannot be, because {reason}")
-
-
-def _dropout(layer: Any) -> float:
-    """Share of the probabilities that a layer drops in training."""
-    found = [getattr(layer, name, None) for name in ("attn_drop", "attention_dropout", "dropout")]
-    rates = [getattr(each, "p", each) for each in found]
-    return max((each for each in rates if isinstance(each, float)), default=0.0)

@@ -144,18 +144,3 @@ def test_encodings_are_added_to_a_tower_and_removed(tmp_path):
     assert sorted(report.unused) == sorted(
         name for name in trained.state_dict() if ".positions." in name
     )
-
-
-def test_a_tower_that_makes_its_encodings_for_one_grid_keeps_their_tables(tmp_path):
-    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
-    naflex = {
-        "architecture": small | {"name": "naflexvit_base_patch16_gap"},
-        "patch_size": 16,
-    }
-    model = trained_folder(tmp_path, tower(64, "sasa", "learned-1d", **naflex))
-    larger = VLPModel(tower(96, "sasa", "learned-1d", **naflex))
-    report = start_from(larger, tmp_path)
-    assert not report.resized
-    for place in (f"{LAYER}.0", f"{TOKENS}.0"):
-        for name, table in tables(model, place).items():
-            assert torch.equal(table, tables(larger, place)[name]), name

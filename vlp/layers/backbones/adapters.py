@@ -11,82 +11,16 @@ from timm.layers import PatchEmbed, register_notrace_module
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
-from timm.models.hiera import Hiera, MaskUnitAttention
-from timm.models.hieradet_sam2 import HieraDet
-from timm.models.naflexvit import NaFlexVit
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
-from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
 from vlp.layers.backbones import attention
-from vlp.layers.backbones.attention import Places, Positioned, TokenEncodings
+from vlp.layers.backbones.attention import Places, TokenEncodings
 from vlp.layers.blocks import no_weight_decay
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
-
-
-@register_notrace_module
-class PositionedMaskUnitAttention(Positioned, MaskUnitAttention):
-    """Hiera's self-attention, within mask units or over the image, in raster order for encodings.
-
-    `order` has the place in Hiera's order of each token of the grid, `reverse` the other way.
-    """
-
-    grid: tuple[int, int]
-    order: Tensor
-    reverse: Tensor
-
-    def context(self, x: Tensor) -> PositionContext:
-        """Return the grid of a mask unit, or of the image; x: (B, T, width)."""
-        return PositionContext(self.grid)
-
-    def attend(
-        self,
-        context: PositionContext,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *more: Any,
-        **named: Any,
-    ) -> Tensor:
-        """Attention of (B, heads, T, head width) or (B, heads, mask units, T, head width)."""
-        if query.shape[-2] != len(self.order):
-            raise ValueError(
-                f"attention over the image has {query.shape[-2]} tokens, not {len(self.order)}: "
-                "without all mask units nothing says where they lie"
-            )
-        query, key, value = (each[..., self.order, :] for each in (query, key, value))
-        units = query.shape[2] if query.ndim == 5 else 0
-        if units:
-            query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-        out = super().attend(context, query, key, value, *more, **named)
-        out = out.unflatten(0, (-1, units)).transpose(1, 2) if units else out
-        return out[..., self.reverse, :]
-
-
-def hiera_layout(model: Hiera, block: int) -> tuple[tuple[int, int], Tensor]:
-    """Return the grid that a block attends within, and the order of its tokens.
-
-    Args:
-        model: the Hiera.
-        block: number of a block that pools no queries.
-
-    Returns:
-        (rows, columns) of a mask unit or of the image, and the place (rows * columns) in Hiera's
-        order of each token in raster order.
-    """
-    attention: Any = model.blocks[block].attn
-    _, size = model.reroll.schedule[block]
-    tokens = int(size[0] * size[1])
-    place = torch.arange(tokens, device="cpu")
-    raster = model.reroll(place.view(1, tokens, 1), block)[0, ..., 0]  # (rows, columns)
-    if attention.use_mask_unit_attn:
-        units = tokens // attention.window_size
-        own = raster % units == 0  # a mask unit is a rectangle
-        raster = raster[own.any(1)][:, own.any(0)] // units
-    return (int(raster.shape[0]), int(raster.shape[1])), raster.flatten()
 
 
 class WithEncodings(nn.Module):
@@ -171,22 +105,6 @@ class PositionedRelPos(WithWatchedPatches, VisionTransformerRelPos):
     """A timm ViT with relative positions of its own."""
 
 
-class PositionedNaFlexVit(WithEncodings, NaFlexVit):
-    """A timm NaFlexViT."""
-
-
-class PositionedSAM(WithEncodings, VisionTransformerSAM):
-    """The image encoder of SAM in timm."""
-
-
-class PositionedHiera(WithEncodings, Hiera):
-    """A timm Hiera."""
-
-
-class PositionedHieraDet(WithEncodings, HieraDet):
-    """The image encoder of SAM 2 in timm."""
-
-
 @register_notrace_module
 class PositionedPatchEmbed(PatchEmbed):
     """Swin's patch embedding whose output (batch, rows, columns, width) gets the encodings."""
@@ -212,17 +130,14 @@ ATTENTION: dict[type, type] = {
     attention.EvaAttention: attention.PositionedEvaAttention,
     attention.BeitAttention: attention.PositionedBeitAttention,
     attention.RelPosAttention: attention.PositionedRelPosAttention,
-    attention.SAMAttention: attention.PositionedSAMAttention,
-    attention.MultiScaleAttention: attention.PositionedMultiScaleAttention,
     attention.WindowAttention: attention.PositionedWindowAttention,
     attention.WindowAttentionV2: attention.PositionedWindowAttentionV2,
-    MaskUnitAttention: PositionedMaskUnitAttention,
 }
 """timm's layers of attention, and what stands in for each."""
 
 OWN_POSITIONS = re.compile(
-    r"(^|\.)(pos_embed(_\w+)?|position_embeddings?(\.weight)?|rel_pos_[hw]"
-    r"|relative_position_bias_table|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
+    r"(^|\.)(pos_embed|position_embeddings?(\.weight)?|relative_position_bias_table"
+    r"|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
 )
 """Names of parameters that are 0 where a model's own positions are dropped."""
 
@@ -399,123 +314,12 @@ class RelPosAdapter(Adapter):
     embedded, with_prefix = "patch_embed.norm", False
 
 
-class NaFlexAdapter(Adapter):
-    """NaFlexViT: images, or patches of images of any size with their coordinates."""
-
-    positioned: ClassVar[dict[type, type]] = {NaFlexVit: PositionedNaFlexVit}
-    embedded = "embeds.pos_drop"
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the position table, or that of the papers where there is none."""
-        rows, columns = self.model.embeds.pos_embed_grid_size or (16, 16)
-        return int(rows), int(columns)
-
-    def watch(self, places: Places) -> None:
-        """Read the grid, or the coordinates, as the embedding is called."""
-        self.model.embeds.register_forward_pre_hook(places.see_naflex, with_kwargs=True)
-
-
-class SAMAdapter(Adapter):
-    """SAM's image encoders, whose states keep rows and columns; grids are windows or the image."""
-
-    positioned: ClassVar[dict[type, type]] = {
-        VisionTransformerSAM: PositionedSAM,
-        HieraDet: PositionedHieraDet,
-    }
-
-    @property
-    def embedded(self) -> str:  # type: ignore[override]
-        """Module whose output are the embedded tokens."""
-        return "pos_drop" if hasattr(self.model, "pos_drop") else "patch_embed"
-
-    @property
-    def width(self) -> int:
-        """Channels of the embedded tokens."""
-        return int(self.model.patch_embed.proj.out_channels)
-
-    @property
-    def grid(self) -> Grid:
-        """Patches of an image of the model's size; of SAM 2, that of its global positions."""
-        if hasattr(self.model, "global_pos_size"):
-            rows, columns = self.model.global_pos_size
-            return int(rows), int(columns)
-        return super().grid
-
-    def layers(self) -> list[Any]:
-        """Leave out layers that pool queries, whose grids are two."""
-        return [one for one in super().layers() if getattr(one, "q_pool", None) is None]
-
-    def blocks(self) -> Iterable[nn.Module]:
-        """Note the window of each layer, which only its block knows."""
-        self._windows = {
-            id(block.attn): block.window_size
-            if isinstance(block.window_size, tuple)
-            else (block.window_size, block.window_size)
-            for block in self.model.blocks
-        }
-        return super().blocks()
-
-    def layer_grid(self, layer: Any) -> Grid:
-        """Return the window of a layer, or the image's grid."""
-        rows, columns = self._windows[id(layer)]
-        return (int(rows), int(columns)) if rows else self.grid
-
-    def watch(self, places: Places) -> None:
-        """States tell their grid by themselves."""
-
-
-class HieraAdapter(Adapter):
-    """Hiera: grids are mask units or the image."""
-
-    positioned: ClassVar[dict[type, type]] = {Hiera: PositionedHiera}
-    embedded, with_prefix = "patch_embed", False
-
-    @property
-    def width(self) -> int:
-        """Channels of the embedded tokens."""
-        return int(self.model.patch_embed.proj.out_channels)
-
-    @property
-    def grid(self) -> Grid:
-        """Patches of an image of the model's size."""
-        rows, columns = self.model.tokens_spatial_shape
-        return int(rows), int(columns)
-
-    @property
-    def dropped(self) -> float:
-        """Share of the mask units that are left out in training."""
-        return float(self.model.patch_drop_rate)
-
-    def layers(self) -> list[Any]:
-        """Leave out layers that pool queries, whose grids are two."""
-        self._blocks = {id(block.attn): number for number, block in enumerate(self.model.blocks)}
-        return [one for one in super().layers() if one.q_stride == 1]
-
-    def layer_grid(self, layer: Any) -> Grid:
-        """Return the grid of a mask unit, or of the image."""
-        return hiera_layout(self.model, self._blocks[id(layer)])[0]
-
-    def add(self, layer: Any, encoding: PositionEncoding) -> None:
-        """Give the layer the order of its tokens, too."""
-        if type(layer) is MaskUnitAttention:
-            grid, order = hiera_layout(self.model, self._blocks[id(layer)])
-            order = order.to(layer.qkv.weight.device)
-            layer.register_buffer("order", order, persistent=False)
-            layer.__dict__["grid"] = grid
-            layer.register_buffer("reverse", order.argsort(), persistent=False)
-        super().add(layer, encoding)
-
-
 ADAPTERS: tuple[type[Adapter], ...] = (
     ViTAdapter,
     SwinAdapter,
     SwinV2Adapter,
     EvaAdapter,
     RelPosAdapter,
-    NaFlexAdapter,
-    SAMAdapter,
-    HieraAdapter,
 )
 
 

@@ -9,7 +9,7 @@ hooks; the others have a `forward` here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,9 @@ from timm.layers import register_notrace_module, to_2tuple
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.beit import Attention as BeitAttention
 from timm.models.eva import EvaAttention
-from timm.models.hieradet_sam2 import MultiScaleAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer_relpos import RelPosAttention
-from timm.models.vision_transformer_sam import Attention as SAMAttention
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -110,18 +108,6 @@ class Places:
         """Forward hook of a model's patch embedding, whose output is (B, width, rows, columns)."""
         self.write(int(patches.shape[2]), int(patches.shape[3]))
 
-    def see_naflex(
-        self, embeds: Any, arguments: tuple[Tensor, ...], options: Mapping[str, Any]
-    ) -> None:
-        """Forward pre-hook of timm's NaFlexEmbeds: images, or patches with coordinates (y, x)."""
-        coordinates, pixels = options.get("patch_coord"), arguments[0]
-        if coordinates is None:
-            height, width = pixels.shape[-2:]
-            rows, columns = embeds.dynamic_feat_size((int(height), int(width)))
-            self.write(rows, columns)
-        else:
-            self.write_sizes(coordinates.amax(1) + 1, coordinates.shape[1])
-
     def see_sizes(self, embeds: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of transformers' Siglip2VisionEmbeddings: patches and grids."""
         pixels, sizes = arguments
@@ -141,18 +127,15 @@ class TokenEncodings(nn.ModuleList):
         self._places, self._with_prefix = places, with_prefix
 
     def see_tokens(self, module: nn.Module, arguments: Any, tokens: Tensor) -> Tensor:
-        """Encode (B, tokens, width), or patches (B, rows, columns, width)."""
-        if tokens.ndim == 4:
-            context = PositionContext((int(tokens.shape[1]), int(tokens.shape[2])))
-        elif self._with_prefix:
+        """Encode (B, tokens, width)."""
+        if self._with_prefix:
             context = self._places.read(int(tokens.shape[1]))
         else:
             whole = self._places.read(self._places.prefix_tokens + int(tokens.shape[1]))
             context = replace(whole, prefix_tokens=0)
-        x = tokens.flatten(1, -2)
         for encoding in self:
-            x = through_call(encoding, PositionEncoding.tokens, x, context)
-        return x.reshape(tokens.shape)
+            tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
+        return tokens
 
 
 class _Replaced(TorchFunctionMode):
@@ -266,40 +249,6 @@ class PositionedBeitAttention(Positioned, BeitAttention):
 @register_notrace_module
 class PositionedRelPosAttention(Positioned, RelPosAttention):
     """Self-attention of ViTs with a relative position bias, which stays."""
-
-
-@register_notrace_module
-class PositionedMultiScaleAttention(Positioned, MultiScaleAttention):
-    """Self-attention of SAM 2's encoder, within windows or over the image."""
-
-    def context(self, x: Tensor) -> PositionContext:
-        """Return the grid of (B, rows, columns, width)."""
-        return PositionContext((int(x.shape[1]), int(x.shape[2])))
-
-
-@register_notrace_module
-class PositionedSAMAttention(Positioned, SAMAttention):
-    """Self-attention of SAM's encoder, within windows or over the image."""
-
-    def context(self, x: Tensor) -> PositionContext:
-        """Return the grid of (B, rows, columns, width)."""
-        return PositionContext((int(x.shape[1]), int(x.shape[2])))
-
-    def attend(
-        self,
-        context: PositionContext,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *more: Any,
-        **named: Any,
-    ) -> Tensor:
-        """Attention of (B * heads, T, head width), as SAM calls PyTorch's."""
-        each = (-1, self.num_heads)
-        query, key, value = (states.unflatten(0, each) for states in (query, key, value))
-        mask = None if attn_mask is None else attn_mask.unflatten(0, each)
-        return super().attend(context, query, key, value, mask, *more, **named).flatten(0, 1)
 
 
 @register_notrace_module

@@ -130,8 +130,7 @@ def _of_tower(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
     """Yield the encodings of an image tower whose grid is another."""
     grids = model.config.image.tower_grid, trained.image.tower_grid
     vit = model.image_encoder.vit
-    # Those of a NaFlexViT are made for one grid, whatever the size of the images.
-    if grids[0] == grids[1] or not trained.image.positions or not hasattr(vit, "patch_embed"):
+    if grids[0] == grids[1] or not trained.image.positions:
         return
     blocks = getattr(vit, "blocks", ())
     if _lists(trained)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
