@@ -52,11 +52,6 @@ VARIANTS = {
     "sdpa": EncodingVariant(None, {}),
     "irpe-product bias": EncodingVariant("irpe-product", {"mode": "bias", "on": "k"}),
     **{f"irpe-product {on}": EncodingVariant("irpe-product", {"on": on}) for on in IRPE},
-    "irpe-product bias flex": EncodingVariant(
-        "irpe-product", {"mode": "bias", "on": "k", "fused": "flex"}
-    ),
-    "irpe-product k flex": EncodingVariant("irpe-product", {"on": "k", "fused": "flex"}),
-    "irpe-product qk flex": EncodingVariant("irpe-product", {"on": "qk", "fused": "flex"}),
     "shaw": EncodingVariant("shaw", {"on": "k"}),
     "sape": EncodingVariant("sape", {"on": "k"}),
     **{name: EncodingVariant(name, {}) for name in OTHERS},
@@ -281,8 +276,7 @@ def encodings(
     place = harness.chosen_device(device)
     on_gpu = place.type == "cuda"
     rows = rows or (64 if on_gpu else 4)
-    # FlexAttention trains on a GPU alone.
-    known = [name for name in VARIANTS if on_gpu or not name.endswith("flex")]
+    known = list(VARIANTS)
     names = only.split(",") if only else known
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {', '.join(known)}")

@@ -573,8 +573,8 @@ def test_timms_feature_extractor(make, absolute):
 def test_fused_is_refused_where_nothing_heeds_it(make):
     model = make()
     kind = type(model)
-    with pytest.raises(ValueError, match=r"fused='flex' is about attention .*: learned-2d acts on"):
-        attach(model, "learned-2d", fused="flex")
+    with pytest.raises(ValueError, match=r"fused=False is about attention .*: learned-2d acts on"):
+        attach(model, "learned-2d", fused=False)
     assert type(model) is kind
     attach(attach(model, "irpe-product"), "learned-2d", fused=True)
     layers = [part for part in model.modules() if hasattr(part, "qkv")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from vlp.positions.options import checked_options
 from vlp.positions.registry import CROSS_MODAL, create_position, place_roles, position_options
 
 Factory = Callable[..., PositionEncoding]
-Fused = bool | Literal["flex"] | None
+Fused = bool | None
 Model = TypeVar("Model", bound=nn.Module)
 
 IMPOSSIBLE = {
@@ -62,8 +62,7 @@ def attach(
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
             and rotations.
         fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
-            them as they are. "flex" trains on a GPU alone, layers whose logits get lookups and
-            nothing else; others log why they attend otherwise.
+            them as they are.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
 
     Returns:
@@ -80,8 +79,8 @@ def attach(
         raise TypeError(f"attach takes a model, not {model!r}: timm.create_model makes one")
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
-    if fused not in (None, True, False, "flex"):
-        raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
+    if fused not in (None, True, False):
+        raise ValueError(f"fused is True, False or None, not {fused!r}")
     from vlp.layers.backbones.adapters import sizes_of
 
     adapter, encoding = _adapter(model), _Encoding(name, on, options)

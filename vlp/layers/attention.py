@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.compilation import off_cpu, on_gpu, once
-from vlp.layers.flex import departure, flex_attend, log_departure
 from vlp.positions.anchor import has_triton
 from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, offers, through_call
 
 logger = logging.getLogger(__name__)
 
-Fused = bool | Literal["flex"] | None
+Fused = bool | None
 NO_CONTEXT = PositionContext()
 """What hooks get where there is no context; encodings that know their grid need no more."""
 
@@ -47,9 +45,8 @@ def attend(
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
-            fused kernel is slow in bf16. "flex" has FlexAttention look tables up where lookups are
-            all that is added to the logits and there is no dropout, and else is as True, which is
-            logged once for each reason.
+            fused kernel is slow in bf16. FlexAttention, which looks tables up, was slower on an H200
+            than a dense bias (docs/results/gpu.md).
         dropout: share of the probabilities that is dropped.
         probabilities: what the probabilities pass through on the explicit path, so that hooks may
             read or replace them; it stands in place of the dropout there. The fused path never has
@@ -65,15 +62,6 @@ def attend(
     for encoding in _using(hooked, "rotate"):
         query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
     at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
-    if fused == "flex":
-        reason = departure(hooked, bias is not None, dropout > 0)
-        if reason is None:
-            found = [
-                through_call(each, PositionEncoding.lookups, query, key, context)
-                for each in at_logits
-            ]
-            return flex_attend(query, key, value, list(chain.from_iterable(found)), scale)
-        log_departure(reason)
     for encoding in at_logits:
         addition = through_call(encoding, PositionEncoding.bias, query, key, context)
         if addition is not None:

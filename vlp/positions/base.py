@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vlp.positions.anchor_field import AnchorField
-
-if TYPE_CHECKING:
-    from vlp.positions.lookup import Lookup
-
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -66,8 +62,8 @@ class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
     Most encodings override one of the five hooks and nothing else. An encoding may also offer
-    faster forms of its hooks, which attention takes where it can: `lookups` for FlexAttention,
-    `inputs` with weights with `shares_keys`, and `attend` with `has_kernel`.
+    faster forms of its hooks, which attention takes where it can: `inputs` with weights, with
+    `shares_keys`, and `attend` with `has_kernel`.
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -78,8 +74,6 @@ class PositionEncoding(nn.Module):
     shares_keys: ClassVar[bool] = False
     """True if hooks read the paths of a pair and nothing else of its keys, so that pairs of one
     image may share projected keys and values, which `inputs` then takes with their weights."""
-    has_lookups: ClassVar[bool] = False
-    """True if `bias` is a sum of `lookups`."""
     has_kernel: ClassVar[bool] = False
     """True if `attend` computes the whole attention in one GPU kernel."""
 
@@ -144,10 +138,6 @@ class PositionEncoding(nn.Module):
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
         """Added to the output (batch, heads, queries, head width), from the attention weights."""
         return None
-
-    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return `bias` as numbers that a kernel looks up by pair of tokens (`has_lookups`)."""
-        raise NotImplementedError
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return what all calls of `attend` with these projections share (`has_kernel`)."""

@@ -50,7 +50,9 @@ class Lookup(NamedTuple):
 class LookupPosition(PositionEncoding):
     """Base of encodings whose bias is nothing but lookups; a subclass writes `lookups`."""
 
-    has_lookups = True
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """Return the terms of the bias."""
+        raise NotImplementedError
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return the sum of all lookups, in the type of the queries.
