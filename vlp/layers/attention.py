@@ -45,8 +45,8 @@ def attend(
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
-            fused kernel is slow in bf16. FlexAttention, which looks tables up, was slower on an H200
-            than a dense bias (docs/results/gpu.md).
+            fused kernel is slow in bf16. FlexAttention with tables was slower than a dense bias
+            (docs/results/gpu.md).
         dropout: share of the probabilities that is dropped.
         probabilities: what the probabilities pass through on the explicit path, so that hooks may
             read or replace them; it stands in place of the dropout there. The fused path never has

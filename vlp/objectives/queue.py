@@ -11,8 +11,8 @@ from torch import Tensor
 from vlp.compilation import off_cpu, region
 
 
-class QueueKeys(NamedTuple):
-    """Pairs in the queue: `image`, `text` (K, dim), `image_ids` (K,), `valid` (K,) bool."""
+class Keys(NamedTuple):
+    """Contrastive keys, of all ranks or in the queue: (K, dim), image_ids (K,), valid (K,) bool."""
 
     image: Tensor
     text: Tensor
@@ -73,7 +73,7 @@ class KeyQueue:
         self.pointer, self.filled = self.pointer.to(device), self.filled.to(device)
         return self
 
-    def keys(self) -> QueueKeys:
+    def keys(self) -> Keys:
         """Return the keys in the queue, as views that the next `push` overwrites.
 
         A loss must concatenate (copy) them before its backward pass meets another push. On a GPU,
@@ -81,7 +81,7 @@ class KeyQueue:
         """
         end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
-        return QueueKeys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
+        return Keys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
 
     @torch.no_grad()
     def push(

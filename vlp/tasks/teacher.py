@@ -17,7 +17,7 @@ from vlp.distributed import gather, start_gather
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MomentumConfig, TeacherConfig
-from vlp.objectives.queue import KeyQueue
+from vlp.objectives.queue import KeyQueue, Keys
 from vlp.precision import full_precision
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.task import AUTOCAST
@@ -169,15 +169,6 @@ def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None
 def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
     """Return the soft target's share at an optimiser step: linear from 0 to `alpha`."""
     return alpha * min(1.0, step / warmup_steps) if warmup_steps > 0 else alpha
-
-
-class Keys(NamedTuple):
-    """Contrastive keys of all ranks: image and text (K, d), image_ids (K,), valid (K,) bool."""
-
-    image: Tensor
-    text: Tensor
-    image_ids: Tensor
-    valid: Tensor
 
 
 def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
