@@ -203,13 +203,10 @@ class Attention(nn.Module):
             )
             return out if self.output is None else self.output(out)
         query, key, value = self._projected(states, source, projected, context)
-        query = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        key = key.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        value = value.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         out = attend(
-            query,
-            key,
-            value,
+            self.by_head(query),
+            self.by_head(key),
+            self.by_head(value),
             self.positions,
             context,
             None if mask is None else mask_bias(mask, query.dtype)[:, None, None, :],
@@ -217,8 +214,16 @@ class Attention(nn.Module):
             probabilities=self.probabilities,
             scale=self.scale,
         )
-        out = out.transpose(1, 2).flatten(-2)
-        return out if self.output is None else self.output(out)
+        return self.joined(out)
+
+    def by_head(self, states: Tensor) -> Tensor:
+        """(B, T, width) -> (B, heads, T, head width)."""
+        return states.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def joined(self, out: Tensor) -> Tensor:
+        """(B, heads, T, head width) -> (B, T, width), projected where the layer does so."""
+        states = out.transpose(1, 2).flatten(-2)
+        return states if self.output is None else self.output(states)
 
     def _projected(
         self,

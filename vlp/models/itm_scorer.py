@@ -56,7 +56,7 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         ]
         projections = attention.query, attention.key, attention.value
         moved = [
-            by_head(attention, functional.linear(table, projection.weight.to(table))[None])[0]
+            attention.by_head(functional.linear(table, projection.weight.to(table))[None])[0]
             for table, projection in zip(inputs, projections)
         ]
         return PathShift(*inputs, *moved)
@@ -69,11 +69,11 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
     if attention.positions:
         return through_call(layer, CrossLayer.attend_self, image, None, context)
     query, key, value = (
-        by_head(attention, project(image))
+        attention.by_head(project(image))
         for project in (attention.query, attention.key, attention.value)
     )
     out = functional.scaled_dot_product_attention(query, key, value)
-    return layer.attention_norm(image + _joined(attention, out))
+    return layer.attention_norm(image + attention.joined(out))
 
 
 def text_self_attention(
@@ -104,7 +104,7 @@ def attend_shared_image(
     if not attention.positions:
         query = query.flatten(1, 2)[None]
         out = functional.scaled_dot_product_attention(query, keys[None], values[None])[0]
-        return _joined(attention, out.unflatten(1, (rows, queries)).transpose(0, 1))
+        return attention.joined(out.unflatten(1, (rows, queries)).transpose(0, 1))
     query = query * query.shape[-1] ** -0.5
     logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
     if shift is not None and field is not None:
@@ -118,7 +118,7 @@ def attend_shared_image(
     if shift is not None and field is not None:
         pooled = torch.stack([part @ field.image_mean for part in by_head])
         out = out + pooled @ shift.value[:, None]
-    return _joined(attention, _with_values(attention, out.transpose(0, 1), attended, context))
+    return attention.joined(_with_values(attention, out.transpose(0, 1), attended, context))
 
 
 def attend_once(
@@ -132,7 +132,7 @@ def attend_once(
     field = context.anchors
     if shift is not None and field is not None:
         text = text + field.text_mean @ shift.query_inputs
-    query = by_head(attention, attention.query(text))[:, :, 0]  # (T, heads, head width)
+    query = attention.by_head(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
     # The keys' bias adds the same to all logits of a query, which softmax does not see.
     seeking = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
@@ -150,7 +150,7 @@ def attend_once(
         pooled = (attended[:, :, 0] @ field.image_mean).transpose(0, 1)
         out = out + pooled @ shift.value
     out = out.transpose(0, 1)[:, :, None]
-    return _joined(attention, _with_values(attention, out, attended, context))
+    return attention.joined(_with_values(attention, out, attended, context))
 
 
 def attend_texts(
@@ -169,14 +169,14 @@ def attend_texts(
         values = text + field.text_mean @ shift.value_inputs
     out = attend(
         query.expand(len(text), -1, -1, -1),
-        by_head(attention, attention.key(keys)),
-        by_head(attention, attention.value(values)),
+        attention.by_head(attention.key(keys)),
+        attention.by_head(attention.value(values)),
         attention.positions,
         context,
         mask_bias(mask, query.dtype)[:, None, None, :],
         attention.fused,
     )
-    return _joined(attention, out)
+    return attention.joined(out)
 
 
 def _softmax(
@@ -205,17 +205,6 @@ def _with_values(
 
 def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
     return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
-
-
-def by_head(attention: Attention, states: Tensor) -> Tensor:
-    """(B, T, width) -> (B, heads, T, head width)."""
-    return states.unflatten(-1, (attention.heads, -1)).transpose(1, 2)
-
-
-def _joined(attention: Attention, out: Tensor) -> Tensor:
-    """(B, heads, T, head width) -> (B, T, width), projected where the layer does so."""
-    states = out.transpose(1, 2).flatten(-2)
-    return states if attention.output is None else attention.output(states)
 
 
 _CACHED_TOKENS = 2048
@@ -310,9 +299,9 @@ class ITMScorer:
         return PreparedImage(
             states,
             tokens[0],
-            keys=[by_head(each, each.key(states))[0] for each in asked],
-            values=[by_head(each, each.value(states))[0] for each in asked],
-            query=by_head(asked[0], asked[0].query(states)) if asked and self.both else None,
+            keys=[each.by_head(each.key(states))[0] for each in asked],
+            values=[each.by_head(each.value(states))[0] for each in asked],
+            query=asked[0].by_head(asked[0].query(states)) if asked and self.both else None,
         )
 
     @torch.no_grad()
