@@ -41,9 +41,8 @@ def run_finetuning(
 ) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
-    Args:
-        task: kind of task that it must be for, or the first part of its name: "nlvr2" stands for
-            nlvr2_assignment too.
+    `task` is the kind that the configuration must be for, or the first part of its name: "nlvr2"
+    stands for nlvr2_assignment too.
     """
 
     def build(chosen: FinetuneConfig) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from vlp.data.features.store import StoredFeatures
 from vlp.data.pretrain import PretrainData
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.metrics import RECALL_AT
-from vlp.models.folder import Loaded
+from vlp.models.folder import Loaded, require_frozen_tower
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
@@ -42,11 +42,7 @@ from vlp.training.engines.deepspeed import shards_parameters
 
 
 def build(config: PretrainConfig) -> tuple[Any, Any]:
-    """The pretraining task and its data."""
-    from vlp.data.pretrain import PretrainData
-    from vlp.models.folder import require_frozen_tower
-    from vlp.tasks.pretraining import Pretraining
-
+    """Build the pretraining task and its data."""
     training = config.training
     config.require_world_size(distributed.world_size())
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
@@ -72,19 +68,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
 
 def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
     """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`)."""
-
     return run_training(config, PretrainConfig, overrides, resume, build, select)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp train` as one rank; returns the exit code."""
-    from launch.cli.main import run_script
-
-    return run_script("train", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _TRIED = 16
@@ -205,3 +189,14 @@ class HeldOutLosses:
         weights = torch.stack(pairs).float().cpu()
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
         return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `vlp train` as one rank; returns the exit code."""
+    from launch.cli.main import run_script
+
+    return run_script("train", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
