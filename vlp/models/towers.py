@@ -27,7 +27,8 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     import timm
 
     tower_options = config.architecture if isinstance(config.architecture, Mapping) else {}
-    name, options = config.tower_name, {k: v for k, v in tower_options.items() if k != "name"}
+    name = str(config.tower_name)
+    options = {key: value for key, value in tower_options.items() if key != "name"}
     if found := _FILES & options.keys():
         raise ConfigError(
             f"image.architecture.{min(found)}: would read weights of its own; leave it out"
