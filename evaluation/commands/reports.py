@@ -167,7 +167,7 @@ def serve_app(
     host: Annotated[
         str, Option(metavar="NAME", help="address that the page is served at")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(metavar="N", help="port of the page")] = 7860,
+    port: Annotated[int, Option(min=1, max=65535, metavar="N", help="port of the page")] = 7860,
     device: Device = None,
 ) -> None:
     """Serve a local page to try a model.

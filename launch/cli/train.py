@@ -77,8 +77,21 @@ def train(
         values, _ = read_values(config)
     except ConfigError:
         values = {}  # the training says what is wrong with it
+    task = values.get("task")
+    if isinstance(task, dict) and task.get("kind") in task_kinds():
+        kind = task["kind"]
+        raise typer.BadParameter(f"{config} fine-tunes: vlp finetune {kind} --config {config}")
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
     if (several := _several(ranks)) > 1:
+        if task is None:
+            from vlp.config import load_config
+            from vlp.training.config import PretrainConfig
+
+            # Found here, it is one line and not each rank's.
+            try:
+                load_config(config, PretrainConfig, changes).require_world_size(several)
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from None
         flags = ["--resume"] if resume else []
         return launch_ranks(several, ["train", "--config", str(config), *changes, *flags])
     if "task" in values:

@@ -296,9 +296,13 @@ def plain_config(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
-    kind = plain.pop("model_type", MODEL_TYPE)
+    # timm's folders have no `model_type`.
+    kind = plain.pop("model_type", plain.get("architecture", MODEL_TYPE))
     if kind != MODEL_TYPE:
-        raise ConfigError(f"{file}: of a model of kind {kind!r}, not {MODEL_TYPE!r}")
+        raise ConfigError(
+            f"{file}: a model of kind {kind!r}, not a model folder of vlp; it may be a tower: "
+            "`vlp align --image-tower DIR --text-tower DIR` makes a model folder of two"
+        )
     require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", file)
     return plain
 
