@@ -212,7 +212,7 @@ class Checkpoints:
         """Return whether all files have their checksums; set the checkpoint aside if not."""
         folder, aside = self._folder / name, self._folder / f"{name}{CORRUPT}"
         with self._readable(name):
-            problem = _problem_of(folder)
+            problem = verify(folder)
         if problem is not None:
             message = "%s is damaged (%s); set aside as %s, trying an older one"
             logger.warning(message, folder, problem, aside.name)
@@ -332,15 +332,7 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step_"))
 
 
-def verify(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint folder; None when all checksums fit."""
-    try:
-        return _problem_of(path)
-    except OSError as error:
-        return str(error)
-
-
-def _problem_of(folder: Path) -> str | None:
+def verify(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint; None when all files have their checksums.
 
     Raises:
