@@ -147,7 +147,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
         ),
         LayerFlops(
             "ACE-RPE: distance and path",
-            elementwise=entries * path_steps(shape.grid, cross.anchor, options.metric),
+            elementwise=entries * path_steps(shape.grid, options),
         ),
         LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
     ]
@@ -174,7 +174,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     ]
 
 
-def path_steps(grid: tuple[int, int], anchor: AnchorOptions, metric: str = "euclidean") -> int:
+def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
     """Operations for each entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
 
     4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark
@@ -183,8 +183,8 @@ def path_steps(grid: tuple[int, int], anchor: AnchorOptions, metric: str = "eucl
     reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
     # To either side at once: a minimum of both, the length added, a minimum with the rest.
     over_tokens = 4 if reach is None else 3 * reach
-    if patches is None and metric != "euclidean":
-        over_patches = 8 if metric == "manhattan" else 12
+    if patches is None and anchor.metric != "euclidean":
+        over_patches = 8 if anchor.metric == "manhattan" else 12
     else:
         down, right = (size - 1 if patches is None else min(patches, size - 1) for size in grid)
         over_patches = 3 * right + down * (1 + 3 * right + 2)

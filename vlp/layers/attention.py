@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -235,12 +235,11 @@ class Attention(nn.Module):
         """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
         query = states
         key, value = (source, source) if given is None else given
-        extra: tuple[Any, ...] = ()
         if given is not None:
-            extra = ((self.key.weight, self.value.weight),)
+            context = replace(context, projections=(self.key.weight, self.value.weight))
         for encoding in _using(self.positions, "inputs"):
             query, key, value = through_call(
-                encoding, PositionEncoding.inputs, query, key, value, context, *extra
+                encoding, PositionEncoding.inputs, query, key, value, context
             )
         # Queries first: gradients add up in the order of these products.
         query = self.query(query)

@@ -79,12 +79,7 @@ class AnchorPosition(PositionEncoding):
         return frozenset({"inputs", "value"} if "value" in self.roles else {"inputs"})
 
     def inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: PositionContext,
-        weights: tuple[Tensor, Tensor] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add mean(P) W of each side to what is projected (Eq. 10).
 
@@ -92,7 +87,7 @@ class AnchorPosition(PositionEncoding):
         projected table.
         """
         asking, answering = _means(context)
-        of_key, of_value = (None, None) if weights is None else weights
+        of_key, of_value = context.projections or (None, None)
         return (
             self._shifted("query", query, asking),
             self._shifted("key", key, answering, of_key),

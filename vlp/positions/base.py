@@ -45,7 +45,7 @@ class PositionContext:
     objects on the grid: x, y, width, height in cells; a row of width or height 0 is padding. In
     cross-attention `anchors` holds the paths of the pairs, and `text_queries` says which side asks:
     True is text-to-image, False image-to-text; `kernel_terms` are those of the layer at hand, where
-    both sides share them.
+    both sides share them, and `projections` its weights of key and value where these are projected.
     """
 
     grid: tuple[int, int] | None = None
@@ -56,13 +56,14 @@ class PositionContext:
     anchors: AnchorField | None = None
     text_queries: bool = True
     kernel_terms: Tensor | None = None
+    projections: tuple[Tensor, Tensor] | None = None
 
 
 class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
     Most encodings override one of the five hooks and nothing else. An encoding may also offer
-    faster forms of its hooks, which attention takes where it can: `inputs` with weights, with
+    faster forms of its hooks, which attention takes where it can: `inputs` for projected keys, with
     `shares_keys`, and `attend` with `has_kernel`.
     """
 
@@ -73,7 +74,7 @@ class PositionEncoding(nn.Module):
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
     """True if hooks read the paths of a pair and nothing else of its keys, so that pairs of one
-    image may share projected keys and values, which `inputs` then takes with their weights."""
+    image may share projected keys and values, which `inputs` then gets."""
     has_kernel: ClassVar[bool] = False
     """True if `attend` computes the whole attention in one GPU kernel."""
 
@@ -113,17 +114,11 @@ class PositionEncoding(nn.Module):
         return x
 
     def inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: PositionContext,
-        weights: tuple[Tensor, Tensor] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what enters W^Q, W^K and W^V of one layer, each (batch, tokens, width).
 
-        With `weights` of the projections of key and value these are projected already
-        (`shares_keys`).
+        Where the context has `projections`, key and value are projected already (`shares_keys`).
         """
         return query, key, value
 
@@ -213,12 +208,7 @@ class ByModality(PositionEncoding):
         return self._dispatch(PositionEncoding.tokens, context, x)
 
     def inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: PositionContext,
-        weights: tuple[Tensor, Tensor] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what enters the projections of one stream; see the base."""
         return self._dispatch(PositionEncoding.inputs, context, query, key, value)
