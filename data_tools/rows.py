@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
     """Yield the objects of a file, gzipped or not, with one a line; what is no JSON is counted."""
     good = 0
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -69,7 +69,7 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
 
 def line_count(paths: Iterable[Path]) -> int:
     """Return how many lines some files have, gzipped or not, for progress bars."""
-    return sum(1 for path in paths for _ in _lines(path))
+    return sum(1 for path in paths for _ in raw_lines(path))
 
 
 def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
@@ -159,7 +159,8 @@ class _Measured:
             raise ConfigError(f"{self._path}: {TOO_MUCH}")
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, gzipped or not."""
     with _opened(path) as file:
         yield from file
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import shlex
 import string
@@ -28,7 +27,7 @@ from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_capt
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Row, explained, read_json
+from data_tools.rows import Row, explained, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_ANNOTATION_BYTES
@@ -145,22 +144,19 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
     """Yield `caption<TAB>url` or `url<TAB>caption` lines; one of another layout is refused."""
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
-    try:
-        with _opened(path) as file:
-            for number, line in enumerate(file):
-                parts = line.rstrip("\r\n").split("\t")
-                if not caption_first:
-                    parts.reverse()
-                if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
-                    yield WebRow(number, parts[0], parts[1].strip())
-                elif number == 0:
-                    raise ConfigError(f"{path}, line 1: this should be {layout}")
-                else:
-                    yield Refused("line of another layout", f"line {number + 1}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+    for number, line in enumerate(raw_lines(path)):
+        try:
+            parts = line.decode().rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+        if not caption_first:
+            parts.reverse()
+        if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
+            yield WebRow(number, parts[0], parts[1].strip())
+        elif number == 0:
+            raise ConfigError(f"{path}, line 1: this should be {layout}")
+        else:
+            yield Refused("line of another layout", f"line {number + 1}")
 
 
 def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
@@ -291,7 +287,9 @@ def _convert(
     if web.img2dataset:
         originals = partial(Downloads, executor=build.workers())
     target = Target(out, build, title, licence, {"max_words": web.max_words})
-    part = CorpusPart("", samples, _lines_of(web.annotations))
+    # For the time that is left; to count the lines of a gzipped list would take longer.
+    total = None if web.annotations.suffix in (".gz", ".json") else line_count([web.annotations])
+    part = CorpusPart("", samples, total)
     return make_corpus(target, web.img2dataset or web.images or (), [part], originals)
 
 
@@ -368,17 +366,3 @@ def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down
         f"and convert what came with --img2dataset {downloaded}"
     )
     return 0 if written else 1
-
-
-def _lines_of(path: Path) -> int | None:
-    """Return how many lines a list has, for the time that is left."""
-    if path.suffix in (".gz", ".json") or not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
-
-
-def _opened(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="\n")
-    return open(path, encoding="utf-8", newline="\n")
