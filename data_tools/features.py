@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
-from data_tools.options import Out, at_least_1
+from data_tools.options import File, N, Out, at_least_1
 from vlp.command_line import ImageTower, Overrides, TextTower, tower_overrides
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def features(
-    config: Annotated[Path, Option(metavar="FILE", help="pretraining's")],
+    config: Annotated[Path, File(help="pretraining's")],
     out: Out,
     views: Annotated[int, Option(metavar="K", help="of each image; the first is plain")] = 1,
     dtype: Annotated[Literal["float16", "bfloat16"], Option(help="of the features")] = "float16",
@@ -25,8 +25,7 @@ def features(
         Literal["float32", "bf16"], Option(help="of the tower's pass")
     ] = "float32",
     batch: Annotated[
-        int,
-        Option(metavar="N", help="views held at once, one of each image to a pass of the tower"),
+        int, N(help="views held at once, one of each image to a pass of the tower")
     ] = 64,
     image_tower: ImageTower = None,
     text_tower: TextTower = None,

@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,9 @@ from typer import Argument, Option
 
 from data_tools.executor import Executor, RayExecutor
 from vlp.config import ConfigError
+
+N, File = partial(Option, metavar="N"), partial(Option, metavar="FILE")
+"""Options of a number and of a file, as `Option` makes them."""
 
 Folders = Annotated[list[Path], Argument(metavar="FOLDER", help="folder of shards")]
 Out = Annotated[Path, Option(metavar="DIR", help="folder to write into")]
@@ -28,7 +32,7 @@ Images = Annotated[
     ),
 ]
 Splits = Annotated[list[str] | None, Option(metavar="SPLIT", help="only these (default: all)")]
-MaxWords = Annotated[int, Option(metavar="N", help="drop captions of more words")]
+MaxWords = Annotated[int, N(help="drop captions of more words")]
 
 MAX_WORDS = 256
 """Longest caption that is kept unless told otherwise: CC12M's own limit."""
@@ -65,7 +69,7 @@ class BuildOptions(WorkerOptions):
     """How shards are built, the same for all converters."""
 
     samples_per_shard: Annotated[
-        int, Option(metavar="N", help="at most so many samples whose images are there in one tar")
+        int, N(help="at most so many samples whose images are there in one tar")
     ] = 1000
     max_side: Annotated[
         int | None,
@@ -86,10 +90,9 @@ class BuildOptions(WorkerOptions):
     ] = None
     take_down: Annotated[
         Path | None,
-        Option(
-            metavar="FILE",
+        File(
             help="leave these samples out: one key, image id or URL a line; run again with a "
-            "longer list, only the shards that held one are written anew",
+            "longer list, only the shards that held one are written anew"
         ),
     ] = None
     retry: Annotated[

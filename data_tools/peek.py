@@ -15,7 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 from typer import Argument, Option
 
-from data_tools.options import at_least_1
+from data_tools.options import N, at_least_1
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
@@ -29,7 +29,7 @@ from vlp.io import atomic_write
 def peek(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="folder of shards")],
     out: Annotated[Path, Option(metavar="FILE.png", help="the PNG to write")],
-    count: Annotated[int, Option(metavar="N", help="samples")] = 36,
+    count: Annotated[int, N(help="samples")] = 36,
     seed: Annotated[int, Option(help="of the random choice")] = 0,
     first: Annotated[bool, Option("--first", help="the first samples instead")] = False,
     boxes: Annotated[bool, Option("--boxes", help="frame the boxes of expressions")] = False,

@@ -15,12 +15,7 @@ from typer import Option
 
 from data_tools.builder.write_shard import require_same_settings, shard_name
 from data_tools.executor import Executor, go_on
-from data_tools.options import (
-    Folders,
-    Out,
-    WorkerOptions,
-    at_least_1,
-)
+from data_tools.options import Folders, N, Out, WorkerOptions, at_least_1
 from data_tools.shards import (
     Numbers,
     Shard,
@@ -71,7 +66,7 @@ class Piece(NamedTuple):
 def reshard(
     folders: Folders,
     out: Out,
-    samples_per_shard: Annotated[int, Option(metavar="N", help="of the new shards")],
+    samples_per_shard: Annotated[int, N(help="of the new shards")],
     workers: WorkerOptions,
     shuffle: Annotated[
         int | None, Option(metavar="SEED", help="deal all samples anew (default: keep order)")

@@ -15,10 +15,7 @@ from tqdm import tqdm
 from typer import Option
 
 from data_tools.executor import Executor, go_on
-from data_tools.options import (
-    Out,
-    WorkerOptions,
-)
+from data_tools.options import N, Out, WorkerOptions
 from vlp.command_line import nearest
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -57,8 +54,6 @@ PARTS = (
 )
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
-
-N = partial(Option, metavar="N")
 
 
 class SceneFiles(NamedTuple):

@@ -13,10 +13,7 @@ import numpy as np
 from typer import Option
 
 from data_tools.executor import open_ledger
-from data_tools.options import (
-    Folders,
-    WorkerOptions,
-)
+from data_tools.options import File, Folders, N, WorkerOptions
 from data_tools.shards import (
     Numbers,
     Shard,
@@ -36,14 +33,10 @@ from vlp.io import write_json
 
 def stats(
     folders: Folders,
-    out: Annotated[Path, Option(metavar="FILE", help="JSON to write")],
+    out: Annotated[Path, File(help="JSON to write")],
     workers: WorkerOptions,
     max_tokens: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="count captions of more tokens, or of more words without --vocabulary",
-        ),
+        int, N(help="count captions of more tokens, or of more words without --vocabulary")
     ] = 30,
     vocabulary: Annotated[
         str | None, Option(help="folder with tokenizer.json, or a name on the hub")

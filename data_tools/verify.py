@@ -17,10 +17,7 @@ from tqdm import tqdm
 from typer import Argument, Option
 
 from data_tools.executor import Executor, open_ledger
-from data_tools.options import (
-    Folders,
-    WorkerOptions,
-)
+from data_tools.options import File, Folders, WorkerOptions
 from data_tools.shards import (
     Numbers,
     Shard,
@@ -65,7 +62,7 @@ def verify(
     quick: Annotated[
         bool, Option("--quick", help="headers and structure only: no content is read")
     ] = False,
-    report: Annotated[Path | None, Option(metavar="FILE", help="write all damage here")] = None,
+    report: Annotated[Path | None, File(help="write all damage here")] = None,
 ) -> int:
     """Check shards: every tar, every annotation, every image, the index and the manifest.
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from tqdm import tqdm
 from typer import Option
 
+from data_tools.options import N
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of, every_text_of
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
@@ -16,7 +17,7 @@ from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
 def vocabulary(
     shards: Annotated[list[Path], Option(metavar="FOLDER", help="folders of shards")],
-    size: Annotated[int, Option(metavar="N", help="tokens at most, specials included")],
+    size: Annotated[int, N(help="tokens at most, specials included")],
     out: Annotated[Path, Option(metavar="DIR", help="folder of the tokenizer")],
     texts: Annotated[Literal["captions", "all"], Option(help="texts that count")] = "captions",
 ) -> int:

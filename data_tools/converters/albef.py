@@ -24,7 +24,7 @@ from data_tools.converters.refcoco import (
     read_proposals,
 )
 from data_tools.converters.statements import LABELS, TRUTH
-from data_tools.options import BuildOptions, Images, Out
+from data_tools.options import BuildOptions, File, Images, Out
 from data_tools.rows import Faults, Row, json_list, parsed
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
@@ -85,7 +85,7 @@ def albef(
     kind: Annotated[
         Literal["retrieval", "vqa", "nlvr", "ve", "refcoco"], Option(help="what the lists hold")
     ],
-    annotations: Annotated[list[Path], Option(metavar="FILE", help="JSON lists")],
+    annotations: Annotated[list[Path], File(help="JSON lists")],
     images: Images,
     out: Out,
     build: BuildOptions,

@@ -19,7 +19,7 @@ from data_tools.builder.samples import (
 )
 from data_tools.builder.write_shard import OUTSIDE
 from data_tools.converters.category_words import CategoryWords
-from data_tools.options import MAX_WORDS, BuildOptions, Images, MaxWords, Out, Splits
+from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, Out, Splits
 from data_tools.rows import (
     Faults,
     Row,
@@ -105,7 +105,7 @@ class _GenomeData(Row):
 
 
 def flickr8k(
-    annotations: Annotated[list[Path], Option(metavar="FILE", help="Karpathy-style JSON files")],
+    annotations: Annotated[list[Path], File(help="Karpathy-style JSON files")],
     images: Images,
     out: Out,
     build: BuildOptions,
@@ -127,9 +127,7 @@ def flickr8k(
 
 
 def flickr30k(
-    annotations: Annotated[
-        Path, Option(metavar="FILE", help="dataset_flickr30k.json, or results_20130124.token")
-    ],
+    annotations: Annotated[Path, File(help="dataset_flickr30k.json, or results_20130124.token")],
     images: Images,
     out: Out,
     build: BuildOptions,
@@ -166,17 +164,14 @@ def flickr30k(
 def coco(
     annotations: Annotated[
         list[Path],
-        Option(
-            metavar="FILE",
-            help="Karpathy's dataset_coco.json, or official captions_*.json files (gzipped or not)",
+        File(
+            help="Karpathy's dataset_coco.json, or official captions_*.json files (gzipped or not)"
         ),
     ],
     images: Images,
     out: Out,
     build: BuildOptions,
-    instances: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="official instances_*.json files")
-    ] = None,
+    instances: Annotated[list[Path] | None, File(help="official instances_*.json files")] = None,
     splits: Splits = None,
     max_words: MaxWords = MAX_WORDS,
 ) -> int:
@@ -219,13 +214,12 @@ def coco(
 
 
 def visual_genome(
-    regions: Annotated[Path, Option(metavar="FILE", help="region_descriptions.json")],
+    regions: Annotated[Path, File(help="region_descriptions.json")],
     images: Images,
     out: Out,
     build: BuildOptions,
     image_data: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="image_data.json: sizes, URLs and COCO's numbers"),
+        Path | None, File(help="image_data.json: sizes, URLs and COCO's numbers")
     ] = None,
     max_words: MaxWords = MAX_WORDS,
     min_words: Annotated[int, Option(min=1, metavar="N", help="shorter phrases are left out")] = 1,
@@ -235,9 +229,8 @@ def visual_genome(
     ] = 0,
     exclude: Annotated[
         list[Path] | None,
-        Option(
-            metavar="FILE",
-            help="images of evaluation sets: COCO's image numbers, one a line; needs --image-data",
+        File(
+            help="images of evaluation sets: COCO's image numbers, one a line; needs --image-data"
         ),
     ] = None,
 ) -> int:

@@ -13,7 +13,7 @@ from typer import Option
 
 from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
-from data_tools.options import BuildOptions, Images, Out
+from data_tools.options import BuildOptions, File, Images, Out
 from data_tools.rows import (
     Faults,
     Row,
@@ -103,21 +103,15 @@ def vqa(
     images: Images,
     out: Out,
     build: BuildOptions,
-    questions: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="VQA's question files")
-    ] = None,
-    annotations: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="VQA's annotation files")
-    ] = None,
+    questions: Annotated[list[Path] | None, File(help="VQA's question files")] = None,
+    annotations: Annotated[list[Path] | None, File(help="VQA's annotation files")] = None,
     subset: Annotated[
         str | None, Option(help="train2014, val2014, test2015; for files without a header")
     ] = None,
     visual_genome: Annotated[
-        Path | None, Option(metavar="FILE", help="Visual Genome's question_answers.json")
+        Path | None, File(help="Visual Genome's question_answers.json")
     ] = None,
-    image_data: Annotated[
-        Path | None, Option(metavar="FILE", help="Visual Genome's image_data.json")
-    ] = None,
+    image_data: Annotated[Path | None, File(help="Visual Genome's image_data.json")] = None,
 ) -> int:
     """VQA v2 (and Visual Genome's questions) to shards: one sample an image with all its questions.
 
@@ -158,7 +152,7 @@ def vqa(
 
 
 def easy_vqa(
-    questions: Annotated[Path, Option(metavar="FILE", help="questions of one split")],
+    questions: Annotated[Path, File(help="questions of one split")],
     images: Images,
     out: Out,
     build: BuildOptions,

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-
-from typer import Option
 
 from data_tools.builder.build import (
     Target,
@@ -20,7 +17,7 @@ from data_tools.builder.build import (
     make_corpus,
 )
 from data_tools.builder.samples import Refused, SampleSpec
-from data_tools.options import BuildOptions, Images, Out, Splits
+from data_tools.options import BuildOptions, File, Images, Out, Splits
 from data_tools.rows import (
     Faults,
     Located,
@@ -35,7 +32,6 @@ from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "annotations as published by lichengunc/refer; images under Flickr's terms of use"
 
-File = partial(Option, metavar="FILE")
 Refs = Annotated[Path | None, File(help="refs(unc).p or another split's")]
 Instances = Annotated[Path | None, File(help="instances.json of the same data set")]
 Detections = Annotated[Path | None, File(help="JSON of detected boxes, the proposals")]

@@ -21,7 +21,7 @@ from data_tools.builder.build import (
     make_corpus,
 )
 from data_tools.builder.samples import Refused, SampleSpec
-from data_tools.options import BuildOptions, Images, Out
+from data_tools.options import BuildOptions, File, Images, N, Out
 from data_tools.originals import ImageLocation, Originals
 from data_tools.rows import Faults, Row, json_lines, line_count, parsed
 from vlp.config import ConfigError
@@ -40,7 +40,7 @@ _BOX_LEFTS = (0, 150, 300)
 _BOX_SIDE = 100
 _NAME = re.compile(r"(.+-)([1-5])(\.png)")
 
-Lines = Annotated[list[Path], Option(metavar="FILE", help="JSON lines files of one split")]
+Lines = Annotated[list[Path], File(help="JSON lines files of one split")]
 
 
 class _Statement(Row):
@@ -101,7 +101,7 @@ def nlvr_v1(
     images: Images,
     out: Out,
     build: BuildOptions,
-    permutations: Annotated[int, Option(metavar="N", help="of each example, 1 to 6")] = 1,
+    permutations: Annotated[int, N(help="of each example, 1 to 6")] = 1,
 ) -> int:
     """NLVR v1 to shards: a statement about one image of three boxes, true or false.
 

@@ -25,7 +25,7 @@ from typer import Option
 from data_tools.builder.build import CorpusPart, Target, make_corpus
 from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, why_dropped
 from data_tools.executor import Executor
-from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
+from data_tools.options import MAX_WORDS, BuildOptions, File, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
 from data_tools.rows import Row, explained, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
@@ -50,7 +50,7 @@ _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "
 class WebOptions:
     """Options of a web corpus, of which exactly one says where the images are."""
 
-    annotations: Annotated[Path, Option(metavar="FILE", help="the official list, gzipped or not")]
+    annotations: Annotated[Path, File(help="the official list, gzipped or not")]
     urls_only: Annotated[
         bool,
         Option(
