@@ -94,7 +94,7 @@ def reshard(
     settings = {
         "version": RESHARD_VERSION,
         "folders": [str(folder.resolve()) for folder in folders],
-        "sources": _digest(shards),
+        "shards (places, sizes and times)": _digest(shards),
         "samples_per_shard": samples_per_shard,
         "shuffle": shuffle,
     }

@@ -170,7 +170,7 @@ def test_sources_of_the_same_size_that_were_written_anew_are_others(
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert source.stat().st_size == before.st_size
     assert deal(folder, "--out", out) == 2
-    assert "or they were written anew since" in capsys.readouterr().err
+    assert "was begun with shards (places, sizes and times)" in capsys.readouterr().err
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:

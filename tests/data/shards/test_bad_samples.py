@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vlp.data.shards import sample_files as skipped
 from vlp.data.shards.sample_files import DataError, SkippedSample
+from vlp.data.stream import loader
 from vlp.data.stream.loader import SkippedShareWatch
 from vlp.data.stream.sampler import Pool, TrainingSampler
 
@@ -52,7 +52,7 @@ def test_only_a_whole_epoch_without_a_good_sample_ends_a_run() -> None:
 def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(skipped, "_MOST_IN_A_ROW", 100)
+    monkeypatch.setattr(loader, "_MOST_IN_A_ROW", 100)
     one = watch(10**9, 0.5)
     for _ in range(12):
         one.see(0, share(0, 8))
