@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,8 @@ from pydantic import Field, model_validator
 
 import vlp
 from evaluation.downstream.registry import get_evaluation
-from evaluation.jobs import NAME, PROBES, Job, ZeroShotJob
+from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.jobs import JOBS, NAME, PROBES, Job, ZeroShotJob
 from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
@@ -193,28 +194,28 @@ def run_job(
     """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
     own = job.options()
-    result: Result
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
         loaded = folder.load()
-        if job.task not in PROBES:
-            return evaluate_retrieval(loaded, job.shards, options, **own)
-    elif job.task not in PROBES:
-        result = get_evaluation(job.task).evaluate_folder(folder, job.shards, options, **own)
-        return result
-    else:
+    elif job.task in JOBS and job.task != "vqa":  # these take any model folder
         with said_in_one_line():
             loaded = vlp.load(folder)
+    else:
+        judged: Result = get_evaluation(job.task).evaluate_folder(
+            folder, job.shards, options, **own
+        )
+        return judged
     if isinstance(job, ZeroShotJob):
         prompts = read_prompts(own.pop("classes"), own.pop("templates"))
         return evaluate_zeroshot(loaded, job.shards, prompts, options, **own)
-    probes: dict[str, Any] = {
+    evaluations: dict[str, Callable[..., Result]] = {
+        "retrieval": evaluate_retrieval,
+        "grounding": evaluate_grounding,
         "pointing": evaluate_pointing,
         "swaps": evaluate_swaps,
         "foils": evaluate_foils,
     }
-    result = probes[job.task](loaded, job.shards, options, **own)
-    return result
+    return evaluations[job.task](loaded, job.shards, options, **own)
 
 
 def _require_features_alone(job: Job, model: OtherModel) -> None:
@@ -233,7 +234,8 @@ def _require_features_alone(job: Job, model: OtherModel) -> None:
 def model_of(job: Job, model: str | None) -> Path | OtherModel:
     """Return the folder of a job's model, `model` being that of its entry."""
     name = job.model or model or ""
-    return other_model(name) or local_folder(name)
+    other = other_model(name) if ":" in name else None
+    return other or local_folder(name)
 
 
 def _stamps(place: Path) -> str:

@@ -1,10 +1,17 @@
-"""The commands of `vlp`."""
+"""The commands of `vlp`, and declarations of those that train, convert and export models.
+
+Each imports what it needs when it runs, so that `--help` answers without PyTorch.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
@@ -13,9 +20,276 @@ from typer.core import TyperGroup
 from data_tools.__main__ import data_commands
 from evaluation.commands import ablations, measure, positions, reports
 from launch.cli import plan as plans
-from launch.cli import train as launching
 from launch.cli.info import config_app, info
-from vlp.command_line import MODELS, START_HERE, Command, new_app, run_app
+from vlp.command_line import (
+    MODELS,
+    START_HERE,
+    Command,
+    ImageTower,
+    Overrides,
+    TextTower,
+    nearest,
+    new_app,
+    positive,
+    run_app,
+    tower_overrides,
+)
+from vlp.signals import STOPS
+from vlp.tasks.downstream.registry import task_kinds
+
+Config = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
+Ranks = Annotated[
+    int | None,
+    Option(
+        parser=positive,
+        metavar="N",
+        help="processes on this machine (default: one for each GPU, or one)",
+    ),
+]
+Resume = Annotated[bool, Option("--resume", help="go on from the newest checkpoint")]
+# DeepSpeed's launcher adds it to every script; the ranks read LOCAL_RANK of the environment.
+LocalRank = Annotated[int | None, Option("--local_rank", "--local-rank", hidden=True)]
+NewFolder = Annotated[Path, Option(metavar="DIR", help="a new folder")]
+
+
+def demo(
+    fresh: Annotated[bool, Option("--fresh", help="delete a finished run of runs/demo first")] = (
+        False
+    ),
+) -> int:
+    """Build data, pretrain and evaluate a small model, in minutes."""
+    from launch.demo import run_demo
+
+    return run_demo(fresh)
+
+
+def train(
+    config: Config,
+    ranks: Ranks = None,
+    resume: Resume = False,
+    image_tower: ImageTower = None,
+    text_tower: TextTower = None,
+    overrides: Overrides = None,
+    local_rank: LocalRank = None,
+) -> int:
+    """Pretrain an image-text model, or train a vision model.
+
+    A configuration with the key `task` trains a vision model. The run's folder is the key
+    `output`. For several machines start launch/pretrain.py with deepspeed. Exit code 75: stopped
+    by a signal or with its launcher; --resume goes on, on any number of ranks.
+
+    \b
+      vlp train --config configs/pretrain/base.yaml training.batch=256
+    """
+    from vlp.config import ConfigError, read_values
+
+    try:
+        values, _ = read_values(config)
+    except ConfigError:
+        values = {}  # the training says what is wrong with it
+    task = values.get("task")
+    if isinstance(task, dict) and task.get("kind") in task_kinds():
+        kind = task["kind"]
+        raise typer.BadParameter(f"{config} fine-tunes: vlp finetune {kind} --config {config}")
+    changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
+    if (several := _several(ranks)) > 1:
+        if task is None:
+            from vlp.config import load_config
+            from vlp.training.config import PretrainConfig
+
+            # Found here, it is one line and not each rank's.
+            try:
+                load_config(config, PretrainConfig, changes).require_world_size(several)
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from None
+        flags = ["--resume"] if resume else []
+        return launch_ranks(several, ["train", "--config", str(config), *changes, *flags])
+    if "task" in values:
+        from launch.train_vision import run_vision as run
+    else:
+        from launch.pretrain import run_pretraining as run
+    return run(config, changes, resume)
+
+
+def finetune(
+    task: Annotated[str, typer.Argument(metavar="TASK", help=f"one of {', '.join(task_kinds())}")],
+    config: Config,
+    init_from: Annotated[
+        str | None, Option("--from", metavar="DIR", help="model folder, same as init_from=DIR")
+    ] = None,
+    ranks: Ranks = None,
+    resume: Resume = False,
+    overrides: Overrides = None,
+    local_rank: LocalRank = None,
+) -> int:
+    """Fine-tune a model on a downstream task.
+
+    The run's folder is the key `output`: `best/` is the best checkpoint on the validation data,
+    `model/` the last one. For several machines start launch/finetune.py TASK with accelerate.
+
+    \b
+      vlp finetune vqa --config configs/finetune/vqa_v2.yaml --from runs/base/model
+    """
+    _load_plugins_of(config)
+    if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
+        raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
+    changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
+    if (several := _several(ranks)) > 1:
+        flags = ["--resume"] if resume else []
+        return launch_ranks(several, ["finetune", task, "--config", str(config), *changes, *flags])
+    from launch.finetune import run_finetuning
+
+    return run_finetuning(config, task, changes, resume)
+
+
+def _load_plugins_of(config: Path) -> None:
+    """Import the plugins that a configuration names, for they may register its task."""
+    from vlp.config import ConfigError, load_plugins, read_values
+
+    with suppress(ConfigError):  # the training says what is wrong with the file
+        load_plugins(map(str, read_values(config)[0].get("plugins") or ()))
+
+
+def align(
+    config: Config,
+    out: Annotated[Path, Option(metavar="DIR", help="model folder to write")],
+    epochs: Annotated[int, Option(parser=positive, metavar="N", help="passes over the pairs")] = 1,
+    shrinkage: Annotated[
+        float | None,
+        Option(
+            metavar="X",
+            help="of covariances, as a share of the mean variance; else held-out images choose",
+        ),
+    ] = None,
+    image_tower: ImageTower = None,
+    text_tower: TextTower = None,
+    overrides: Overrides = None,
+) -> int:
+    """Align two pretrained towers without training.
+
+    The contrastive projections are solved in closed form, by canonical correlation over the pairs
+    of a pretraining configuration; pretrain from the folder with init_from=DIR.
+
+    \b
+      vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
+    """
+    from launch.align import run_align
+
+    changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
+    return run_align(config, out, epochs, shrinkage, changes)
+
+
+def convert_albef(
+    checkpoint: Annotated[Path, Option(metavar="FILE", help="the .pth")],
+    vocabulary: Annotated[str, Option(metavar="NAME", help="folder or hub name of its BERT")],
+    out: NewFolder,
+    image_size: Annotated[
+        int | None, Option(metavar="PX", help="side of images (default: the checkpoint's)")
+    ] = None,
+    overrides: Overrides = None,
+) -> int:
+    """Make a model folder of a public ALBEF checkpoint, with ACE-RPE.
+
+    Sizes are read from the checkpoint. The tables of ACE-RPE start at zero: the folder's model
+    scores as the checkpoint does, and fine-tuning starts from there. Overrides change the model's
+    configuration (`cross.anchor.groups=16`, `cross.position=[]`).
+
+    \b
+      vlp convert-albef --checkpoint ALBEF.pth --vocabulary bert-base-uncased \\
+          --out models/albef --image-size 384 cross.options.anchor.mode=bias
+    """
+    from launch.from_albef import convert
+
+    return _refusing(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
+
+
+def export(
+    model: Annotated[str, Option(metavar="DIR", help="model folder or hub name")],
+    out: Annotated[Path, Option(metavar="DIR", help="folder of the exported files")],
+    format: Annotated[
+        Literal["onnx", "torch"], Option(help="torch: programs that torch.export.load reads")
+    ] = "onnx",
+    revision: Annotated[
+        str | None, Option(metavar="NAME", help="branch, tag or commit on the hub")
+    ] = None,
+) -> int:
+    """Export image tower, text tower and ITM head to ONNX or torch.export.
+
+    Batches are of any size. Tokenizer and preparation of images are written beside the programs.
+
+    \b
+      vlp export --model runs/demo/run/model --out exported
+    """
+
+    def run() -> None:
+        import vlp
+        from vlp.serving.export import export_model
+        from vlp.tasks.downstream.task import has_task
+
+        loaded = vlp.load(model, revision=revision)
+        if loaded.folder is not None and has_task(loaded.folder):
+            print(
+                f"{model} was fine-tuned for a task, whose head is not exported; `match` is what "
+                "it was before",
+                file=sys.stderr,
+            )
+        for file in export_model(loaded, out, format):
+            print(f"{file}  {file.stat().st_size / 2**20:.1f} MiB")
+
+    return _refusing(run)
+
+
+def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
+    """Run a command of `vlp` on several ranks of this machine; returns their exit code.
+
+    torchrun itself answers every failure with 1. Here the first rank that fails says what it was,
+    and a signal, which goes on to the ranks, ends with `REQUEUE`.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from vlp.training.stop_requests import REQUEUE
+
+    handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
+    options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]
+    options += ["-m", "launch"]
+    try:
+        run.run(run.parse_args([*options, *arguments]))
+    except SignalException:
+        return REQUEUE
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        if code not in (REQUEUE, 2):
+            print(f"error: {error}", file=sys.stderr)
+        return code if code > 0 else 128 - code  # as shells name a process that a signal ended
+    return 0
+
+
+def _several(ranks: int | None) -> int:
+    """Return the number of processes to start; 1 where a launcher has started this one."""
+    if "WORLD_SIZE" in os.environ:
+        return 1
+    if ranks is None:
+        import torch
+
+        return torch.cuda.device_count()
+    return ranks
+
+
+def _refusing(work: Callable[[], None]) -> int:
+    """Return 0, or 2 after one line about input that cannot be used."""
+    from yaml import YAMLError
+
+    from vlp.config import ConfigError
+
+    try:
+        work()
+    except (ConfigError, ValueError, OSError, YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 
@@ -57,11 +331,11 @@ def _add(group: str, *functions: Callable[..., int]) -> None:
         app.command(cls=Command, rich_help_panel=group)(function)
 
 
-_add(START_HERE, launching.demo, launching.train, launching.finetune)
+_add(START_HERE, demo, train, finetune)
 app.add_typer(measure.app, name="evaluate", rich_help_panel=START_HERE)
 app.add_typer(reports.app)
-_add(MODELS, launching.align, launching.convert_albef)
-_add(MODELS, launching.export, info)
+_add(MODELS, align, convert_albef)
+_add(MODELS, export, info)
 app.add_typer(plans.app)
 app.add_typer(config_app, name="config")
 app.add_typer(positions.app)

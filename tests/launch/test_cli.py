@@ -16,8 +16,7 @@ import pytest
 import launch.pretrain
 import launch.train_vision
 from launch import demo
-from launch.cli.main import main
-from launch.cli.train import train
+from launch.cli.main import main, train
 from vlp.lock import FolderLock
 from vlp.training.run_folder import RunFolder, record_start
 

@@ -8,9 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import require_extent, token_coordinates
-from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
 from vlp.positions.options import require_defaults
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import (
     grid_at_hand,
     grid_size,
@@ -15,7 +15,6 @@ from vlp.positions.coordinates import (
     token_coordinates,
     vertical_first,
 )
-from vlp.positions.mixer import TokenEncoding
 
 COMBINATIONS = ("concat", "sum")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import grid_at_hand, patch_centres, require_grid
-from vlp.positions.mixer import TokenEncoding
 from vlp.positions.sine import sinusoid
 from vlp.precision import at_least_float32
 

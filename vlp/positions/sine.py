@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import (
     places_after_prefix,
     require_extent,
     token_coordinates,
     vertical_first,
 )
-from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
 from vlp.positions.options import require_defaults, require_known
 
