@@ -12,7 +12,6 @@ import transformers
 from timm.models import create_feature_extractor
 from torch import nn
 
-from vlp.layers.blocks import no_weight_decay
 from vlp.positions import PositionEncoding, attach, drop_absolute
 
 VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -301,15 +300,6 @@ def test_feature_extraction_and_export_go_on(name):
     torch.testing.assert_close(exported(x), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "beit_base_patch16_224"])
-def test_timm_exempts_the_tables_from_weight_decay(name):
-    model = attach(make(name), "irpe-product")
-    tables = {key for key, _ in model.named_parameters() if ".positions." in key}
-    assert tables
-    assert tables <= set(model.no_weight_decay())
-    assert tables <= no_weight_decay(model)
-
-
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_the_impossible_says_why(name):
     with pytest.raises(ValueError, match=IMPOSSIBLE[name]):
@@ -331,3 +321,24 @@ def test_other_models_say_why():
     )
     with pytest.raises(ValueError, match="BertModel of transformers has not one embedding"):
         attach(text, "irpe-product")
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+IMAGES = {"image_size": 16, "patch_size": 4}
+
+
+def data2vec():
+    config = transformers.Data2VecVisionConfig(**TINY, **IMAGES, num_hidden_layers=1)
+    return transformers.Data2VecVisionModel(config)
+
+
+def group_vit():
+    groups = {"depths": [1, 1], "num_group_tokens": [4, 0], "num_output_groups": [4, 0]}
+    config = transformers.GroupViTVisionConfig(**TINY, **IMAGES, **groups)
+    return transformers.GroupViTVisionModel(config)
+
+
+@pytest.mark.parametrize("make", [data2vec, group_vit])
+def test_models_whose_attention_would_not_heed_encodings_are_refused(make):
+    with pytest.raises(ValueError, match="has not layers of attention that encodings could enter"):
+        attach(make(), "irpe-product")

@@ -13,7 +13,6 @@ from vlp.positions import create_position
 from vlp.positions.base import PositionContext, PositionEncoding
 
 WIDTH, HEADS = 8, 2
-NAMES = {f"{part}.{kind}" for part in ("query", "key", "value") for kind in ("weight", "bias")}
 
 
 def layer(**options):
@@ -117,23 +116,6 @@ def test_value_encodings_see_what_the_hook_gave():
     assert encoding.seen.eq(0).all()
 
 
-def test_the_fused_path_has_no_probabilities():
-    attention = layer(fused=True)
-    attention.probabilities.register_forward_hook(lambda *_: pytest.fail("called"))
-    attention(states(1, 3))
-
-
-def test_no_weights_are_added():
-    assert set(layer(output=False).state_dict()) == NAMES
-    assert set(layer().state_dict()) == NAMES | {"output.weight", "output.bias"}
-
-
-def test_a_row_without_keys_is_finite():
-    for fused in (False, True):
-        out = layer(fused=fused)(states(2, 3), mask=torch.zeros(2, 3, dtype=torch.bool))
-        assert out.isfinite().all()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_row_without_keys_gives_a_mean_where_logits_are_low(dtype, fused):
@@ -186,12 +168,6 @@ def test_encodings_that_know_their_grid_need_no_context(kind, name):
     attention.positions[0] = create_position(name, width=WIDTH, heads=HEADS).double()
     with pytest.raises(ValueError, match=f"{name} needs a grid"):
         attention(x)
-
-
-def test_encodings_of_inputs_say_what_they_miss():
-    encoding = create_position("anchor", width=WIDTH, heads=HEADS, groups=2)
-    with pytest.raises(ValueError, match="needs anchor paths in its context"):
-        layer(positions=[encoding])(states(2, 6))
 
 
 def test_without_a_context_attention_compiles_into_one_graph():

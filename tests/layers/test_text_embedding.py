@@ -26,13 +26,6 @@ def test_words_start_as_berts_and_positions_do_without_sines():
         assert table.std().item() == pytest.approx(BERT_DEVIATION, rel=0.02)
 
 
-def test_order_reaches_the_output():
-    torch.manual_seed(0)
-    embedding = TextEmbedding(50, 16, 8)
-    out = embedding(torch.tensor([[7, 9], [9, 7]]))
-    assert not torch.allclose(out[0, 0], out[1, 1])
-
-
 def test_refuses_long_texts_and_odd_widths():
     with pytest.raises(ValueError, match="9 tokens exceeds the 8 positions"):
         TextEmbedding(50, 16, 8)(torch.zeros(1, 9, dtype=torch.long))

@@ -12,7 +12,7 @@ from vlp.layers.attention import Attention
 from vlp.layers.causal import CausalAttention
 from vlp.models.itm_scorer import attend_shared_image
 from vlp.positions import attach, create_position
-from vlp.positions.base import ByModality, PositionContext
+from vlp.positions.base import PositionContext
 
 WIDTH, HEADS, GRID = 16, 2, (2, 3)
 CONTEXT = PositionContext(GRID)
@@ -66,15 +66,6 @@ def test_wrapped_encodings_count(wrap, layer, name):
     assert seen
     bare.positions = nn.ModuleList()
     assert not torch.allclose(bare(x, context=CONTEXT), expected, atol=1e-3)
-
-
-@every_wrapper
-def test_wrapped_sides_of_a_modality_count(wrap):
-    encoding, x = filled("irpe-product"), states()
-    bare = Attention(WIDTH, HEADS, positions=[ByModality(encoding, None)])
-    wrapped = Attention(WIDTH, HEADS, positions=[ByModality(wrap(encoding), None)])
-    wrapped.load_state_dict(bare.state_dict(), strict=False)
-    torch.testing.assert_close(wrapped(x, context=CONTEXT), bare(x, context=CONTEXT))
 
 
 @every_wrapper

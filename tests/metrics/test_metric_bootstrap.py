@@ -26,23 +26,6 @@ def test_seed_decides_the_draws():
     assert (first != bootstrap_means(values, resamples=50, seed=2)).any()
 
 
-def test_interval_has_the_width_of_the_binomial():
-    clusters = 400
-    values = (np.arange(clusters) < 0.3 * clusters).astype(float)[:, None]
-    low, high = percentile_interval(bootstrap_means(values, resamples=4000))
-    half = 1.96 * np.sqrt(0.3 * 0.7 / clusters)
-    assert low[0] == pytest.approx(0.3 - half, abs=0.006)
-    assert high[0] == pytest.approx(0.3 + half, abs=0.006)
-
-
-def test_captions_that_fail_together_widen_the_interval():
-    """Five equal captions per image carry the information of one image."""
-    hits = (np.arange(100) % 2).astype(float)
-    clustered = bootstrap_means(5 * hits[:, None], np.full((100, 1), 5.0), resamples=2000)
-    single = bootstrap_means(np.repeat(hits, 5)[:, None], resamples=2000)
-    assert clustered.std() > 2 * single.std()
-
-
 def test_a_resample_without_queries_keeps_the_overall_mean():
     values, weights = np.array([[1.0], [0.0]]), np.array([[2.0], [0.0]])
     assert set(bootstrap_means(values, weights, resamples=50).ravel()) == {0.5}

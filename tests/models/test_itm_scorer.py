@@ -182,8 +182,7 @@ def _own_encodings(monkeypatch):
 @pytest.mark.parametrize("layout", ["text", "albef", "ace"])
 @pytest.mark.parametrize("own", ["test-content", "test-turn"])
 @pytest.mark.parametrize("others", [(), ("anchor",)])
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize(("layers", "pooling"), [(1, "cls"), (3, "mean")])
 def test_encodings_of_ones_own_are_kept(layout, own, others, layers, pooling):
     model = strong(layout, (own, *others), layers, pooling=pooling)
     features = encoded(model)

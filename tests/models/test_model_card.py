@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from pair_shards import entailment_shards, tiny_folder
 from PIL import Image
 
-import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.options import EvalOptions
@@ -56,17 +55,6 @@ def run(tmp_path):
     return model, result, shards
 
 
-def test_sizes_are_those_of_the_model(folder):
-    card = model_card(folder)
-    model = vlp.load(folder).model
-    for name, said in (("text_encoder", "text encoder"), ("cross_encoder", "cross-modal encoder")):
-        count = sum(p.numel() for p in model.get_submodule(name).parameters())
-        assert f"| {said} | {count:,} |" in card
-    assert f"| in all | {sum(p.numel() for p in model.parameters()):,} |" in card
-    assert "position `anchor` (2 channel groups, mode `contextual`)" in card
-    assert "does not lie in that of its run" in card
-
-
 def test_what_the_card_says_of_use_runs(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (20, 20)).save("photo.jpg")
@@ -74,19 +62,6 @@ def test_what_the_card_says_of_use_runs(folder, tmp_path, monkeypatch):
     names = {}
     exec(block.removeprefix("python").replace("FOLDER", str(folder)), names)
     assert names["log_odds"].shape == (1,)
-
-
-def test_the_run_and_its_results_are_told(run):
-    folder, result, shards = run
-    card = model_card(folder, "apache-2.0")
-    assert "# snli" in card
-    assert f"`{shards}`, 12 samples" in card
-    assert "| data | `gone` |" in card
-    assert "| samples trained on | 76,000 |" in card
-    assert "| samples skipped | 800 no text |" in card
-    assert "| this is the best step | 1,000 |" in card
-    assert "| hours | 1.50 |" in card
-    assert result.figures["accuracy"].percent() in card
 
 
 def test_the_hub_reads_the_front_matter(run):
@@ -129,22 +104,6 @@ def test_a_hand_written_card_stays(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
-    ],
-)
-def test_what_is_no_model_folder_is_one_line_and_code_2(folder, capsys, damage, message):
-    damage(folder)
-    assert main(["card", "--model", str(folder)]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert len(error.splitlines()) == 1
-    assert not (folder / "README.md").exists()
-
-
-@pytest.mark.parametrize(
     ("config", "options"),
     [
         (SnliVeConfig, {}),
@@ -175,8 +134,3 @@ def test_a_licence_stays_until_another_is_given(folder):
     assert ModelCard.load(folder / "README.md").data.license == "apache-2.0"
     write_model_card(folder, "mit")
     assert ModelCard.load(folder / "README.md").data.license == "mit"
-
-
-def test_a_grounding_model_is_named_as_one(folder):
-    (folder / "grounding.json").write_text("{}")
-    assert "grounding" in model_card(folder).split("## Use")[0]

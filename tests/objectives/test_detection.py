@@ -117,16 +117,6 @@ def test_every_layer_is_judged_as_by_hand(no_object):
         assert losses.right == right
 
 
-def test_losses_do_not_depend_on_the_order_of_objects():
-    logits, boxes, labels, objects = problem()
-    turned = [one.flip(0) for one in labels], [one.flip(0) for one in objects]
-    for one, other in zip(
-        set_losses(logits, boxes, labels, objects), set_losses(logits, boxes, *turned)
-    ):
-        for name in ("classes", "l1", "giou"):
-            assert torch.allclose(getattr(one, name).total, getattr(other, name).total)
-
-
 @pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0), ()])
 def test_gradients_are_finite_also_without_objects(counts):
     logits, boxes, labels, objects = problem(counts)
@@ -135,19 +125,6 @@ def test_gradients_are_finite_also_without_objects(counts):
     assert torch.isfinite(logits.grad).all()
     assert torch.isfinite(boxes.grad).all()
     assert bool(logits.grad.abs().sum() > 0) == bool(counts)
-
-
-def test_perfect_predictions_cost_almost_nothing():
-    labels, objects = [torch.tensor([2, 0])], [random_boxes(2)]
-    boxes = torch.cat([objects[0].flip(0), random_boxes(2)])[None, None]
-    logits = torch.full((1, 1, QUERIES, CLASSES + 1), -30.0).double()
-    for query, wanted in enumerate((0, 2, CLASSES, CLASSES)):
-        logits[0, 0, query, wanted] = 30.0
-    (losses,) = set_losses(logits, boxes, labels, objects)
-    assert losses.classes.total < 1e-9
-    assert losses.l1.total < 1e-9
-    assert losses.giou.total < 1e-5
-    assert losses.right == 2
 
 
 def test_losses_that_are_not_finite_come_out_as_such():

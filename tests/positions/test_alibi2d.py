@@ -66,18 +66,6 @@ def test_bias_is_equation_12(grid, ratio):
         assert torch.equal(bias(*grid, HEADS), bias(*grid, HEADS, "paper"))
 
 
-def test_the_side_is_raster_order_not_the_direction_of_the_offset():
-    left, right = slopes(1)[:, 0].tolist()
-    of = bias(3, 3, 1)[0]
-    centre, above_right, below_left = 4, 2, 6
-    assert of[centre, above_right].item() == pytest.approx(-2 * left)
-    assert of[centre, below_left].item() == pytest.approx(-2 * right)
-    assert of[centre, 3].item() == pytest.approx(-left)
-    assert of[centre, 5].item() == pytest.approx(-right)
-    assert of[centre, centre].item() == 0
-    assert (of[~torch.eye(9).bool()] < 0).all()
-
-
 @pytest.mark.parametrize("grid", [(3, 4), (4, 2), (1, 5)])
 def test_the_variant_with_four_slopes(grid):
     """2^-1, 2^-0.75, 2^-0.5 and 2^-0.25 to the four diagonals; rows and columns stay."""
@@ -108,16 +96,3 @@ def test_a_prefix_has_no_bias(prefix, variant):
     assert torch.equal(found[0, :, prefix:, prefix:], bias(*grid, HEADS, "code", variant))
     assert (found[:, :, :prefix] == 0).all()
     assert (found[..., :prefix] == 0).all()
-
-
-def test_the_bias_is_made_once_for_all_layers():
-    one, other = DirectionalDistance(HEADS), DirectionalDistance(HEADS)
-    query, key = states(13)
-    first = one("bias", query, key, PositionContext((3, 4), 1))
-    assert other("bias", query, key, PositionContext((3, 4), 1)) is first
-    assert one("bias", query, key, PositionContext((4, 3), 1)) is not first
-    assert one("bias", query[:, :, 1:], key[:, :, 1:], PositionContext((3, 4))).shape[-1] == 12
-    assert (
-        one("bias", query.float(), key.float(), PositionContext((3, 4), 1)).dtype == torch.float32
-    )
-    assert not list(one.parameters())

@@ -8,11 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anchor_layers import layer_and_field, outputs_and_gradients
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from vlp.compilation import gpu_form
-from vlp.layers import attention as attention_module
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms, readable_keys
 
@@ -159,27 +155,6 @@ def test_half_precision_over_many_keys(words, text_queries, mode, dtype):
         assert error <= 1.5 * usual + torch.finfo(dtype).eps * expected.norm() / 4, name
 
 
-@given(
-    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    words=st.integers(1, 4),
-    heads=st.integers(1, 2),
-    channels=st.integers(1, 3),
-    groups=st.integers(1, 2),
-    text_queries=st.booleans(),
-    mode=st.sampled_from(["contextual", "bias"]),
-)
-@settings(max_examples=4, derandomize=True)
-def test_any_small_shape(grid, words, heads, channels, groups, text_queries, mode):
-    layer, field = layer_and_field(grid, words, heads, channels, groups, rows=1, mode=mode)
-    assert_equal(*(run(layer, field, kernel, text_queries) for kernel in (False, True)))
-
-
-def test_equal_inputs_give_equal_bits():
-    layer, field = layer_and_field()
-    first, second = (run(layer, field, True) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_batch_that_is_expanded_and_rows_that_are_not_contiguous():
     query, key = torch.randn(1, 3, 8).expand(2, -1, -1), torch.randn(2, 8, 4).mT
     path, table = torch.rand(2, 3, 4, 2), torch.randn(2, 2)
@@ -253,26 +228,6 @@ def test_layers_that_the_kernel_does_not_take(caplog):
     layer.positions.append(create_position("alignment", heads=2))
     assert not layer._in_one_kernel(states)
     assert not layer_and_field(roles=("query", "key"))[0]._in_one_kernel(states)
-
-
-def test_a_compiled_layer_that_runs_unfused_says_so_once(caplog):
-    attention_module._log_explicit.cache_clear()
-    torch.compiler.reset()
-    layer, field = layer_and_field()
-    layer.positions.append(create_position("alignment", heads=2))
-    text, image = torch.randn(2, 5, 8), torch.randn(2, field.path.shape[1], 8)
-    context = PositionContext(anchors=field, text_queries=True)
-    with caplog.at_level(logging.INFO), gpu_form():
-        for _ in range(2):
-            found = torch.compile(layer, backend="eager", fullgraph=True)(
-                text, image, None, context
-            )
-    torch.testing.assert_close(found, layer(text, image, None, context))
-    assert [record.message for record in caplog.records if "unfused" in record.message] == [
-        "attention with ACE-RPE runs unfused: its kernel needs Triton, heads of at most 256 "
-        "channels, no float64, and it alone in the layer; here are heads of width 4, "
-        "torch.float32 and 2 encodings"
-    ]
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp.layers.attention import Attention
-from vlp.positions import PositionContext, create_position, list_positions
+from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor import embed_path
 from vlp.positions.anchor_field import PathSettings, anchor_field, uniform_field
 
@@ -56,14 +56,35 @@ def heads(x):
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("pooled", [True, False])
+def anchor(**options):
+    return create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, **options)
+
+
+def embedded(path, table, scale):
+    """E with the channels of every head, (B, 1 + M, N, WIDTH): one head's table again and again."""
+    one = embed_path(scale * path, table)
+    return one.repeat(1, 1, 1, WIDTH // one.shape[-1])
+
+
+ALL = ("query", "key", "value")
+
+
 @pytest.mark.parametrize("text_queries", [True, False])
-@pytest.mark.parametrize("roles", [("query", "key", "value"), ("query",), ("value",), ("key",)])
-def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, pooled):
+@pytest.mark.parametrize(
+    ("roles", "pooled", "shared", "scale"),
+    [
+        *((roles, True, False, 1.0) for roles in (ALL, ("query",), ("value",), ("key",))),
+        *((roles, False, False, 1.0) for roles in (ALL, ("value",))),
+        *((ALL, True, True, scale) for scale in (1.0, 3.0)),
+        (ALL, True, False, 0.25),
+    ],
+)
+def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, pooled, shared, scale):
     field, words = field
-    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS}
-    position = create_position("anchor", **options, roles=roles, value_pooled=pooled)
+    position = anchor(roles=roles, value_pooled=pooled, shared_heads=shared, scale=scale)
     layer = attention_with(position)
+    for table in position.tables.values():
+        assert table.shape == (GROUPS, WIDTH // HEADS if shared else WIDTH)
     text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
     mask = torch.tensor([[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2])
     queries, keys, key_mask = (text, image, None) if text_queries else (image, text, mask)
@@ -72,10 +93,10 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
     def added(role, side):
         if role not in roles:
             return 0
-        embedded = embed_path(field.path, position.tables[role])  # (B, 1 + M, N, D)
+        vectors = embedded(field.path, position.tables[role], scale)  # (B, 1 + M, N, D)
         if side == "text":
-            return embedded[:, 1:].mean(1)
-        return embedded.sum(2) / words.sum(-1).clamp(min=1)[:, None, None]
+            return vectors[:, 1:].mean(1)
+        return vectors.sum(2) / words.sum(-1).clamp(min=1)[:, None, None]
 
     asking, answering = ("text", "image") if text_queries else ("image", "text")
     query = heads(layer.query(queries + added("query", asking)))
@@ -87,24 +108,26 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
     weights = logits.softmax(-1)
     expected = weights @ value
     if "value" in roles:
-        embedded = embed_path(field.path, position.tables["value"])
+        vectors = embedded(field.path, position.tables["value"], scale)
         if text_queries:
-            embedded = embedded.transpose(1, 2)  # (B, Q, K, D)
-        per_head = embedded.unflatten(-1, (HEADS, -1))
+            vectors = vectors.transpose(1, 2)  # (B, Q, K, D)
+        per_head = vectors.unflatten(-1, (HEADS, -1))
         expected = expected + torch.einsum("bhqk,bqkhd->bhqd", weights, per_head)
     torch.testing.assert_close(out, expected.transpose(1, 2).flatten(-2))
 
 
 @pytest.mark.parametrize("text_queries", [True, False])
-def test_bias_mode_is_equation_9(field, text_queries):
+@pytest.mark.parametrize(("shared", "scale"), [(False, 1.0), (True, 1.0), (False, 0.25)])
+def test_bias_mode_is_equation_9(field, text_queries, shared, scale):
     field, _ = field
-    position = create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, mode="bias")
+    position = anchor(mode="bias", shared_heads=shared, scale=scale)
     layer = attention_with(position)
+    assert position.bias_table.shape == (1 if shared else HEADS, WIDTH // HEADS)
     text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
     queries, keys = (text, image) if text_queries else (image, text)
     context = PositionContext(anchors=field, text_queries=text_queries)
-    embedded = embed_path(field.path, position.table).unflatten(-1, (HEADS, -1))
-    bias = torch.einsum("bmnhd,hd->bhmn", embedded, position.bias_table)
+    vectors = embedded(field.path, position.table, scale).unflatten(-1, (HEADS, -1))
+    bias = torch.einsum("bmnhd,hd->bhmn", vectors, position.bias_table.expand(HEADS, -1))
     if text_queries:
         bias = bias.transpose(-1, -2)
     query, key = heads(layer.query(queries)), heads(layer.key(keys))
@@ -115,17 +138,14 @@ def test_bias_mode_is_equation_9(field, text_queries):
         torch.testing.assert_close(layer(queries, keys, None, context), expected)
 
 
-def test_zero_tables_change_nothing(field):
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+def test_zero_tables_change_nothing(field, mode):
     field, _ = field
     plain = Attention(WIDTH, HEADS, output=False).double()
-    layer = Attention(
-        WIDTH,
-        HEADS,
-        output=False,
-        positions=[create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS)],
-    ).double()
-    layer.load_state_dict(plain.state_dict(), strict=False)
+    layer = Attention(WIDTH, HEADS, output=False, positions=[anchor(mode=mode)], fused=False)
+    layer.double().load_state_dict(plain.state_dict(), strict=False)
     text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
+    plain.fused = False
     context = PositionContext(anchors=field)
     assert torch.equal(layer(text, image, None, context), plain(text, image, None, context))
 
@@ -141,80 +161,15 @@ def test_class_tokens_and_padding_have_no_position(field):
     assert uniform.path.sum() == words.sum() * 6 * GROUPS
 
 
-def test_unknown_names_are_answered_with_the_known_ones():
-    assert "anchor" in list_positions()
-    with pytest.raises(ValueError, match=r"'anker'; known: .*anchor"):
-        create_position("anker")
-
-
 def test_missing_paths_are_an_error():
     layer = attention_with(create_position("anchor", width=WIDTH, heads=HEADS))
     with pytest.raises(ValueError, match="needs anchor paths"):
         layer(torch.rand(1, 2, WIDTH).double(), None, None, PositionContext())
 
 
-def paths_of(rows):
-    image, text = torch.randn(rows, 6, 4).double(), torch.randn(rows, 5, 4).double()
-    words = (torch.arange(5) > 0) & (torch.arange(5) < torch.randint(1, 6, (rows, 1)))
-    return anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS)), words
-
-
-def tiled(path, table, scale):
-    """E with the channels of every head, (B, 1 + M, N, WIDTH): one head's table again and again."""
-    embedded = embed_path(scale * path, table)
-    return embedded.repeat(1, 1, 1, WIDTH // embedded.shape[-1])
-
-
-@pytest.mark.parametrize("text_queries", [True, False])
-@pytest.mark.parametrize(("shared", "scale"), [(True, 1.0), (False, 0.25), (True, 3.0)])
-def test_shared_heads_and_scale_in_contextual_mode(shared, scale, text_queries):
-    rows = 2
-    field, words = paths_of(rows)
-    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS}
-    position = create_position("anchor", **options, shared_heads=shared, scale=scale)
-    layer = attention_with(position)
-    assert position.tables["key"].shape == (GROUPS, WIDTH // HEADS if shared else WIDTH)
-    text, image = torch.randn(rows, 5, WIDTH).double(), torch.randn(rows, 7, WIDTH).double()
-    asking, answering = (text, image) if text_queries else (image, text)
-    out = layer(asking, answering, None, PositionContext(anchors=field, text_queries=text_queries))
-
-    embedded = {role: tiled(field.path, position.tables[role], scale) for role in position.tables}
-    if text_queries:  # (B, Q, K, D) and means over the side that counts
-        embedded = {role: e.transpose(1, 2) for role, e in embedded.items()}
-    count = words.sum(-1).clamp(min=1)[:, None, None]
-    mean_of_keys = lambda e: e.sum(2) / (6 if text_queries else count)  # noqa: E731
-    mean_of_queries = lambda e: e.sum(1) / (count if text_queries else 6)  # noqa: E731
-    query = heads(layer.query(asking + mean_of_keys(embedded["query"])))
-    key = heads(layer.key(answering + mean_of_queries(embedded["key"])))
-    value = heads(layer.value(answering + mean_of_queries(embedded["value"])))
-    weights = (query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1)
-    per_head = embedded["value"].unflatten(-1, (HEADS, -1))
-    expected = weights @ value + torch.einsum("bhqk,bqkhd->bhqd", weights, per_head)
-    torch.testing.assert_close(out, expected.transpose(1, 2).flatten(-2))
-
-
-@pytest.mark.parametrize("text_queries", [True, False])
-@pytest.mark.parametrize(("shared", "scale"), [(True, 1.0), (False, 0.25), (True, 3.0)])
-def test_shared_heads_and_scale_in_bias_mode(shared, scale, text_queries):
-    field, _ = paths_of(3)
-    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS, "mode": "bias"}
-    position = create_position("anchor", **options, shared_heads=shared, scale=scale)
-    attention_with(position)  # draws the tables
-    assert position.bias_table.shape == (1 if shared else HEADS, WIDTH // HEADS)
-    context = PositionContext(anchors=field, text_queries=text_queries)
-    query = torch.randn(3, HEADS, 5 if text_queries else 7, WIDTH // HEADS).double()
-    embedded = tiled(field.path, position.table, scale).unflatten(-1, (HEADS, -1))
-    vectors = position.bias_table.expand(HEADS, -1)
-    expected = torch.einsum("bmnhd,hd->bhmn", embedded, vectors) / (WIDTH // HEADS) ** 0.5
-    if text_queries:
-        expected = expected.transpose(-1, -2)
-    torch.testing.assert_close(position("bias", query, query, context), expected)
-
-
-def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states():
-    rows = 2
-    field, _ = paths_of(rows)
-    text, image = torch.randn(rows, 5, WIDTH).double(), torch.randn(rows, 7, WIDTH).double()
+def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states(field):
+    field, _ = field
+    text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
     layer = attention_with(
         create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, roles=("query", "key"))
     )

@@ -74,10 +74,9 @@ def reference_ids(method, height, width, ratio, function, prefix, pre_round, var
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("function", ["piecewise", "clip"])
-@pytest.mark.parametrize("ratio", [0.4, 1.9, 5.0])
-@pytest.mark.parametrize("prefix", [0, 2])
-def test_ids_are_those_of_a_loop_over_pairs(method, function, ratio, prefix):
-    for height, width in GRIDS:
+@pytest.mark.parametrize("ratio", [0.4, 1.9])
+def test_ids_are_those_of_a_loop_over_pairs(method, function, ratio):
+    for (height, width), prefix in zip(GRIDS, (0, 2, 0, 2, 1, 2), strict=True):
         ids, size = bucket_ids(method, height, width, ratio, function, prefix)
         expected, expected_size = reference_ids(
             method, height, width, ratio, function, prefix, False, "rank", "grid"
@@ -125,31 +124,6 @@ def test_bucket_counts_of_table_1(method, ratio, used, rows):
     assert size == rows
     if method == "cross":
         assert [used_buckets(table) for table in ids] == [28, 28]
-
-
-def test_quantization_counts_of_readings_i5_and_i6():
-    def count(**option):
-        return used_buckets(bucket_ids("quantization", 14, 14, 33, prefix_tokens=1, **option)[0])
-
-    assert count(variant="squared") == 51
-    assert count(universe="global") == 56
-
-
-def test_rounding_first_moves_1056_of_38416_pairs():
-    exact, _ = bucket_ids("euclidean", 14, 14)
-    rounded, _ = bucket_ids("euclidean", 14, 14, pre_round=True)
-    assert exact.numel() == 38_416
-    assert (exact != rounded).sum() == 1_056
-
-
-def test_offsets_are_query_minus_key_with_rows_before_columns():
-    (rows, columns), size = bucket_ids("cross", 2, 3, 5.0)
-    assert size == 21
-    assert rows[0, 3] == 10 - 1  # the query one row above its key
-    assert columns[0, 3] == 10
-    assert columns[2, 0] == 10 + 2
-    product, _ = bucket_ids("product", 2, 3, 5.0)
-    assert torch.equal(product, rows * 21 + columns)
 
 
 @settings(deadline=None, max_examples=80)

@@ -84,14 +84,6 @@ def test_a_side_without_encoding_or_hook_is_left_alone(context):
     assert ByModality(None, None).hooks == frozenset()
 
 
-def test_hooks_are_the_union():
-    text = create_position("learned-1d", width=WIDTH, length=6)
-    image = filled("irpe-product", roles=("value",))
-    assert ByModality(text, image).hooks == {"tokens", "value"}
-    assert ByModality(text, None).hooks == {"tokens"}
-    assert ByModality(None, image).hooks == {"value"}
-
-
 def test_tables_are_not_shared_and_both_are_trained():
     text = filled("irpe-product", roles=("query", "key", "value"))
     image = filled("irpe-product", roles=("query", "key", "value"))
@@ -112,15 +104,3 @@ def test_tables_are_not_shared_and_both_are_trained():
         out.square().sum().backward()
         assert all(table.grad.abs().sum() > 0 for table in own.parameters())
         assert all(table.grad is None for table in foreign.parameters())
-
-
-@pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("context", [TEXT, IMAGE])
-def test_attention_of_a_side_without_encoding_is_plain(role, context):
-    position = filled("irpe-product", roles=(role,))
-    both = ByModality(None, position) if context.text_queries else ByModality(position, None)
-    layer, plain = Attention(WIDTH, HEADS, positions=[both]), Attention(WIDTH, HEADS)
-    layer.load_state_dict(plain.state_dict() | both.state_dict(prefix="positions.0."))
-    x = torch.randn(2, 7, WIDTH)
-    mask = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])
-    assert torch.equal(layer(x, mask=mask, context=context), plain(x, mask=mask))

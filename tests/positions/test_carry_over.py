@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 
 from vlp.positions import (
     CROSS_MODAL,
     PositionContext,
+    attach,
     create_fitting_position,
     list_positions,
 )
 from vlp.positions.carry_over import carry_over
+from vlp.positions.zero_start import zero_start
 
 WITHIN = [name for name in list_positions() if name not in CROSS_MODAL]
 WIDTH, HEADS = 16, 2
@@ -71,7 +74,7 @@ def carried(name, trained, grid, trained_grid, **options):
     return encoding
 
 
-@pytest.mark.parametrize("to", [LARGE, (3, 3), (5, 7)])
+@pytest.mark.parametrize("to", [(3, 3), (5, 7)])
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in WITHIN if name not in {*RESAMPLED, "irpe-quantization"}] + OPTIONS,
@@ -170,3 +173,44 @@ def test_tables_of_other_options_are_refused():
     trained = made("sasa", SMALL, prefix_bucket=False)
     with pytest.raises(ValueError, match=r"sasa .*: table_x is \(1, 7, 4\) there and \(1, 12, 4\)"):
         carried("sasa", trained, LARGE, SMALL)
+
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def vit(name=None, **options):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, class_token=True, **VIT)
+    return model.eval() if name is None else attach(model.eval(), name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *[(name, {}) for name in ("fourier", "mlp", "rope-mixed")],
+        *[(f"learned-{dimensions}d", {}) for dimensions in (1, 2, 4)],
+        ("learned-2d", {"mixer": True}),
+        ("fourier", {"mlp": False, "projection": True}),
+        ("sine-2d", {"mlp": 8}),
+    ],
+)
+def test_the_function_stays_and_the_encoding_learns(name, options):
+    images = torch.randn(2, 3, 32, 32)
+    expected, model = vit()(images), vit(name, **options)
+    assert (model(images) - expected).abs().max() > 1e-4
+    zero_start(model)
+    torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
+    model(images).square().sum().backward()
+    own = {n: p for n, p in model.named_parameters() if "positions" in n}
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in own.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("sape", {}), ("fourier", {"mlp": False, "projection": False})]
+)
+def test_what_cannot_be_silenced_stays(name, options):
+    model = vit(name, **options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zero_start(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

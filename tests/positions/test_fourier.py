@@ -9,6 +9,7 @@ import torch
 
 from vlp.positions import PositionContext
 from vlp.positions.fourier import FourierPosition, MLPPosition, fourier_features, kl_regulariser
+from vlp.positions.modulator import Modulator
 
 
 def slow_features(coords, weight):
@@ -116,17 +117,6 @@ def test_the_regulariser_is_the_divergence_of_both_normals(target):
     assert found.item() == pytest.approx(sum(each) / 2, abs=1e-9)
 
 
-def test_only_moments_of_every_coordinate_see_a_skewed_direction():
-    torch.manual_seed(0)
-    noise = torch.randn(500, 2).double()
-    noise = (noise - noise.mean(0)) / noise.std(0, correction=0)
-    skewed = noise * torch.tensor([1.3, math.sqrt(2 - 1.3**2)]).double()
-    one = torch.zeros(()).double()
-    assert kl_regulariser(skewed, one).item() == pytest.approx(0, abs=1e-12)
-    assert kl_regulariser(skewed, one, per_dim=True).item() > 0.1
-    assert kl_regulariser(noise, one, per_dim=True).item() == pytest.approx(0, abs=1e-12)
-
-
 def test_regulariser_gradients():
     weight, log_variance = torch.randn(5, 2).double(), torch.randn(()).double()
     inputs = (weight.requires_grad_(), log_variance.requires_grad_())
@@ -186,26 +176,6 @@ def test_algorithm_1_on_boxes(groups):
             torch.testing.assert_close(out[image, 1 + token], expected, rtol=0, atol=1e-12)
 
 
-def test_patches_of_a_grid():
-    encoding = FourierPosition(8, (2, 3), features=6, hidden=5).double()
-    out = added(encoding, PositionContext(prefix_tokens=2), 8)
-    assert not out[:, :2].any()
-    for row in range(2):
-        for column in range(3):
-            features = slow_features([column, row], encoding.frequencies.tolist())
-            expected = encoding.modulator(features)
-            torch.testing.assert_close(out[0, 2 + row * 3 + column], expected)
-
-
-def test_as_shares_the_grid_only_samples_more_finely():
-    """Three patches' middle one has its centre where one patch has it."""
-    for encoding in (FourierPosition(8, extent=1.0).double(), MLPPosition(8).double()):
-        coarse = added(encoding, PositionContext((1, 1)), 1)
-        fine = added(encoding, PositionContext((3, 3)), 9)
-        torch.testing.assert_close(fine[0, 4], coarse[0, 0])
-        assert not torch.allclose(fine[0, 0], coarse[0, 0])
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_without_an_mlp_the_features_are_the_position(groups):
     encoding = FourierPosition(8, groups=groups, mlp=False).double()
@@ -242,30 +212,6 @@ def test_fixed_features_are_kept_but_not_learned():
     assert learnable.frequencies.grad.abs().sum() > 0
 
 
-def test_parameter_counts_of_reading_f13():
-    def count(**options):
-        return sum(p.numel() for p in FourierPosition(768, **options).parameters())
-
-    assert count(features=384, hidden=32) == 38_048
-    assert count() == 38_048  # the paper's Reformer is the default
-    assert count(regularised=True) == 38_049
-    assert count(learnable=False) == 38_048 - 384
-    assert count(mlp=False) == 768
-    assert count(norm=True) == 38_048 + 2 * 384 + 2 * 32
-
-
-@pytest.mark.parametrize(("norm", "low", "high"), [(False, 0.01, 0.04), (True, 0.4, 0.7)])
-def test_how_far_apart_places_start(norm, low, high):
-    """docs/results/positions.md: without LayerNorms the biases of the MLP prevail."""
-    torch.manual_seed(0)
-    places = [
-        added(FourierPosition(64, (8, 8), extent=6.2832, norm=norm).double(), PositionContext(), 64)
-        for _ in range(8)
-    ]
-    spread = torch.stack(places).var(2, correction=0).mean().sqrt().item()
-    assert low < spread < high
-
-
 def test_the_mlp_alone():
     encoding = MLPPosition(8, hidden=5).double()
     out = added(encoding, PositionContext((2, 3), 1), 7)
@@ -282,3 +228,67 @@ def test_the_mlp_alone():
     encoding = MLPPosition(8, dimensions=4).double()
     out = added(encoding, PositionContext(coordinates=boxes), 3, batch=2)
     torch.testing.assert_close(out, encoding.modulator(boxes))
+
+
+def gelu(value, approximate):
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)
+        return 0.5 * value * (1 + math.tanh(inner))
+    return 0.5 * value * (1 + math.erf(value / math.sqrt(2)))
+
+
+def layer_norm(row):
+    mean = sum(row) / len(row)
+    variance = sum((value - mean) ** 2 for value in row) / len(row)
+    return [(value - mean) / math.sqrt(variance + 1e-5) for value in row]
+
+
+def dense(row, layer):
+    return [
+        sum(w * value for w, value in zip(weights, row)) + bias
+        for weights, bias in zip(layer.weight.tolist(), layer.bias.tolist())
+    ]
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_equation_6(norm, approximate):
+    mlp = Modulator(4, 3, 5, approximate, norm=norm).double()
+    features = torch.randn(2, 3, 4).double()
+    out = mlp(features)
+    for image in range(2):
+        for token in range(3):
+            row = features[image, token].tolist()
+            row = dense(layer_norm(row) if norm else row, mlp.dense_in)
+            row = [gelu(value, approximate) for value in row]
+            row = dense(layer_norm(row) if norm else row, mlp.dense_out)
+            expected = torch.tensor(row, dtype=torch.float64)
+            torch.testing.assert_close(out[image, token], expected, rtol=0, atol=1e-12)
+
+
+def test_dropout_stands_after_the_activation_and_only_in_training():
+    mlp = Modulator(4, 400, 1, dropout=0.5).double()
+    hidden = []
+    mlp.dense_out.register_forward_hook(lambda layer, inputs, out: hidden.append(inputs[0]))
+    features = torch.randn(4).double()
+    mlp(features)
+    assert 0.3 < hidden[0].eq(0).double().mean() < 0.7
+    mlp.eval()
+    mlp(features)
+    assert not hidden[1].eq(0).any()
+    plain = Modulator(4, 400, 1)
+    assert not any(isinstance(layer, torch.nn.Dropout) for layer in plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 0}, "4, 0 and 5 channels"),
+        ({"approximate": "sigmoid"}, "GELU 'sigmoid'; one of none, tanh"),
+        ({"dropout": 1.0}, "dropout .* not 1.0"),
+        ({"dropout": -0.1}, "dropout .* not -0.1"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Modulator(**{"inputs": 4, "hidden": 3, "outputs": 5} | options)

@@ -38,15 +38,6 @@ def test_a_grid_takes_a_row_and_a_column_vector(combine, prefix, grid):
             torch.testing.assert_close(out[:, token], x[:, token] + place)
 
 
-def test_parameter_counts_of_reading_f13():
-    def count(name, **options):
-        parameters = create_position(name, width=768, **options).parameters()
-        return sum(parameter.numel() for parameter in parameters)
-
-    assert count("learned-2d", grid=(64, 64)) == 49_152
-    assert count("learned-1d", grid=(14, 14)) == 196 * 768
-
-
 @pytest.mark.parametrize(("name", "size"), [("learned-1d", {"length": 300}), ("learned-2d", {})])
 def test_the_start_has_the_asked_deviation(name, size):
     size = size or {"grid": (20, 20)}
@@ -180,13 +171,3 @@ def test_edges_just_outside_belong_to_the_last_lines():
     ends = [(position.table_top, 0), (position.table_left, 0)]
     ends += [(position.table_bottom, -1), (position.table_right, -1)]
     assert torch.equal(out[0, 0], torch.cat([table[line] for table, line in ends]))
-
-
-def test_boxes_that_do_not_fit_are_an_error():
-    tokens = torch.zeros(1, 6, 8).double()
-    with pytest.raises(ValueError, match="learned-4d needs a grid"):
-        boxed()("tokens", tokens, PositionContext())
-    with pytest.raises(ValueError, match=r"learned-4d needs coordinates .* 6, 4\)"):
-        boxed()("tokens", tokens, PositionContext(coordinates=torch.rand(1, 6, 2)))
-    with pytest.raises(ValueError, match=r"learned-4d: .* in \[0, 1\], not 7 to 7"):
-        boxed()("tokens", tokens, PositionContext(coordinates=torch.full((1, 6, 4), 7.0)))

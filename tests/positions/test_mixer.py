@@ -97,15 +97,6 @@ def test_kinds_and_finite_gradients(name, mixer):
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_one_patch(name):
-    encoding = ENCODINGS[name]() if name != "learned-1d" else LearnedPosition(WIDTH, length=1)
-    x = torch.zeros(1, 2, WIDTH)
-    out = encoding("tokens", x, PositionContext((1, 1), 1))
-    assert out.isfinite().all()
-    assert torch.equal(out[:, 0], x[:, 0])
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
 def test_tokens_of_another_shape_are_an_error(name):
     encoding = ENCODINGS[name]()
     with pytest.raises(ValueError, match=rf"{name} is for tokens .* 16\), not \(1, 6, 8\)"):
@@ -114,17 +105,17 @@ def test_tokens_of_another_shape_are_an_error(name):
         encoding("tokens", torch.zeros(6, WIDTH), PositionContext(GRID))
 
 
-def test_places_of_another_batch_are_an_error():
-    boxes = BOXES.expand(3, -1, -1)
-    with pytest.raises(ValueError, match="object: places of 3 images do not fit a batch of 2"):
-        ENCODINGS["object"]()(
-            "tokens", torch.zeros(2, 6, WIDTH), PositionContext(GRID, 0, boxes=boxes)
-        )
-
-
 def test_an_encoding_must_say_its_places():
     encoding = TokenEncoding("new", 4)
     with pytest.raises(NotImplementedError):
         encoding("tokens", torch.zeros(1, 2, 4), PositionContext())
     with pytest.raises(ValueError, match="new: width 0"):
         TokenEncoding("new", 0)
+
+
+def test_places_of_another_batch_are_an_error():
+    boxes = BOXES.expand(3, -1, -1)
+    with pytest.raises(ValueError, match="object: places of 3 images do not fit a batch of 2"):
+        ENCODINGS["object"]()(
+            "tokens", torch.zeros(2, 6, WIDTH), PositionContext(GRID, 0, boxes=boxes)
+        )

@@ -47,17 +47,6 @@ def test_painting_covers_every_touched_cell_and_later_boxes_win(image):
     assert found[0].tolist() == painted(boxes, grid)
 
 
-def test_overlap_padding_and_order():
-    boxes = torch.tensor([[0, 0, 2, 2], [9, 9, 0, 3], [1, 1, 2, 1], [-5, 0, 1, 0]])
-    found = object_ids(boxes, (3, 4))
-    assert found.tolist() == [[1, 1, 0, 0], [1, 3, 3, 0], [0, 0, 0, 0]]
-    swapped = object_ids(boxes[[2, 1, 0, 3]], (3, 4))
-    assert swapped.tolist() == [[3, 3, 0, 0], [3, 3, 1, 0], [0, 0, 0, 0]]
-    assert object_ids(torch.zeros(2, 0, 4), (3, 4)).tolist() == torch.zeros(2, 3, 4).tolist()
-    several = object_ids(boxes.expand(2, 3, -1, -1), (3, 4))
-    assert torch.equal(several, found.expand(2, 3, -1, -1))
-
-
 def test_rounding_errors_neither_spill_over_nor_refuse():
     third = torch.tensor([[0.1 * 3 * 10, 0.0, 1.0000001, 2.0000002]])
     assert object_ids(third, (2, 4)).tolist() == [[0, 0, 0, 1]] * 2
@@ -153,11 +142,3 @@ def test_one_image_of_boxes_serves_the_batch_and_other_grids_work():
     assert torch.equal(one, both)
     large = encode(encoding, PositionContext((6, 7), boxes=boxes), 42).view(6, 7, 16)
     torch.testing.assert_close(large[:3, :5], one[0].view(3, 5, 16), rtol=0, atol=1e-12)
-
-
-def test_patches_of_one_object_share_half_of_their_channels():
-    boxes = torch.tensor([[[0, 0, 2, 2], [2, 0, 1, 3]]])
-    out = encode(ObjectPosition(16), PositionContext((3, 3), boxes=boxes), 9)[0].view(3, 3, 16)
-    assert torch.equal(out[0, 0, :8], out[1, 1, :8])
-    assert not torch.equal(out[0, 0, :8], out[0, 2, :8])
-    assert not torch.equal(out[0, 0, 8:], out[1, 1, 8:])

@@ -69,7 +69,7 @@ def close(found, expected):
 
 
 readings = pytest.mark.parametrize(
-    ("reach", "offsets", "shared"), product((1, 3), ("product", "raster"), (True, False))
+    ("reach", "offsets", "shared"), [*product((1, 3), ("product", "raster"), (True, False))]
 )
 
 

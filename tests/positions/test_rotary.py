@@ -89,25 +89,6 @@ def test_pairs_are_interleaved_unless_said_otherwise():
     )
 
 
-def test_rotation_keeps_lengths_and_zero_angles_change_nothing():
-    x = torch.randn(2, 3, 6, 8).double()
-    angles = axial_angles(2, 3, 8)
-    torch.testing.assert_close(rotate(x, angles).norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(rotate(x, angles)[..., 0, :], x[..., 0, :])
-    assert not torch.equal(rotate(x, angles), x)
-    torch.testing.assert_close(rotate(rotate(x, angles), -angles), x)
-
-
-def test_angles_may_differ_by_head_and_sample():
-    x, angles = torch.randn(2, 3, 5, 8).double(), torch.randn(2, 3, 5, 4).double()
-    out = rotate(x, angles)
-    for sample in range(2):
-        for head in range(3):
-            torch.testing.assert_close(
-                out[sample, head], rotate(x[sample, head], angles[sample, head])
-            )
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rotated_in_float32(kind):
     x = torch.randn(64, 8).to(kind)
@@ -116,16 +97,6 @@ def test_half_precision_is_rotated_in_float32(kind):
     assert out.dtype == kind
     # the rounding of the result is the only one to half precision; float32 seldom changes it
     assert (out != rotate(x.double(), angles).to(kind)).double().mean() < 0.01
-
-
-def test_float32_and_float64_keep_their_type():
-    x, angles = torch.randn(64, 8), axial_angles(8, 8, 8)
-    exact = rotate(x.double(), angles)
-    assert exact.dtype == torch.float64
-    for kind in (torch.float32, torch.float64):
-        out = rotate(x, angles.to(kind))
-        assert out.dtype == torch.float32
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6)
 
 
 def test_large_angles_are_rounded_after_their_cosine():
@@ -171,14 +142,6 @@ def test_encodings_rotate_every_head_and_leave_the_prefix(form, prefix, layout):
                     rtol=0,
                     atol=1e-12,
                 )
-
-
-def test_a_sequence_is_as_long_as_its_tokens():
-    position = made(RotarySequence)
-    query, key = states(9)
-    whole, _ = position("rotate", query, key, PositionContext(prefix_tokens=1))
-    part, _ = position("rotate", query[:, :, :4], key[:, :, :4], PositionContext(prefix_tokens=1))
-    assert torch.equal(part, whole[:, :, :4])
 
 
 def test_the_start_of_mixed_is_one_direction_per_head_and_its_perpendicular():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlp.layers.attention import Attention
 from vlp.positions.base import PositionContext
 from vlp.positions.cope import ContextualPosition
 from vlp.positions.semantic import (
@@ -143,22 +142,6 @@ def test_cope_is_causal_and_unscaled_unless_said_otherwise():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_open_gates_count_tokens_and_closed_gates_none():
-    """papers.md#sape-s2: gates of one give i - j + 1, the row after the last token's distance."""
-    tokens = 5
-    query = torch.ones(tokens, DIM).double() + torch.randn(tokens, DIM).double() / 9
-    table = torch.randn(tokens + 1, DIM).double()
-    opened = cope_bias(query, torch.full_like(query, 100), table)
-    closed = cope_bias(query, torch.full_like(query, -1000), table)
-    to_the_end = cope_bias(query, torch.full_like(query, 100), table, causal=False)
-    for i in range(tokens):
-        for j in range(tokens):
-            torch.testing.assert_close(to_the_end[i, j], query[i] @ table[tokens - j])
-            if j <= i:
-                torch.testing.assert_close(opened[i, j], query[i] @ table[i - j + 1])
-                torch.testing.assert_close(closed[i, j], query[i] @ table[0])
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -257,27 +240,6 @@ def test_gradients_of_sape_are_those_of_the_loop(mode):
             strict=True,
         ):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("mode", ["key", "query"])
-def test_open_gates_give_the_number_of_patches_from_one_to_the_other(mode):
-    """papers.md#sape-s5: |i - j| + 1, whatever the content."""
-    grid = (3, 4)
-    query = 1 + torch.randn(12, DIM).double() / 9
-    key = 100 + torch.randn(12, DIM).double()
-    table_x, table_y = torch.randn(5, DIM).double(), torch.randn(4, DIM).double()
-    source = {"query": query, "key": key}[mode]
-    found = sape_bias(query, key, grid, table_x, table_y, mode)
-    for i, j in itertools.product(range(12), repeat=2):
-        expected = 0.0
-        for axis, table in ((1, table_x), (0, table_y)):
-            places = [divmod(patch, 4)[axis] for patch in (i, j)]
-            one, other = (
-                torch.stack([source[patch] @ table[abs(place - t) + 1] for t in range(grid[axis])])
-                for patch, place in zip((i, j), places, strict=True)
-            )
-            expected = expected - (one - other).norm()
-        torch.testing.assert_close(found[i, j], torch.as_tensor(expected))
 
 
 # the distance
@@ -396,26 +358,6 @@ def test_the_encoding_leaves_the_prefix_out_of_its_lines(prefix, shared, mode):
     assert (found[..., :prefix] == 0).all()
 
 
-def test_tables_of_zero_would_never_move_and_small_ones_do():
-    """At zero all distances are zero; above, the gradient does not feel how small the start is."""
-    inputs = sape_inputs((3, 4))
-    weights = torch.randn(12, 12).double()
-
-    def gradients(scale):
-        query, key, grid, *tables = inputs
-        tables = [(scale * table).requires_grad_() for table in tables]
-        bias = sape_bias(query, key, grid, *tables)
-        return torch.autograd.grad((bias * weights).sum(), tables)
-
-    large = gradients(1.0)
-    for one, other, none in zip(large, gradients(1e-4), gradients(0.0), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9)
-        assert one.abs().max() > 1
-        assert (none == 0).all()
-    with pytest.raises(ValueError, match="deviation must be positive, not 0: equal tables never"):
-        SemanticPosition(WIDTH, HEADS, (3, 4), deviation=0)
-
-
 def test_the_start_has_the_asked_deviation_and_no_decay():
     for deviation in (0.02, 0.3):
         position = SemanticPosition(384, 6, (14, 14), "both", deviation=deviation)
@@ -427,10 +369,6 @@ def test_the_start_has_the_asked_deviation_and_no_decay():
 
 
 # both
-
-
-def layers(position):
-    return Attention(WIDTH, HEADS, positions=[position]).double()
 
 
 POSITIONS = [

@@ -11,7 +11,6 @@ from vlp.positions import PositionContext
 from vlp.positions.sine import (
     MDSinePosition,
     SinePosition,
-    frequencies,
     md_sinusoid,
     sinusoid,
 )
@@ -194,8 +193,3 @@ def test_angles_are_exact_under_autocast():
     exact = [md_sinusoid(coords.double(), freqs.double()), sinusoid(coords.double(), 4)]
     for low, high in zip(found, exact):
         torch.testing.assert_close(low.double(), high, rtol=0, atol=1e-4)
-
-
-def test_frequencies_fall_geometrically():
-    steps = frequencies(8, 10_000.0, torch.float64)
-    torch.testing.assert_close(steps, torch.tensor([1, 0.1, 0.01, 0.001]).double())

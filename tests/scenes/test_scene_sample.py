@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 
 from vlp.scenes.captions import captions
 from vlp.scenes.graph import (
-    INVERSE,
     PLACES,
-    RELATIONS,
     Obj,
     Scene,
     holds,
     main_relation,
-    offset,
     relation_holds,
-    relations,
 )
 from vlp.scenes.negatives import SWAP_KINDS, swap_pair
 from vlp.scenes.sample import (
@@ -150,14 +146,6 @@ def test_contents_of_train_and_val_never_meet_whatever_the_seeds() -> None:
     assert not train & val
 
 
-def test_contents_do_not_depend_on_the_order_of_objects() -> None:
-    for index in range(50):
-        scene = sample_scene(0, index)
-        turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])
-        assert content(turned) == content(scene)
-        assert split_of(turned) == split_of(scene)
-
-
 @pytest.mark.parametrize("split", ["swaps", "unseen"])
 def test_held_out_splits_have_their_pairs(split) -> None:
     for index in range(40):
@@ -195,26 +183,16 @@ def test_relations_are_read_off_the_centres(first, second) -> None:
     assert relation_holds(scene, 0, "above", 1, lenient=True) == (down > 0)
 
 
-@given(positions, positions)
-def test_a_relation_and_its_inverse_mirror_each_other(first, second) -> None:
-    scene = _scene(first, second)
-    for relation in RELATIONS:
-        for lenient in (False, True):
-            there = relation_holds(scene, 0, relation, 1, lenient)
-            assert there == relation_holds(scene, 1, INVERSE[relation], 0, lenient)
-            assert not (there and relation_holds(scene, 0, INVERSE[relation], 1, lenient))
-    listed = relations(scene)
-    assert {(b, INVERSE[r], a) for a, r, b in listed} == set(listed)
-
-
-@given(positions, positions, st.sampled_from([17, 32, 100, 224, 333]))
-def test_offsets_do_not_depend_on_the_image_size(first, second, size) -> None:
-    small, large = _scene(first, second), _scene(first, second, size / 64)
-    assert offset(*small.objects, 64) == offset(*large.objects, large.image_size)
-
-
 def test_main_relation_is_the_longer_axis() -> None:
     assert main_relation(_scene((0, 0, 10), (30, 20, 10)), 0, 1) == "left"
     assert main_relation(_scene((0, 0, 10), (20, 30, 10)), 0, 1) == "above"
     assert main_relation(_scene((20, 30, 10), (0, 0, 10)), 0, 1) == "below"
     assert main_relation(_scene((30, 20, 10), (0, 0, 10)), 0, 1) == "right"
+
+
+def test_contents_do_not_depend_on_the_order_of_objects() -> None:
+    for index in range(50):
+        scene = sample_scene(0, index)
+        turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])
+        assert content(turned) == content(scene)
+        assert split_of(turned) == split_of(scene)

@@ -76,14 +76,6 @@ def test_the_processor_tokenises_by_tokenizer_json(folder, tmp_path):
     assert torch.equal(found, vlp.load(tmp_path).text(["A Star", "a star"]).text_ids)
 
 
-def test_levels_that_pillow_keeps_as_numbers(photo):
-    grey = Image.open(photo).convert("L")
-    for levels in (grey.convert("F"), grey.convert("I")):
-        assert np.array_equal(np.asarray(as_image(levels).convert("L")), np.asarray(grey))
-    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
-    assert as_image(deep.convert("I")).mode == "I"
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
@@ -147,3 +139,11 @@ def test_options_of_processors(folder, kind):
 def test_a_text_of_half_a_surrogate_pair(folder):
     with pytest.raises(ValueError, match="no valid Unicode at character 2: surrogates"):
         vlp.load(folder).text(["a star", "a \ud800"])
+
+
+def test_levels_that_pillow_keeps_as_numbers(photo):
+    grey = Image.open(photo).convert("L")
+    for levels in (grey.convert("F"), grey.convert("I")):
+        assert np.array_equal(np.asarray(as_image(levels).convert("L")), np.asarray(grey))
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    assert as_image(deep.convert("I")).mode == "I"

@@ -292,26 +292,3 @@ def test_a_revision_is_asked_of_the_hub(monkeypatch, folder):
         ("owner/name", {"revision": "v1"}),
         ("owner/name", {"revision": "v2", "token": "secret"}),
     ]
-
-
-def test_push_to_hub_uploads_the_folders_files(model, processor, monkeypatch):
-    uploaded = []
-
-    def upload(self, working_dir, repo_id, *arguments, **options):
-        uploaded.append((repo_id, sorted(file.name for file in Path(working_dir).iterdir())))
-
-    monkeypatch.setattr("transformers.utils.hub.PushToHubMixin._upload_modified_files", upload)
-
-    def create(*arguments, **options):
-        return type("Made", (), {"repo_id": "owner/name"})
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create)
-    monkeypatch.setattr("transformers.utils.hub.create_repo", create, raising=False)
-    monkeypatch.setattr(
-        "transformers.utils.hub.create_and_tag_model_card", lambda *a, **o: type(
-            "Card", (), {"save": lambda self, path: None})(), raising=False
-    )  # fmt: skip
-    model.push_to_hub("owner/name")
-    processor.push_to_hub("owner/name")
-    files = {name for _, names in uploaded for name in names}
-    assert {"config.json", "model.safetensors", "processor_config.json", "tokenizer.json"} <= files

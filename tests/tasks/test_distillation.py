@@ -7,9 +7,7 @@ import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
 
-from vlp.config import ConfigError, validated
 from vlp.models.folder import from_pretrained
-from vlp.tasks.caption.task import CaptionConfig
 from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, SnliVeConfig
 from vlp.tasks.pair_classification.task import build as build_pairs
@@ -126,14 +124,6 @@ def test_without_a_teacher_and_in_evaluation_the_loss_is_the_plain_one(tmp_path)
     assert untaught.extra_state() == {}
 
 
-def test_what_a_run_sets_on_networks_reaches_the_teacher(tmp_path):
-    task, _ = snli_ve(tmp_path)
-    assert (task.teachers(), task.networks()) == ([], [task])
-    task.start_teacher(10)
-    assert task.teachers() == [task.teacher.module]
-    assert task.networks() == [task, task.teacher.module]
-
-
 def test_the_teacher_follows_the_whole_student_and_gets_no_gradient(tmp_path):
     task, data = nlvr2(tmp_path)
     taught(task)
@@ -164,8 +154,3 @@ def test_the_state_goes_into_another_task_and_no_further_than_the_checkpoint(tmp
     task.save_model(tmp_path / "saved", task.state_dict())
     assert not any("teacher" in name for name in from_pretrained(tmp_path / "saved").heads)
     assert load_task(tmp_path / "saved").teacher is None
-
-
-def test_captions_have_no_teacher():
-    with pytest.raises(ConfigError, match="teacher"):
-        validated({"data": {"train": ["x"]}, "teacher": {}}, CaptionConfig, "test")

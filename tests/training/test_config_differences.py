@@ -46,16 +46,6 @@ def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
     assert all(line.startswith(key) for line in fatal)
 
 
-def test_a_key_that_a_checkpoint_is_older_than_had_its_default() -> None:
-    saved = deepcopy(SAVED)
-    del saved["model"]["text"]["weights"], saved["model"]["image"]["pool"]
-    assert SAVED["model"]["text"]["weights"] is None
-    assert compare(saved, SAVED, CONFIG) == ([], [])
-    assert compare(saved, changed("model.image.pool", 2), CONFIG).fatal == [
-        "model.image.pool: saved 'absent', now 2"
-    ]
-
-
 @pytest.mark.parametrize("key", ["text", "image", "cross"])
 def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> None:
     saved = changed(f"model.{key}.weights", "gone")

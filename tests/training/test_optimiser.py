@@ -159,11 +159,6 @@ def test_adamw_takes_its_settings_from_the_configuration() -> None:
     assert adamw.defaults["eps"] == 1e-6
 
 
-def test_a_task_without_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        build_adamw(nn.Identity(), OptimiserConfig())
-
-
 def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate() -> None:
     rates = [learning_rate(step, 100, 1e-4, 1e-6, 10) for step in range(100)]
     assert rates[0] == pytest.approx(1e-5)
@@ -172,10 +167,6 @@ def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate() -> None:
     expected = 1e-6 + (1e-4 - 1e-6) * 0.5 * (1 + math.cos(math.pi * (54 - 10) / 89))
     assert rates[54] == pytest.approx(expected)
     assert rates[54] > (1e-4 + 1e-6) / 2 > rates[55]
-
-
-def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
-    assert learning_rate(0, 10, 1.0, 0.1, 0) == 1.0
 
 
 def test_a_run_of_one_step_moves() -> None:
@@ -201,3 +192,8 @@ def test_rates_rise_once_then_fall_and_stay_within_bounds(
     assert all(rate >= final * (1 - 1e-12) for rate in rates[turn:])
     if warmup < total - 1:
         assert rates[total - 1] == pytest.approx(final, rel=1e-9, abs=1e-18)
+
+
+def test_a_task_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        build_adamw(nn.Identity(), OptimiserConfig())

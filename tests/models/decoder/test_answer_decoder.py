@@ -6,23 +6,63 @@ import itertools
 
 import pytest
 import torch
-from answer_toy import CLS, MASK, PAD, SEP, UNK, WORDS, decoder, embedding, model, padded
+from tests_support import TINY_MODEL
 from torch.nn import functional
 
 from vlp.config import ConfigError
 from vlp.layers.causal import Past
+from vlp.models.config import ModelConfig
 from vlp.models.decoder import (
     AnswerDecoder,
     AnswerDecoderConfig,
     AnswerRanking,
     Marks,
     answer_likelihood,
+    beam_search,
     generate,
     start_decoder,
 )
 from vlp.models.pretrained.published import Published
+from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
 from vlp.positions.base import PositionContext
+
+PAD, UNK, CLS, SEP, MASK = range(5)
+WORDS = 24
+
+
+def model(layout="ace", layers=2):
+    values = {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": WORDS}}
+    values["cross"] = {**values["cross"], "layout": layout, "layers": layers}
+    return VLPModel(ModelConfig.model_validate(values)).double()
+
+
+def decoder(of=None, seed=1, **options):
+    """In float64, with weights that are far from zero so that words differ in likelihood."""
+    of = of or model()
+    torch.manual_seed(seed)
+    config = AnswerDecoderConfig.model_validate({"layers": 2, **options})
+    made = AnswerDecoder(config, of.config, MLMHead(of.config.text.width, WORDS)).double()
+    with torch.no_grad():
+        for weights in made.parameters():
+            weights.add_(torch.randn_like(weights) * 0.2)
+    return made.eval()
+
+
+def embedding(of):
+    words = of.text_encoder.embedding
+    with torch.no_grad():
+        words.word.weight.add_(torch.randn_like(words.word.weight))
+    return words
+
+
+def padded(texts):
+    """[CLS] words [SEP], padded."""
+    ids = torch.full((len(texts), max(map(len, texts)) + 2), PAD)
+    for row, text in enumerate(texts):
+        ids[row, : len(text) + 2] = torch.tensor([CLS, *text, SEP])
+    return ids
+
 
 SILENT = (PAD, UNK, CLS, MASK)
 MARKS = Marks(CLS, SEP, SILENT)
@@ -125,11 +165,6 @@ class TestDecoder:
         with pytest.raises(ConfigError, match="heads 3 do not divide"):
             decoder(heads=3)
 
-    def test_more_tokens_than_positions(self, parts) -> None:
-        made, words, states, mask = parts
-        with pytest.raises(ValueError, match="exceeds the 16 positions"):
-            made(torch.full((3, 17), 7), made.remember(states, mask), words)
-
 
 class TestLikelihood:
     TEXTS = ([7, 8, 9], [], [10, 11])
@@ -219,12 +254,6 @@ class TestGeneration:
         assert said.shape == (3, 4)
         assert (said > MASK).all()
 
-    def test_it_stops_at_the_end(self, parts) -> None:
-        made, words, states, mask = parts
-        with torch.no_grad():
-            made.head.bias[SEP] = 500
-        assert generate(made, made.remember(states, mask), words, MARKS, 9).tolist() == [[SEP]] * 3
-
 
 class TestRanking:
     @pytest.fixture
@@ -272,21 +301,6 @@ class TestRanking:
                 )
                 chosen = by_first[:candidates]
                 assert found[row] == max(chosen, key=lambda n, row=row: odds[row, n])
-
-    def test_leaving_out_is_exact_where_candidates_are_not(self, parts) -> None:
-        """The likeliest answer need not begin with the likeliest token."""
-        made, words, states, mask = parts
-        spread = [[5, n, m] for n in range(6, 13) for m in range(6, 13)]
-        answers = padded([*spread, [6], [7], [8], [9], [10]])
-        with torch.no_grad():
-            start = torch.full((3, 1), CLS)
-            first = made.logits(made(start, made.remember(states, mask), words)[:, 0], words)
-            made.head.bias[5] += (first.amax(1) - first[:, 5]).max() + 0.1
-        odds = self.brute_force(parts, answers)
-        exact = self.rank(parts, answers, candidates=None)
-        assert torch.equal(exact.best, odds.argmax(1))
-        few = self.rank(parts, answers, candidates=40).best
-        assert (odds.gather(1, few[:, None]) < odds.amax(1, keepdim=True) - 0.1).any()
 
     def test_the_first_of_equals_wins(self, parts) -> None:
         found = self.rank(parts, padded([[7], [7], [7]]), candidates=None)
@@ -402,3 +416,83 @@ class TestStart:
         of = model()
         with pytest.raises(ConfigError, match="has 16 heads and the decoder"):
             start_decoder(decoder(of, weights="some-bert"), of)
+
+
+class TestBeamSearch:
+    def table(self, rows, words, length, seed):
+        """Log-probabilities of a next word by row and everything said before."""
+        rng = torch.Generator().manual_seed(seed)
+        table = {
+            (row, said): torch.randn(words, generator=rng, dtype=torch.float64).log_softmax(0)
+            for row in range(rows)
+            for many in range(length)
+            for said in itertools.product(range(words), repeat=many)
+        }
+
+        def step(ids, parents):
+            beams = len(ids) // rows
+            said = [(n // beams, tuple(row[1:])) for n, row in enumerate(ids.tolist())]
+            return torch.stack([table[one] for one in said])
+
+        return table, step
+
+    def best(self, table, row, words, length, end, penalty):
+        """The best of all sequences, tried one by one."""
+        best = (-torch.inf, ())
+        for said in itertools.product(range(words), repeat=length):
+            over = said.index(end) + 1 if end in said else length
+            score = sum(float(table[row, said[:n]][said[n]]) for n in range(over))
+            best = max(best, (score / ((5 + over) / 6) ** penalty, said[:over]))
+        return list(best[1])
+
+    @pytest.mark.parametrize("penalty", [0.0, 0.6, 3.0])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_enough_beams_find_the_best(self, seed, penalty) -> None:
+        rows, words, length, end = 3, 3, 4, 1
+        table, step = self.table(rows, words, length, seed)
+        found = beam_search(step, rows, 0, end, length, 200, penalty)
+        for row, said in enumerate(found.tolist()):
+            wanted = self.best(table, row, words, length, end, penalty)
+            assert said[: len(wanted)] == wanted
+            assert set(said[len(wanted) :]) <= {end}
+
+    def test_one_beam_is_greedy(self) -> None:
+        table, step = self.table(2, 4, 5, 7)
+        found = beam_search(step, 2, 0, 1, 5)
+        for row, said in enumerate(found.tolist()):
+            greedy: list[int] = []
+            while len(greedy) < 5 and 1 not in greedy:
+                greedy.append(int(table[row, tuple(greedy)].argmax()))
+            assert said[: len(greedy)] == greedy
+
+    def test_it_stops_when_all_have_ended(self) -> None:
+        def step(ids, parents):
+            return torch.tensor([0.1, 0.9]).log().expand(len(ids), 2)
+
+        assert beam_search(step, 3, 0, 1, 50).tolist() == [[1]] * 3
+
+    @pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}])
+    def test_nothing_to_search(self, wrong) -> None:
+        with pytest.raises(ValueError, match="finds nothing"):
+            beam_search(
+                lambda ids, parents: ids, **{"rows": 1, "start": 0, "end": 1, "length": 2, **wrong}
+            )
+
+    @pytest.mark.parametrize("beams", [1, 3, 50])
+    def test_parents_tell_whose_text_goes_on(self, beams) -> None:
+        """A decoder that keeps its texts by the parents has those that it is handed."""
+        _, step = self.table(2, 3, 4, 5)
+        kept: list[list[int]] = []
+
+        def remembering(ids, parents):
+            nonlocal kept
+            # The first call has one row for each sequence, each its own parent.
+            before = kept or [[]] * len(ids)
+            kept = [
+                before[parent] + [own[-1]] for parent, own in zip(parents.tolist(), ids.tolist())
+            ]
+            assert kept == ids.tolist()
+            return step(ids, parents)
+
+        beam_search(remembering, 2, 0, 1, 4, beams)
+        assert len(kept[0]) == 4

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
+from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.pretrained.published import read_pth
@@ -164,20 +165,6 @@ def test_every_tensor_of_the_published_sizes_is_accounted_for(kind):
     assert len(teacher) == sum("_m." in name for name in shapes)
 
 
-def test_reports_say_what_became_of_each_part():
-    _, reports = loaded(albef_tensors(), token_projection=True)
-    lines = [str(report) for report in reports]
-    assert [line.partition(":")[0] for line in lines] == [
-        f"tiny.pth -> {part}"
-        for part in ("image encoder", "text encoder", "cross-modal encoder", "heads")
-    ]
-    # 6 tensors of the ViT, 12 of each block, a projection.
-    assert "32 matched; 0 resized; 30 not used" in lines[0]
-    keep = "keep their own start (cross_encoder.layers.*.cross_attention.positions)"
-    assert keep in lines[2]
-    assert "(anchor_threshold, image_tokens, text_tokens)" in lines[3]
-
-
 def test_positions_of_another_image_size_are_resampled():
     state = albef_tensors()
     config = albef_config(state, image_size=24)
@@ -188,6 +175,10 @@ def test_positions_of_another_image_size_are_resampled():
     assert report.resized[0] not in report.matched
     places, before = model.image_encoder.vit.pos_embed, state["visual_encoder.pos_embed"].float()
     assert torch.equal(places[:, 0], before[:, 0])
+    # As ALBEF's authors resize them.
+    there = before[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    there = functional.interpolate(there, size=(6, 6), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(places[:, 1:], there.flatten(2).mT)
     # A ramp over the columns stays one: resampling knows rows from columns.
     state["visual_encoder.pos_embed"][:, 1:] = torch.arange(4.0).repeat(4)[:, None]
     load_albef(model, state, "tiny.pth")
@@ -355,3 +346,32 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
     torch.save({"model": {"epoch": 1}}, file)
     with pytest.raises(ValueError, match="holds no state dict"):
         read_pth(file)
+
+
+# The published depths, patches and positions (257); narrower.
+
+
+def test_half_precision_becomes_float32_and_is_noted():
+    state = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in albef_tensors().items()
+    }
+    config = albef_config(state, image_size=24)
+    model = VLPModel(config)
+    reports = load_albef(model, state, "tiny.pth")
+    assert str(reports[3]).endswith("; float16 there, float32 here")
+    weight = model.match_head.weight
+    assert torch.equal(weight, state["itm_head.weight"].float())
+    # Resized in float32: rounding to half precision would leave the result in that format's steps.
+    places = model.image_encoder.vit.pos_embed
+    assert not torch.equal(places, places.half().float())
+
+
+@pytest.mark.parametrize("key", ["text", "image", "cross"])
+def test_other_heads_are_refused_by_name(key):
+    state = albef_tensors()
+    config = albef_config(state).model_dump()
+    config[key]["heads"] = 4
+    model = VLPModel(ModelConfig.model_validate(config))
+    with pytest.raises(ConfigError, match=rf"{key}.heads is 4; set {key}.heads=2"):
+        load_albef(model, state, "tiny.pth")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -178,22 +176,3 @@ def test_weights_of_another_tower_are_refused(tmp_path):
     model = VLPModel(sizes(architecture=architecture("bert"), weights=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"text\.weights: .* missing"):
         load_public_weights(model)
-
-
-@pytest.mark.skipif("VLP_TOWERS" not in os.environ, reason="VLP_TOWERS names no folder of towers")
-@torch.no_grad()
-def test_minilm_as_a_tower_and_in_our_own_layers_is_transformers_minilm():
-    folder = str(Path(os.environ["VLP_TOWERS"]) / "minilm_l6")
-    theirs = AutoModel.from_pretrained(folder).eval()
-    ids = torch.tensor([[101, 1037, 3899, 3216, 102, 0], [101, 2048, 8870, 102, 0, 0]])
-    mask = ids > 0
-    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    own = {"layers": 6, "heads": 12, "intermediate": 1536}
-    cross = {"heads": 12, "intermediate": 1536, "layers": 2, "weights": folder}
-    for text in (own, {"architecture": folder}):
-        config = sizes(width=384, vocab_size=30522, weights=folder, cross=cross, **text)
-        model = VLPModel(config).eval()
-        load_public_weights(model)
-        assert torch.allclose(model.text_encoder(ids, mask)[mask], expected[mask], atol=1e-5)
-        last = theirs.encoder.layer[5].attention.self.value.weight
-        assert torch.equal(model.cross_encoder.layers[1].attention.value.weight, last)

@@ -187,27 +187,11 @@ def test_other_grids_work_or_are_refused_by_name(name):
         assert torch.isfinite(model(images((96, 80))).boxes).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_nan_under_autocast(name):
-    model = detr(with_options(name))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = model([image.float() for image in images((64, 64))])
-    assert found.logits.dtype == found.boxes.dtype == torch.float32
-    (found.logits.mean() + found.boxes.mean()).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is None or torch.isfinite(parameter.grad).all()
-
-
 def test_quantization_by_rank_is_bound_to_its_grid():
     model = detr("irpe-quantization")
     model.require_grid(64, 64)
     with pytest.raises(ValueError, match=r"irpe-quantization .*4 x 4.*5 x 4"):
         model.require_grid(80, 64)
-
-
-def test_a_grid_of_the_options_wins():
-    model = detr({"name": "learned-2d", "options": {"grid": [6, 6]}})
-    model.require_grid(96, 96)
 
 
 def test_layers_have_tables_of_their_own_and_share_the_places():
@@ -219,31 +203,14 @@ def test_layers_have_tables_of_their_own_and_share_the_places():
     assert not list(QueryKeyPlaces().parameters())
 
 
-def test_without_places_the_encoder_knows_no_order():
-    tokens, order = torch.randn(1, 16, 16).double(), torch.randperm(16)
-    context = PositionContext((4, 4))
-    for names, same in (((), True), (("learned-2d",), False), (("irpe-product",), False)):
-        model = stirred(detr(*names))
-        one, other = model.encode(tokens, context)[0], model.encode(tokens[:, order], context)[0]
-        assert torch.allclose(one[:, order], other, atol=1e-9) == same
-
-
-def test_encodings_keep_their_own_start():
-    model = detr({"name": "irpe-product", "roles": "qkv"}, "learned-2d")
-    for name, parameter in model.named_parameters():
-        if "tables" in name:
-            assert not parameter.any()
-        if name.startswith("positions.0.table"):
-            assert parameter.std() < 0.05
-
-
 # Backbones and sizes
 
 
 def test_parameters_of_the_paper():
     def count(*positions):
         config = DetrConfig.model_validate({"positions": list(positions)})
-        return sum(p.numel() for p in Detr(config, 91, 1600).parameters())
+        with torch.device("meta"):
+            return sum(p.numel() for p in Detr(config, 91, 1600).parameters())
 
     # The batch norms of a frozen backbone are buffers; of DETR's 91 class ids some are unused.
     # torchvision and timm have the same ResNet-50, 23,454,912 weights without norms and classifier.
@@ -298,3 +265,12 @@ def test_places_need_their_context():
     x = torch.zeros(1, 1, 4)
     with pytest.raises(TypeError, match="QueryKeyContext is needed, not PositionContext"):
         QueryKeyPlaces().inputs(x, x, x, PositionContext())
+
+
+def test_encodings_keep_their_own_start():
+    model = detr({"name": "irpe-product", "roles": "qkv"}, "learned-2d")
+    for name, parameter in model.named_parameters():
+        if "tables" in name:
+            assert not parameter.any()
+        if name.startswith("positions.0.table"):
+            assert parameter.std() < 0.05

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from timm.models import get_pretrained_cfg
 
 import vlp.models.vision  # noqa: F401  # registers the names
-from vlp.positions import PositionEncoding, create_position, list_positions
+from vlp.positions import PositionEncoding, list_positions
 from vlp.positions.irpe import RelativePosition
 
 DEIT = "vlp_deit_tiny_patch16_irpe_{}_224"
@@ -56,15 +55,6 @@ def millions(name, **options):
 def save(model, path):
     torch.save(model.state_dict(), path)
     return str(path)
-
-
-def test_names():
-    sizes, on = ("tiny", "small", "base"), ("k", "qk", "qkv")
-    assert set(timm.list_models("vlp_*")) == {
-        *(f"vlp_deit_{size}_patch16_irpe_{letters}_224" for size in sizes for letters in on),
-        *(SWIN.format(letters) for letters in on),
-        *(SMALL.format(variant) for variant in ("none", "learned", *VARIANTS)),
-    }
 
 
 def test_parameters_of_irpes_table_2():
@@ -135,21 +125,6 @@ def test_sapes_model_has_its_papers_sizes():
     assert model.num_classes == 10
 
 
-def test_sape_on_queries_and_keys_has_tables_of_both():
-    model = create(SMALL.format("sape_qk"), **TINY)
-    assert [block.attn.positions[0].modes for block in model.blocks] == [("key", "query")] * 2
-
-
-def test_options_of_timm():
-    model = create(DEIT.format("qkv"), **TINY_DEIT, in_chans=1, drop_path_rate=0.2)
-    assert model(torch.randn(2, 1, 64, 64)).shape == (2, 5)
-    assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)
-    assert create(DEIT.format("k"), embed_dim=16, num_heads=2, depth=1).num_classes == 1000
-    assert create(SWIN.format("k"), **{**TINY_SWIN, "num_classes": 0}).num_features == 32
-    with pytest.raises(TypeError, match="unknown_option"):
-        create(DEIT.format("k"), unknown_option=1)
-
-
 def test_features_of_a_vision_transformer():
     model = create(DEIT.format("qkv"), **TINY_DEIT)
     filled(model)
@@ -162,22 +137,6 @@ def test_features_of_a_vision_transformer():
     expected = model.forward_intermediates(x, intermediates_only=True)
     torch.testing.assert_close(features(x), expected)
     assert features.feature_info.channels() == [16, 16]
-
-
-def test_features_of_a_swin():
-    model = create(SWIN.format("qkv"), **TINY_SWIN)
-    filled(model)
-    features = create(SWIN.format("qkv"), **TINY_SWIN, features_only=True)
-    states = {
-        name.replace("layers.", "layers_"): x
-        for name, x in model.state_dict().items()
-        if not name.startswith(("head", "norm"))
-    }
-    features.load_state_dict(states)
-    x = torch.randn(2, 3, 56, 56)
-    expected = model.forward_intermediates(x, intermediates_only=True)
-    torch.testing.assert_close([out.permute(0, 3, 1, 2) for out in features(x)], expected)
-    assert features.feature_info.channels() == [16, 32]
 
 
 @pytest.mark.parametrize(("name", "options"), [(DEIT, TINY_DEIT), (SWIN, TINY_SWIN)])
@@ -234,25 +193,3 @@ def test_other_encodings_in_a_checkpoint_are_an_error(tmp_path):
                 pretrained=True,
                 pretrained_cfg_overlay={"file": path, "num_classes": 5},
             )
-
-
-def test_records_name_the_model_and_the_public_weights():
-    for name, public in (
-        ("vlp_deit_base_patch16_irpe_qk_224", "deit_base_patch16_224"),
-        (SWIN.format("k"), "swin_tiny_patch4_window7_224"),
-    ):
-        record, source = get_pretrained_cfg(name), get_pretrained_cfg(public)
-        assert record.architecture == name
-        assert (record.hf_hub_id, record.url) == (source.hf_hub_id, source.url)
-        assert record.hf_hub_id.startswith(f"timm/{public}")
-        assert f"{name}.{source.tag}" in timm.list_models("vlp_*", pretrained=True)
-    model = create(SMALL.format("learned"), **TINY)
-    assert model.pretrained_cfg["architecture"] == SMALL.format("learned")
-    assert model.pretrained_cfg["input_size"] == (3, 32, 32)
-    assert not timm.list_models(SMALL.format("*"), pretrained=True)
-
-
-def test_position_options_go_to_the_encoding():
-    model = create(DEIT.format("qk"), **TINY_DEIT, position_options={"ratio": 0.6})
-    rows = create_position("irpe-product", width=16, heads=2, ratio=0.6).size
-    assert model.blocks[0].attn.positions[0].tables["query"].shape == (1, rows, 8)

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
+from vlp.layers.causal import Past
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext
 from vlp.tasks.pixels.model import (
     PixelModelConfig,
     PixelPlaces,
     PixelTransformer,
+    ReformerLayer,
+    SharedQueryAttention,
     sequence_context,
 )
 from vlp.training.config import VisionConfig
@@ -92,20 +95,6 @@ def test_nats_are_the_chain_rule_by_hand(names, options):
     )
 
 
-def test_the_likelihoods_of_all_values_sum_to_one():
-    made, values = model("sine-2d"), images(1).expand(256, -1, -1, -1).clone()
-    values[:, 1, 2, 1] = torch.arange(256)
-    shares = (-made.nats(values)[:, 1, 2, 1]).exp()
-    assert shares.sum().item() == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize("names", [(), ("learned-2d",), ("sine-1d",), ("fourier", "alibi-2d")])
-def test_an_untrained_model_needs_8_bits(names):
-    made = PixelTransformer(config(*names), SIZE)
-    bits = made.nats(images(8)).mean().item() / math.log(2)
-    assert bits == pytest.approx(8, abs=0.02)
-
-
 def test_pixel_encodings_add_the_pixels_place_and_the_channels_colour():
     places = PixelPlaces(config("sine-2d"), SIZE)
     x = torch.randn(2, LENGTH, 24)
@@ -126,37 +115,6 @@ def test_sequence_encodings_number_the_channels_and_have_no_colours():
     }
     x = torch.randn(1, LENGTH, 24)
     torch.testing.assert_close(places(x), x + places.sequence[0].table)
-
-
-def test_encodings_combine():
-    places = PixelPlaces(config("learned-1d", "learned-2d"), SIZE)
-    x = torch.zeros(1, LENGTH, 24)
-    pixel = places.pixel[0].places(torch.zeros(1, 9, 16), PositionContext(grid=(SIZE, SIZE)))
-    expected = places.sequence[0].table[14] + torch.cat([pixel[0, 4], places.colours[2]])
-    torch.testing.assert_close(places(x)[0, 14], expected)
-
-
-def test_the_papers_encodings_have_its_parameters():
-    """papers.md#fourier-f13: at 64 x 64 and width 768 of 1024."""
-    sizes = {}
-    for name, options in {
-        "learned-2d": {},
-        "fourier": {"features": 384, "hidden": 32},
-        "learned-1d": {},
-        "sine-2d": {},
-    }.items():
-        whole = {"width": 1024, "channel_width": 256}
-        places = PixelPlaces(config({"name": name, "options": options}, **whole), 64)
-        sizes[name] = sum(
-            p.numel() for p in [*places.pixel.parameters(), *places.sequence.parameters()]
-        )
-        assert (places.colours is None) == (name == "learned-1d")
-    assert sizes == {
-        "learned-2d": 49_152,
-        "fourier": 38_048,
-        "learned-1d": 12_288 * 1024,
-        "sine-2d": 0,
-    }
 
 
 @pytest.mark.parametrize(
@@ -184,18 +142,6 @@ def test_the_papers_models_have_its_parameters(position, expected, printed):
     assert round(expected / 1e6, 1) == printed
 
 
-@pytest.mark.parametrize(
-    ("names", "options"), [(["fourier"], {}), (["irpe-product"], {}), (["fourier"], REFORMER)]
-)
-def test_bf16_gradients_are_finite(names, options):
-    made = PixelTransformer(config(*names, **options), SIZE)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = made.nats(images()).sum()
-    loss.backward()
-    assert loss.isfinite()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
-
-
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"model.heads 5 do not divide model.width 24"):
         PixelTransformer(config(heads=5), SIZE)
@@ -215,3 +161,45 @@ def test_reformers_layers_refuse_what_they_have_no_place_for():
         PixelTransformer(config("irpe-product", **REFORMER), SIZE)
     with pytest.raises(ConfigError, match="head_width is of layer reformer"):
         PixelTransformer(config(head_width=5), SIZE)
+
+
+WIDTH, HEADS, HEAD_WIDTH = 6, 2, 5
+
+
+def attention_by_loop(attention, states):
+    """Kitaev et al., section 2: k = q / |q|, and no token attends to itself if it can help it."""
+    out = torch.zeros_like(states)
+    for row, sequence in enumerate(states):
+        for place in range(len(sequence)):
+            parts = []
+            for head in range(HEADS):
+                rows = slice(head * HEAD_WIDTH, (head + 1) * HEAD_WIDTH)
+                query = sequence @ attention.query.weight[rows].T
+                value = sequence @ attention.value.weight[rows].T
+                seen = range(place) if place else [0]
+                logits = [query[place] @ query[one] / query[one].norm() for one in seen]
+                shares = torch.stack(logits).softmax(0)
+                parts.append(sum(share * value[one] for share, one in zip(shares, seen)))
+            out[row, place] = attention.output.weight @ torch.cat(parts)
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_attention_is_that_of_a_loop(length):
+    attention = SharedQueryAttention(WIDTH, HEADS, HEAD_WIDTH).double()
+    states = torch.randn(3, length, WIDTH, dtype=torch.float64)
+    expected = attention_by_loop(attention, states)
+    torch.testing.assert_close(attention(states), expected)
+    past = Past()
+    steps = [attention(states[:, place : place + 1], past) for place in range(length)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+
+
+def test_a_layer_can_be_undone():
+    """What reversible layers are: their input follows from their output."""
+    layer = ReformerLayer(WIDTH, HEADS, HEAD_WIDTH, 8).double()
+    x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64)
+    first, second = layer(x, PositionContext()).chunk(2, -1)
+    second = second - layer.feed_forward(layer.feed_forward_norm(first))
+    first = first - layer.attention(layer.attention_norm(second))
+    torch.testing.assert_close(torch.cat([first, second], -1), x)

@@ -78,10 +78,6 @@ class TestModel:
             assert parameter.grad is not None, key
             assert parameter.grad.isfinite().all(), key
 
-    def test_without_encodings_boxes_count_nowhere(self) -> None:
-        net, given = model(), batch()
-        assert torch.equal(net(given), net(given._replace(boxes=torch.zeros_like(given.boxes))))
-
     @pytest.mark.parametrize("name", ["fourier", "rope-axial"])
     def test_the_order_of_widgets_means_nothing(self, name) -> None:
         net, given = model(named(name), trees=10).double(), batch()
@@ -151,42 +147,6 @@ class TestModel:
         assert said.shape == (3, 7)
         assert (said >= 5).all()
 
-    def test_beams_do_no_worse_than_greed(self) -> None:
-        net, given = model(seed=5).eval(), batch()
-
-        def score(said):
-            ids = torch.cat([torch.full((len(said), 1), START), said], 1)
-            logits = net.decode(net.widgets(given), ids[:, :-1])
-            logits[..., [0, 1, 2, 4]] = -torch.inf
-            each = logits.log_softmax(-1).gather(-1, said[..., None])[..., 0]
-            before = (said == END).long().cumsum(1) - (said == END).long()
-            kept = before == 0
-            length = kept.sum(1)
-            return (each * kept).sum(1) / ((5 + length) / 6) ** 0.6
-
-        assert (score(net.generate(given, 5, 50)) >= score(net.generate(given, 5)) - 1e-6).all()
-
-    def test_layers_have_weights_of_their_own(self) -> None:
-        net = model(named("rope-mixed"), decoder_layers=2)
-        one, other = net.decoder
-        assert not torch.equal(one.linear1.weight, other.linear1.weight)
-        tables = [layer.attention.positions[0] for layer in net.encoder.layers]
-        assert tables[0] is not tables[1]
-
-    def test_bfloat16_has_no_nan(self) -> None:
-        net, given = model(named("fourier")), batch()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = net(given._replace(real=torch.zeros_like(given.real)))
-        assert logits.isfinite().all()
-        logits.float().sum().backward()
-        assert all(p.grad.isfinite().all() for p in net.parameters())
-
-    def test_dropout_acts_in_training_alone(self) -> None:
-        net, given = model(named("fourier"), dropout=0.5), batch()
-        assert not torch.equal(net(given), net(given))
-        net.eval()
-        assert torch.equal(net(given), net(given))
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -199,11 +159,6 @@ class TestModel:
     def test_refused_configurations(self, options, message) -> None:
         with pytest.raises(ConfigError, match=message):
             model(**options)
-
-    def test_encodings_of_a_grid_are_refused_by_name(self) -> None:
-        net = model([{"name": "learned-2d", "options": {"grid": [2, 2]}}])
-        with pytest.raises(ValueError, match="learned-2d"):
-            net(batch())
 
     def test_boxes_outside_the_screen_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"\[0, 1\]"):

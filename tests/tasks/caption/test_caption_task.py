@@ -52,13 +52,6 @@ def test_the_loss_is_smoothed_cross_entropy_per_word(shards, smoothing) -> None:
     torch.testing.assert_close(task.eval()(batch, 0).loss, plain)
 
 
-def test_an_empty_batch_costs_nothing(shards) -> None:
-    task, data = built(shards)
-    output = task(data.collate([]), 0)
-    output.loss.backward()
-    assert output.loss == 0
-
-
 def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path) -> None:
     torch.manual_seed(0)
     task, data = built(shards, batch=12, data={"captions": "one"}, label_smoothing=0.0)

@@ -16,7 +16,6 @@ from evaluation.vision import classification as evaluation_classification
 from evaluation.vision import evaluate_folder
 from vlp.config import ConfigError
 from vlp.tasks.classification.data import LabelledBatch
-from vlp.tasks.classification.data import _collate as labelled_collate
 from vlp.tasks.classification.task import Classification, ClassificationConfig
 from vlp.tasks.pixels.task import PixelsConfig
 from vlp.tasks.vision_only import build_task, load_task
@@ -90,14 +89,6 @@ def test_mixing_mixes_targets_as_pixels(mixing):
     assert unmixed is constant
 
 
-def test_an_empty_batch_gives_a_loss_of_zero():
-    task = Classification(config(), ["a", "b"])
-    none = labelled_collate([], (), 16)
-    out = task(none, 0)
-    assert out.loss == 0
-    out.loss.backward()
-
-
 def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
     corners, tmp_path, monkeypatch
 ):
@@ -127,19 +118,6 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
             evaluate_folder(folder, options=EvalOptions(workers=workers))
         said.append(str(caught.value).partition(" at 0x")[0])  # Pillow names an address
     assert said[0] == said[1]
-
-
-def test_without_positions_it_cannot(corners):
-    task, data = build_task(config(corners), 16, 0, "float32")
-    optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
-    losses = []
-    for step, (given, _) in enumerate(data.batches(stop_after=60)):
-        out = task(given, step)
-        out.loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(float(out.loss.detach()))
-    assert np.mean(losses[-5:]) > 0.5
 
 
 @pytest.mark.parametrize(

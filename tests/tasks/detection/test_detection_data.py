@@ -36,10 +36,6 @@ def config(source, **options):
     return DetectionDataConfig.model_validate(both | plain | options)
 
 
-def corners(boxes):
-    return np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], -1)
-
-
 @pytest.fixture(params=["train", "val"])
 def real(request, shared):
     folder = shared / "data" / "coco_mini"
@@ -72,24 +68,6 @@ def test_every_real_image_is_read(real):
         assert min(read.image.size) == 256
         total += len(own)
     assert total == len(raw["annotations"])
-
-
-def test_real_images_make_batches(real):
-    plain = config(real, sizes=[64, 96], longest=160, multiple=16,
-        crop=0.5,
-    )  # fmt: skip
-    data = detection_data(CocoImages(real), plain, 100, 4, 0)
-    shapes = set()
-    for batch, _ in data.batches(stop_after=6):
-        assert int(batch.valid.sum()) == len(batch.pixels) == len(batch.labels) == 4
-        assert not batch.skipped
-        for pixels, boxes, labels in zip(*batch[:3]):
-            assert pixels.shape[1] % 16 == pixels.shape[2] % 16 == 0
-            assert max(pixels.shape) <= 160
-            assert len(boxes) == len(labels)
-            assert np.all(np.abs(corners(boxes.numpy()) - 0.5) < 0.5 + 1e-6)
-            shapes.add(pixels.shape)
-    assert len(shapes) > 4
 
 
 # Bad files, each from a good one
@@ -332,29 +310,3 @@ def test_sizes_are_multiples_and_keep_the_shape(width, height, shortest, longest
     scale = min(shortest / min(width, height), longest / max(width, height))
     for found, side in ((wide, width), (high, height)):
         assert abs(found - max(scale * side, multiple)) <= multiple
-
-
-def test_detr_sizes():
-    assert fit_size(640, 480, 800, 1333, 1) == (1067, 800)
-    assert fit_size(640, 240, 800, 1333, 1) == (1333, 500)
-    assert fit_size(480, 640, 800, 1333, 32) == (800, 1056)
-    assert DetectionDataConfig(train=SCENES, test=SCENES).sizes == (
-        480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800,
-    )  # fmt: skip
-
-
-def test_batches_are_the_same_on_any_number_of_ranks():
-    plain = data_config(sizes=[64, 96], crop=0.5)
-    data = detection_data(SceneImages(SceneSource(**SCENES), 96), plain, 10, 4, 3)
-
-    def epoch(ranks):
-        streams = [data.batches(0, rank, ranks, stop_after=3) for rank in range(ranks)]
-        steps = [[batch for batch, _ in step] for step in zip(*streams)]
-        return [
-            sorted(float(p.double().sum() + b.double().sum()) for b_ in step
-                   for p, b in zip(b_.pixels, b_.boxes))
-            for step in steps
-        ]  # fmt: skip
-
-    assert epoch(1) == epoch(2)
-    assert sum(map(len, epoch(1))) == 12

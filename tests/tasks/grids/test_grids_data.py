@@ -139,15 +139,6 @@ def test_batches_hold_pairs_of_the_rule_task_by_task(archive):
     assert seen == {0: 14, 1: 13, 2: 13}
 
 
-def test_samples_are_new_each_epoch_and_repeat_with_the_seed(archive):
-    chosen = config(archive, "67a3c6ac", samples=10)
-    first, second = batches(chosen, 2)
-    assert not torch.equal(first.inputs.sort(0).values, second.inputs.sort(0).values)
-    again = batches(chosen, 2)[1]
-    assert torch.equal(second.inputs, again.inputs)
-    assert not torch.equal(second.inputs, batches(chosen, 2, seed=1)[1].inputs)
-
-
 SMALL_SPACES = ("25ff71a9", "74dd1130", "6150a2bd")
 
 
@@ -406,15 +397,6 @@ def tasks(shared):
 def test_a_rule_answers_every_given_pair(tasks, name):
     for pair in tasks[name].train + tasks[name].test:
         assert np.array_equal(RULES[name].answer(pair.input), pair.output)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_the_same_in_all_variants_of_given_grids(tasks, name):
-    rule, rng = RULES[name], np.random.default_rng(0)
-    variants = [draw_variant(rule.symmetry, rng) for _ in range(20)]
-    for pair in tasks[name].train + tasks[name].test:
-        for variant in [*variants, *held_out_variants(rule.symmetry, 20, rng)]:
-            assert np.array_equal(rule.answer(variant(pair.input)), variant(pair.output))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from evaluation.options import EvalOptions
 from evaluation.vision.grids import evaluate
-from vlp.config import ConfigError
-from vlp.tasks.grids.data import collate_grids
 from vlp.tasks.grids.task import Grids, GridsConfig, build, question_of
 from vlp.tasks.vision_only import read_task
 
@@ -48,14 +46,6 @@ def test_the_loss_is_torchs_cross_entropy_over_all_cells(archive):
     assert float(out.statistics["exact"]) == pytest.approx(float(right.all(-1).float().mean()))
 
 
-def test_an_empty_share_has_loss_zero_and_gradients(archive):
-    task = Grids(config(archive, "74dd1130", positions=("object", "alibi-2d")))
-    out = task(collate_grids(3, []), 0)
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert out.statistics == {}
-
-
 def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
     torch.manual_seed(0)
     task, data = build(config(archive, "25ff71a9"), 32, 0, "float32")
@@ -77,12 +67,3 @@ def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
     again = Grids.restore(GridsConfig.model_validate(plain), known)
     again.load_state_dict(state)
     assert evaluate(again.eval(), EvalOptions()) == after
-
-
-def test_what_cannot_be_trained_is_refused(archive):
-    with pytest.raises(ConfigError, match="sape"):
-        build(config(archive, "74dd1130", positions=["sape"]), 2, 0, "float32")
-    with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
-        build(config("nowhere", "74dd1130"), 2, 0, "float32")
-    with pytest.raises(ConfigError, match="batch 3 is not a multiple"):
-        build(config(archive, "74dd1130"), 3, 0, "float32")

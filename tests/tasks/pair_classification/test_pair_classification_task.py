@@ -10,7 +10,6 @@ from tests_support import CAPTIONS
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.models.folder import from_pretrained
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.task import load_task, start_parts
@@ -40,34 +39,6 @@ def folder(tmp_path):
     return tiny_folder(tmp_path / "start")
 
 
-def test_entailment_learns_a_batch(folder, tmp_path):
-    config = settings(SnliVeConfig, entailment_shards(tmp_path / "train"))
-    task, data = built(config, folder)
-    batch, _ = next(iter(data.batches()))
-    assert batch.pixels.shape == (4, 1, 3, 16, 16)
-    optimiser = torch.optim.AdamW(task.parameters(), lr=1e-2)
-    losses = []
-    for step in range(30):
-        output = task(batch, step)
-        losses.append(float(output.loss.detach()))
-        optimiser.zero_grad()
-        output.loss.backward()
-        optimiser.step()
-    assert losses[-1] < 0.1 * losses[0]
-
-
-def test_a_saved_task_gives_the_same_answers_in_a_fresh_place(folder, tmp_path):
-    config = settings(Nlvr2Config, statement_shards(tmp_path / "train"))
-    task, data = built(config, folder)
-    batch, _ = next(iter(data.batches()))
-    task.save_model(tmp_path / "saved", task.state_dict())
-    loaded = load_task(tmp_path / "saved")
-    assert loaded.kind == "nlvr2"
-    with torch.no_grad():
-        assert torch.equal(loaded.logits(batch), task.eval().logits(batch))
-    assert from_pretrained(tmp_path / "saved").heads.keys() >= {"tags", "head.0.weight"}
-
-
 def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
     """Against a second run in which the other image is another one."""
     task, _ = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
@@ -86,15 +57,6 @@ def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
         mean = (alone.text_mean + theirs.text_mean) / 2
         torch.testing.assert_close(both.text_mean, mean)
         assert not both.path[:, 1 + patches].any()  # the second [CLS]
-
-
-def test_one_image_in_several_is_that_image(folder, tmp_path):
-    task, _ = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
-    model = task.eval().model
-    image = model.encode_image(torch.randn(2, 3, 16, 16))
-    text = model.encode_text(*task.text(CAPTIONS[:2]))
-    several = model.cross_several([image], text, torch.zeros(1, 16)).text
-    torch.testing.assert_close(several, model.cross(image, text).text)
 
 
 def test_the_order_of_two_images_matters_by_their_tags(folder, tmp_path):
@@ -174,15 +136,6 @@ def test_bad_samples_are_named(folder, tmp_path):
         statements.make(statements.items.read(3), 3)
 
 
-def test_a_batch_without_a_good_sample_counts_nowhere(folder, tmp_path):
-    image = encode_png(render(sample_scene(0, 0, image_size=16)))
-    shards = annotated_shards(tmp_path / "bad", [Annotation(label="neutral")] * 4, image)
-    task, data = built(settings(SnliVeConfig, shards, max_skipped_share=1.0), folder)
-    batch, _ = next(iter(data.batches()))
-    assert not batch.valid.any()
-    assert float(task(batch, 0).loss.detach()) == 0
-
-
 @pytest.mark.parametrize("view", ["blank", "shuffled"])
 def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
     shards = entailment_shards(tmp_path / "train")
@@ -196,13 +149,6 @@ def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
         assert torch.equal(seen.sum((1, 2, 3)), left.sum((1, 2, 3))) or torch.allclose(
             seen.sum(), left.sum(), atol=1e-3
         )
-
-
-def test_images_may_grow(folder):
-    parts, report = start_parts(str(folder), {"image": {"image_size": 24}})
-    assert parts.preprocess.image_size == 24
-    assert report.resized == ["image_encoder.vit.pos_embed"]
-    assert parts.model.encode_image(torch.randn(1, 3, 24, 24)).tokens.shape[1] == 36
 
 
 def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp_path):

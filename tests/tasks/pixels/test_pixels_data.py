@@ -92,13 +92,3 @@ def test_bad_images_are_counted_and_left_out(folder):
     assert sum(len(batch.values) for batch in found) == 10
     kinds = sorted(skip.kind for batch in found for skip in batch.skipped)
     assert kinds == ["image too small", "unreadable image"]
-
-
-def test_cifar10_at_full_size(shared):
-    file = shared / "data_tasks" / "cifar10" / "test.tar.xz"
-    images = open_labelled(str(file))
-    data = pixel_data(images, config(file, image_size=32), 8, 0)
-    batch, _ = next(data.batches(stop_after=1))
-    assert batch.values.shape == (8, 32, 32, 3)
-    assert 0 <= int(batch.values.min()) < 64
-    assert 192 < int(batch.values.max()) <= 255

@@ -11,7 +11,6 @@ from PIL import Image
 
 from evaluation.options import EvalOptions
 from evaluation.vision.pixels import evaluate
-from vlp.config import ConfigError
 from vlp.tasks.pixels.data import PixelBatch
 from vlp.tasks.pixels.task import Pixels, PixelsConfig, build
 from vlp.tasks.vision_only import read_task
@@ -52,15 +51,6 @@ def test_the_loss_is_the_mean_of_nats_and_its_bits_are_told():
     assert float(out.statistics["bits_per_dim"]) == pytest.approx(float(nats.mean()) / math.log(2))
 
 
-def test_an_empty_share_has_loss_zero_and_gradients():
-    task = Pixels(config())
-    out = task(batch(0), 0)
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert out.statistics == {}
-    assert all(not p.grad.any() for p in task.parameters() if p.grad is not None)
-
-
 @pytest.mark.parametrize("name", ["learned-2d", "fourier"])
 def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp_path, name):
     task, data = build(config(planes, name), batch=16, seed=0, precision="float32")
@@ -82,10 +72,3 @@ def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp
     again = Pixels.restore(PixelsConfig.model_validate(plain), known)
     again.load_state_dict(state)
     assert evaluate(again.eval(), EvalOptions()) == pytest.approx(after)
-
-
-def test_encodings_that_do_not_fit_are_refused(planes):
-    with pytest.raises(ConfigError, match="sape"):
-        build(config(planes, "sape"), 2, 0, "float32")
-    with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
-        build(config("nowhere"), 2, 0, "float32")

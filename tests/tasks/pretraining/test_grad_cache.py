@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_pretraining import ALL, batch, task
+from pretraining_batch import batch
+from test_pretraining import ALL, task
 from tests_support import TINY_MODEL
 
 from vlp.config import ConfigError

@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from pretraining_batch import ROWS, batch
 from pydantic import ValidationError
-from test_pretraining import ROWS, batch, task
+from test_pretraining import task
 
 import vlp.objectives.config as objectives_config
 from vlp.config import Config

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_pretraining import ALL, batch, task
+from pretraining_batch import batch
+from test_pretraining import ALL, task
 from tests_support import TINY_MODEL, ace
 
 from vlp.compilation import compile_regions, gpu_form
@@ -76,23 +77,6 @@ def test_images_that_pairs_share_change_no_loss_and_no_gradient(options, monkeyp
     assert_equal_steps(found, step(built, one))
 
 
-def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
-    """And its teacher's once; whole passes project those of all pairs, and of masked texts."""
-    built, one = double(cross=cross()), rows()
-    seen = []
-    for network in (built.model, built.teacher.average.module["model"]):
-        for layer in network.cross_encoder.layers:
-            layer.cross_attention.key.register_forward_hook(
-                lambda module, given, out: seen.append(len(out))
-            )
-    step(built, one)
-    assert seen == [8] * 2 * TINY_MODEL["cross"]["layers"]
-    seen.clear()
-    monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
-    step(built, one)
-    assert sorted(seen) == [8] * 4 + [24] * 2
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["albef", "text"])
 @pytest.mark.parametrize("how", ["step", "blocks"])
@@ -150,3 +134,20 @@ def test_padding_stays_where_an_encoding_reads_it(monkeypatch):
     assert step(compiled, batch())
     with pytest.raises(ZeroDivisionError):
         step(task(), batch())
+
+
+def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
+    """And its teacher's once; whole passes project those of all pairs, and of masked texts."""
+    built, one = double(cross=cross()), rows()
+    seen = []
+    for network in (built.model, built.teacher.average.module["model"]):
+        for layer in network.cross_encoder.layers:
+            layer.cross_attention.key.register_forward_hook(
+                lambda module, given, out: seen.append(len(out))
+            )
+    step(built, one)
+    assert seen == [8] * 2 * TINY_MODEL["cross"]["layers"]
+    seen.clear()
+    monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
+    step(built, one)
+    assert sorted(seen) == [8] * 4 + [24] * 2

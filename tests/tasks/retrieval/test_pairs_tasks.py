@@ -126,27 +126,11 @@ def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(s
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])
-def test_statistics_are_of_the_steps_that_are_logged(kind, shards, tmp_path):
-    config = settings(tiny_folder(tmp_path / "start"), shards, kind)
-    training = config.training.model_copy(update={"log_every": 3})
-    task, _ = build_task(config.model_copy(update={"training": training}))
-    assert task.log_every == 3
-
-
-@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
 def test_groups_that_do_not_fit_are_refused(kind, shards, tmp_path):
     objectives = OBJECTIVES | {"itm": {"group": 3}}
     config = settings(tiny_folder(tmp_path / "start"), shards, kind, objectives=objectives)
     with pytest.raises(ConfigError, match=r"task\.objectives\.itm\.group 3 does not divide"):
         build_task(config)
-
-
-def test_grounding_has_one_expression_a_visit(shards, tmp_path):
-    config = settings(tmp_path, shards, "grounding")
-    assert (config.task.data.texts, config.task.data.captions) == ("expressions", "one")
-    data = {"sources": [{"path": str(shards)}], "texts": "captions"}
-    with pytest.raises(ConfigError, match="texts"):
-        settings(tmp_path, shards, "grounding", data=data)
 
 
 @pytest.mark.parametrize(("fine_tuned", "kept"), [(False, ["mlm_head.bias"]), (True, [])])

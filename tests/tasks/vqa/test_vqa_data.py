@@ -69,13 +69,6 @@ def test_a_batch_holds_all_answers_with_their_shares(shards) -> None:
     assert batch.valid.tolist() == [True, True]
 
 
-def test_a_batch_without_a_good_question_has_one_that_counts_nowhere(shards) -> None:
-    batch = questions(shards).collate([], ())
-    assert batch.valid.tolist() == [False]
-    assert batch.owners.tolist() == [0]
-    assert batch.pixels.shape == (1, 3, 16, 16)
-
-
 def test_questions_of_a_test_set_have_no_answers(tmp_path) -> None:
     annotation = Annotation(questions=[question(1, "is it red?", {})])
     own = questions(write_shards(tmp_path, [(photo(), annotation)]))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.stream.rng import make_rng
 from vlp.tasks.widgets.data import (
     Collate,
     GeneratedScreensConfig,
@@ -27,7 +26,7 @@ from vlp.tasks.widgets.data import (
     widget_data,
     widget_text,
 )
-from vlp.tasks.widgets.screens import KINDS, ORDINALS, generate_screen, read_screen
+from vlp.tasks.widgets.screens import KINDS, generate_screen, read_screen
 
 FIELDS = (
     "boxes",
@@ -165,10 +164,6 @@ class TestGenerated:
         hierarchy, captions = generate_screen(np.random.default_rng(number))
         return read_screen(hierarchy, str(number), captions)
 
-    def test_equal_draws_give_equal_screens(self) -> None:
-        assert self.screen(3) == self.screen(3)
-        assert self.screen(3) != self.screen(4)
-
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 2**31))
     def test_every_screen_is_sound(self, number) -> None:
@@ -183,24 +178,6 @@ class TestGenerated:
             assert 0 <= x0 < x1 <= 1
             assert 0 <= y0 < y1 <= 1
         assert not any(screen.widgets[place].text for place in screen.captions)
-
-    def test_order_says_nothing(self) -> None:
-        """Rows count from the top, wherever they stand in the tree."""
-        straight = seen = 0
-        for number in range(100):
-            screen = self.screen(number)
-            rows = [
-                (ORDINALS.index(both[0].split()[2]), screen.widgets[place])
-                for place, both in screen.captions.items()
-                if both[0].startswith("delete") and both[0].endswith("message")
-            ]
-            if rows:
-                by_place = [row for row, _ in sorted(rows, key=lambda one: one[1].box[1])]
-                assert by_place == list(range(len(rows)))
-                seen += 1
-                straight += [row for row, _ in rows] == by_place
-        assert seen > 5
-        assert straight < seen / 2
 
     def test_names_stand_in_the_same_row(self) -> None:
         """An independent reading of a caption: the text that overlaps the button vertically."""
@@ -290,46 +267,6 @@ class TestRico:
         with pytest.raises(ConfigError, match=message):
             open_screens(config, "train")
 
-    def test_real_screens_with_captions_of_our_own(self, shared, tmp_path) -> None:
-        """The captions of the data set are not at hand: every visible text is one."""
-        folder = shared / "data_tasks/rico_widget"
-        rows, names = [("screenId", "nodeId", "captions")], []
-        for line in (folder / "rico_leaf_boxes.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            said = [
-                (row["screen"], w["path"], w["text"].replace("|", " "))
-                for w in row["widgets"]
-                if (w["text"] or "").strip()
-            ]
-            rows += said
-            names += [row["screen"]] if said else []
-        with (tmp_path / "captions.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-        (tmp_path / "all.txt").write_text("\n".join(names))
-        split = str(tmp_path / "all.txt")
-        screens = {
-            "kind": "rico",
-            "hierarchies": str(folder / "rico_view_hierarchies.tar.xz"),
-            "captions": str(tmp_path / "captions.csv"),
-            "train": split,
-            "test": split,
-        }  # fmt: skip
-        config = WidgetDataConfig.model_validate(
-            {"screens": screens, "vocabulary_size": 1000, "canonical_streams": 1, "max_widgets": 80}
-        )
-        opened, text, _ = screen_text(config)
-        data = widget_data(opened, text, config, 8, 0)
-        count = 0
-        for batch, consumed in data.batches():
-            assert not batch.skipped
-            assert batch.real.shape[1] <= 80
-            assert (batch.boxes >= 0).all()
-            assert (batch.boxes <= 1).all()
-            count += int(batch.valid.sum())
-            if consumed >= len(names):
-                break
-        assert count == len(names) > 50
-
 
 class TestBatches:
     def test_what_a_screen_becomes(self) -> None:
@@ -374,38 +311,6 @@ class TestBatches:
         assert batch.real[rows, widgets].all()
         assert widgets.tolist() == [n for one in several for n in one.captions]
 
-    def test_a_batch_without_screens_still_has_a_row(self) -> None:
-        _, text, _ = small()
-        batch = Collate(text)([])
-        assert batch.valid.tolist() == [False]
-        assert (batch.captions == text.pad_id).all()
-
-    def test_training_batches_repeat_and_change_with_the_epoch(self) -> None:
-        screens, text, config = small(max_targets=2)
-
-        def epochs(number):
-            data = widget_data(screens, text, config, 8, 5)
-            return [batch for batch, _ in zip((b for b, _ in data.batches()), range(number))]
-
-        first, again = epochs(6), epochs(6)
-        for one, other in zip(first, again):
-            for name in FIELDS:
-                assert torch.equal(getattr(one, name), getattr(other, name)), name
-        epoch, other = (
-            sorted(tuple(row) for batch in part for row in batch.captions.tolist())
-            for part in (first[:3], first[3:])
-        )
-        assert epoch != other
-        assert all(int(batch.targets[:, 0].bincount().max()) <= 2 for batch in first)
-
-    def test_samples_depend_on_the_draws_alone(self) -> None:
-        screens, text, config = small()
-        from vlp.tasks.widgets.data import WidgetSamples
-
-        samples = WidgetSamples(screens, text, config)
-        one, other = (samples(3, lambda purpose: make_rng(0, 0, "3:0", purpose)) for _ in range(2))
-        assert torch.equal(one.captions, other.captions)
-
     def test_worker_processes_give_the_same(self) -> None:
         screens, text, config = small()
         there = config.model_copy(update={"workers": 2})
@@ -443,8 +348,3 @@ class TestBatches:
             read_tokenizer("{")
         with pytest.raises(ConfigError, match="too small"):
             small(vocabulary_size=7)
-
-    def test_a_batch_that_does_not_fit_is_refused(self) -> None:
-        screens, text, config = small()
-        with pytest.raises(ConfigError, match=r"training.batch 7"):
-            widget_data(screens, text, config, 7, 0)

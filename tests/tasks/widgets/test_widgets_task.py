@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.config import ConfigError
 from vlp.objectives.loss import Loss
 from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.task import Task
-from vlp.tasks.vision_only import read_task
-from vlp.tasks.widgets.data import Collate
-from vlp.tasks.widgets.task import Widgets, WidgetsConfig, build
+from vlp.tasks.widgets.task import WidgetsConfig, build
 
 FOURIER = {"dimensions": 4, "groups": 4, "extent": 100, "gamma": 10, "features": 16}
 
@@ -66,15 +63,6 @@ def test_the_task_is_one_and_its_loss_the_cross_entropy_of_words() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
 
 
-def test_a_batch_without_screens_has_no_loss_and_all_gradients() -> None:
-    task, _ = build(settings(regulariser=0.1), 8, 0, "float32")
-    out = task(Collate(task.text)([]), 0)
-    assert out.losses["words"] == 0
-    assert not out.statistics
-    out.loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
-
-
 def test_the_regulariser_pulls_on_regularised_encodings() -> None:
     options = {**FOURIER, "regularised": True}
     task, data = build(settings(options=options, regulariser=0.5), 8, 0, "float32")
@@ -111,38 +99,6 @@ def test_training_learns_captions_and_places() -> None:
     assert sum(seeing[-10:]) < 0.8 * sum(blind[-10:])
 
 
-def test_bfloat16_trains() -> None:
-    task, data = build(settings(dropout=0.1), 8, 0, "bf16")
-    (batch,) = batches(data, 1)
-    out = task(batch, 0)
-    assert out.loss.dtype == torch.float32
-    out.loss.backward()
-    assert all(p.grad.isfinite().all() for p in task.parameters())
-
-
-def test_a_model_folder_comes_back(tmp_path) -> None:
-    task, data = build(settings(), 8, 0, "float32")
-    task.save_model(tmp_path / "model", task.state_dict())
-    config, known, state = read_task(tmp_path / "model")
-    again = Widgets.restore(WidgetsConfig.model_validate(config), known)
-    again.load_state_dict(state)
-    assert again.config == task.config
-    (batch,) = batches(data, 1)
-    task.eval(), again.eval()
-    assert torch.equal(task.model(batch), again.model(batch))
-    ids = batch.captions[0].tolist()
-    assert again.text.sentence(ids) == task.text.sentence(ids) != ""
-
-
 def test_the_seed_does_not_change_the_vocabulary() -> None:
     one, other = (build(settings(), 8, seed, "float32")[0] for seed in (0, 1))
     assert one.text.to_json() == other.text.to_json()
-
-
-def test_refused_configurations() -> None:
-    with pytest.raises(ConfigError, match=r"training\.batch 7"):
-        build(settings(), 7, 0, "float32")
-    with pytest.raises(ConfigError, match="unknown position encoding 'x'"):
-        build(settings("x", {}), 8, 0, "float32")
-    with pytest.raises(ValueError, match="kind"):
-        WidgetsConfig.model_validate({"data": {"screens": {"kind": "other"}}})

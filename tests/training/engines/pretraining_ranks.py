@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pretraining_batch import batch
 from tests_support import TINY_MODEL
 from torch import Tensor
 from training_toy import toy_config
@@ -29,7 +30,7 @@ from vlp.training.engines.environment import prepare_environment, start_deepspee
 from vlp.training.progress import Progress
 
 FOLDER = Path(sys.argv[1])
-ROWS, TOKENS, STEPS, SAVED_AFTER = 16, 12, 4, 2
+ROWS, STEPS, SAVED_AFTER = 16, 4, 2
 OBJECTIVES = {
     "contrastive": {"token": {"group": 4}},
     "itm": {"group": 4},
@@ -53,32 +54,10 @@ VARIANTS = [
 ]
 
 
-def batch(step: int) -> Batch:
+def share(step: int) -> Batch:
     """This rank's share of a global batch."""
-    generator = torch.Generator().manual_seed(step)
-
-    def random(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    attention = torch.arange(TOKENS) < 5 + (random(ROWS, 1) * 7).long()
-    words = attention & (torch.arange(TOKENS) > 0)
-    ids = (5 + random(ROWS, TOKENS) * 50).long().masked_fill(~attention, 0)
-    chosen = words & (random(ROWS, TOKENS) < 0.4)
-    whole = Batch(
-        pixels=random(ROWS, 3, 16, 16) * 2 - 1,
-        text_ids=ids,
-        attention_mask=attention,
-        word_mask=words,
-        mlm_ids=ids.masked_fill(chosen, 4),
-        mlm_labels=torch.where(chosen, ids, -100),
-        mim_mask=random(ROWS, 4, 4) < 0.5,
-        image_ids=torch.arange(ROWS),
-        uniform=random(ROWS, 2).double(),
-        valid=torch.ones(ROWS, dtype=torch.bool),
-        sample_ids=torch.arange(ROWS),
-    )
-    share = ROWS // distributed.world_size()
-    rows = slice(distributed.rank() * share, (distributed.rank() + 1) * share)
+    whole, size = batch(ROWS, seed=step), ROWS // distributed.world_size()
+    rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
     return Batch(*(field[rows] if isinstance(field, Tensor) else field for field in whole))
 
 
@@ -102,7 +81,7 @@ def steps(task: Pretraining, engine: Engine, first: int, last: int) -> Tensor:
     """Losses of the global batches."""
     losses = []
     for step in range(first, last):
-        output = engine.forward(batch(step), step)
+        output = engine.forward(share(step), step)
         engine.backward(output.loss)
         update = engine.step(1e-3)
         assert update.applied

@@ -1,4 +1,4 @@
-"""Downstream tasks freeze the parts of the model that their loss does not read."""
+"""A model folder as the start of fine-tuning, and the parts that a task freezes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder
 from question_shards import AUGMENT, coloured, write_shards
+from safetensors.torch import load_file, save_file
 
-from vlp.models.folder import from_pretrained
+from vlp.models.folder import WEIGHTS, from_pretrained
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.task import start_parts
+from vlp.tasks.downstream.task import DELTA, start_parts
 
 DECODER = {"decoder": {"layers": 2}}
 
@@ -67,3 +68,16 @@ def test_what_has_no_gradient_is_frozen_and_nothing_else(
     saved = from_pretrained(tmp_path / "model").model.state_dict()
     assert saved.keys() == before.keys()
     assert torch.equal(saved["match_head.weight"], before["match_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("position", "threshold", "found"),
+    [(["anchor"], None, DELTA), (["anchor"], 0.3, 0.3), ([], None, 0)],
+)
+def test_a_folder_without_anchors_gives_the_papers_threshold(tmp_path, position, threshold, found):
+    folder = tiny_folder(tmp_path / "model", position=[])
+    weights = load_file(folder / WEIGHTS)
+    save_file(weights | {"anchor_threshold": torch.zeros(())}, folder / WEIGHTS)
+    changes = {"cross": {"position": position, "options": {"anchor": {"threshold": threshold}}}}
+    parts, _ = start_parts(str(folder), changes)
+    assert parts.model.anchor_threshold == pytest.approx(found)
