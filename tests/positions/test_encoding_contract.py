@@ -435,7 +435,6 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
         ({"position": ["rope"]}, "did you mean 'rope-1d'"),
         ({"position": ["sape"], "layout": "text"}, "position `sape` needs layout `ace`"),
         ({"position": ["anchor"], "options": {"sape": {}}}, "options of sape, which position does"),
-        ({"position": ["ape"], "options": {"anchor": {}}}, "options of anchor"),
         ({"options": {"anchor": {"mod": "bias"}}}, r"options\.anchor\.mod: .*did you mean 'mode'"),
         ({"options": {"anchor": {"roles": []}}}, r"options\.anchor: roles must name"),
         ({"position": ["anchor"], "options": {"alignment": {}}}, "options of alignment"),

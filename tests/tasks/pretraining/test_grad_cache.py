@@ -42,8 +42,7 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(objectives):
     rows = batch(ROWS)
     rows.valid[5] = False
     rows.image_ids[3] = rows.image_ids[9]
-    cross = TINY_MODEL["cross"]
-    cross = cross | {"anchor": cross["anchor"] | {"threshold": 0.3}}
+    cross = TINY_MODEL["cross"] | {"options": {"anchor": {"threshold": 0.3}}}
     built = task(ALL | SMALL | objectives, cross=cross).double()
     rows = rows._replace(pixels=rows.pixels.double())
     if built.teacher:

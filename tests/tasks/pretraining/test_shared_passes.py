@@ -17,8 +17,11 @@ TEACHER = {"queue": 8, "warmup_steps": 0}
 
 
 def cross(**options):
-    anchor = TINY_MODEL["cross"]["anchor"] | {"threshold": 0.3} | options.pop("anchor", {})
-    return TINY_MODEL["cross"] | {"layout": "albef", "anchor": anchor} | options
+    made = {"layout": "albef", "anchor": TINY_MODEL["cross"]["anchor"] | options.pop("anchor", {})}
+    given = options.pop("options", {}).get("anchor", {})
+    if "anchor" in options.get("position", ["anchor"]):
+        made["options"] = {"anchor": {"threshold": 0.3} | given}
+    return TINY_MODEL["cross"] | made | options
 
 
 def rows():
