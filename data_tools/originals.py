@@ -11,13 +11,15 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vlp.config import ConfigError
+from vlp.data.file_names import IMAGES, agree, folded
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
@@ -106,10 +108,8 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
 DEPTH = 2
 """Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
 
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-    *(".tif", ".tiff", ".heic", ".avif"),  # which shards do not hold: counted as unreadable
-)
+# Those that are not decoded are counted as unreadable.
+IMAGE_SUFFIXES = (*IMAGES, ".tif", ".tiff", ".heic", ".avif")
 
 
 class ImageLocation(NamedTuple):
@@ -158,20 +158,27 @@ class FoundFile(NamedTuple):
     size: int
 
 
+_Place = tuple[str, FoundFile]
+"""A file's name and its place."""
+
+
 class Originals:
     """Finds images by name in folders (two levels deep), tars and zips.
 
-    The first place that has one wins. A folder that holds tars or zips stands for those too. A name
-    is looked for by its last part; where several files share that, the folders before it decide. It
-    is nowhere if a folder of that name is there and does not hold it.
+    A folder that holds tars or zips stands for those too, and of two members of one name in a tar
+    the later counts. The whole path of a name counts, and the first place that has it wins; its
+    last part alone only where one file has that. It is nowhere if a folder of that name is there
+    and does not hold it. Case and the writing of accents count where they tell files apart.
     """
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.problems: list[str] = []
         self._containers: list[Path] = []
         self._found: dict[str, FoundFile] = {}
-        self._more: dict[str, list[FoundFile]] = {}
-        self._known: dict[str, bool] = {}
+        self._more: dict[str, dict[tuple[int, str], FoundFile]] = {}
+        self._known: dict[tuple[str, Callable[[str], str]], bool] = {}
+        self._alone: dict[_Place, str] = {}
+        self._folded: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()
         for place in places:
             if place.is_dir():
@@ -183,32 +190,76 @@ class Originals:
 
     def find(self, name: str) -> ImageLocation | None:
         """Find an image (a file name, perhaps with folders before it); None if it is nowhere."""
-        folder, _, base = name.removeprefix("./").rpartition("/")
-        found = self._found.get(base)
-        if found is None:
+        name = name.replace("\\", "/").removeprefix("./")
+        folder, _, base = name.rpartition("/")
+        if folder and (exact := self._exact(base, folder)) is not None:
+            return self._location(base, exact)
+        place = self._chosen([base], folder, str)
+        place = place or self._chosen(self._alike(base), folder, folded)
+        return None if place is None else self._location(*place)
+
+    def _exact(self, base: str, folder: str) -> FoundFile | None:
+        """Return the file of a whole path in the first place that has it."""
+        first, more = self._found.get(base), self._more.get(base, {})
+        if first is not None and first.folder == folder:
+            return first
+        places = ((number, folder) for number in range(len(self._containers)) if more)
+        return next((more[place] for place in places if place in more), None)
+
+    def _chosen(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Place | None:
+        """Return the place whose folder ends alike, else the only one if there is none."""
+        places = [(name, found) for name in names for found in self._of_name(name)]
+        wanted = form(folder)
+        if not folder:
+            return self._only([one for one in places if not one[1].folder] or places)
+        agreeing = [place for place in places if self._agrees(place[1], wanted, form)]
+        if agreeing:
+            return self._only(agreeing)
+        place = None if not places or self._is_known(wanted, form) else self._only(places)
+        # Two names with folders of their own are two files, of which one alone is there.
+        if place is None or not agree(self._alone.setdefault(place, folder), folder):
             return None
-        if folder and not self._agrees(found, folder):
-            others = self._more.get(base, ())
-            agreeing = next((other for other in others if self._agrees(other, folder)), None)
-            if agreeing is None and self._knows(folder):
-                return None
-            found = agreeing or found
-        return self._location(base, found)
+        return place
 
-    def _agrees(self, found: FoundFile, wanted: str) -> bool:
-        return _agree(found.folder, wanted) or self._below(found.container, found.folder, wanted)
+    def _only(self, places: list[_Place]) -> _Place | None:
+        """Return the first of some places if all hold the same bytes."""
+        if len(places) < 2:
+            return places[0] if places else None
+        first, *others = (self._location(*place) for place in places)
+        with suppress(BadSample):
+            if all(first.read() == other.read() for other in others):
+                return places[0]
+        problem = f"{first.path}: the list does not tell which of several {places[0][0]} it means"
+        if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
+            self.problems.append(problem)
+        return None
 
-    def _below(self, container: int, folder: str, wanted: str) -> bool:
-        return f"/{wanted}/" in f"/{self._containers[container].as_posix()}/{folder}/"
+    def _of_name(self, base: str) -> list[FoundFile]:
+        first, more = self._found.get(base), self._more.get(base, {})
+        return [] if first is None else [first, *more.values()]
 
-    def _knows(self, wanted: str) -> bool:
+    def _alike(self, base: str) -> list[str]:
+        """Return the names that are one but for case and the writing of accents."""
+        if self._folded is None:
+            self._folded = defaultdict(list)
+            for name in self._found:
+                if (form := folded(name)) != name:
+                    self._folded[form].append(name)
+        form = folded(base)
+        return [*self._folded.get(form, ()), *([form] if form in self._found else ())]
+
+    def _agrees(self, found: FoundFile, wanted: str, form: Callable[[str], str]) -> bool:
+        folder, container = form(found.folder), form(self._containers[found.container].as_posix())
+        return agree(folder, wanted) or f"/{wanted}/" in f"/{container}/{folder}/"
+
+    def _is_known(self, wanted: str, form: Callable[[str], str]) -> bool:
         """Return whether some image lies in such a folder, where others are then missing."""
-        if wanted not in self._known:
-            self._known[wanted] = any(
-                _agree(folder, wanted) or self._below(container, folder, wanted)
+        if (wanted, form) not in self._known:
+            self._known[wanted, form] = any(
+                self._agrees(FoundFile(container, folder, 0, 0), wanted, form)
                 for container, folder in self._folders
             )
-        return self._known[wanted]
+        return self._known[wanted, form]
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, or None where there is none; raises BadSample."""
@@ -271,11 +322,13 @@ class Originals:
             return
         if name.lower().endswith(IMAGE_SUFFIXES):
             self._folders.add((found.container, found.folder))
-        if name in self._found:
-            self._more.setdefault(name, []).append(found)
-        else:
+        if name not in self._found or self._found[name][:2] == found[:2]:
             self._found[name] = found
+        else:
+            self._more.setdefault(name, {})[found[:2]] = found
 
+
+_MOST_PROBLEMS = 20
 
 # In place of an offset.
 IN_FOLDER, _IN_ZIP = -1, -2
@@ -283,11 +336,6 @@ IN_FOLDER, _IN_ZIP = -1, -2
 _ARCHIVES = (".tar", ".zip")
 # What lies beside images and is none: to remember it would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")
-
-
-def _agree(there: str, wanted: str) -> bool:
-    """Return whether two paths of folders end alike, as far as the shorter one goes."""
-    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
 
 
 def _listed(folder: Path, inside: str, depth: int) -> Iterator[tuple[str, str]]:

@@ -16,10 +16,35 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from data_tools.builder.samples import Refused
 from data_tools.originals import TOO_MUCH, most_unpacked
 from vlp.config import ConfigError
-from vlp.io import parse_json
+from vlp.io import lines_of, parse_json
 
 Located = tuple[str, Any]
 """Location of a row (for messages), and its content."""
+
+
+class WrongFile:
+    """Refuses a file whose rows are all bad, or its first `MOST`, with what is wrong with one.
+
+    `good` is set at the first row that is none of them.
+    """
+
+    MOST = 100
+
+    def __init__(self) -> None:
+        self.good = False
+        self._problems: list[str] = []
+
+    def bad(self, problem: str) -> None:
+        """Count a bad row."""
+        if not self.good:
+            self._problems.append(problem)
+            if len(self._problems) == self.MOST:
+                self.end()
+
+    def end(self) -> None:
+        """Raise the first problem where there was no good row."""
+        if self._problems and not self.good:
+            raise ConfigError(self._problems[0])
 
 
 class Row(BaseModel):
@@ -35,21 +60,43 @@ Faults = list[Refused]
 """Faults of rows, filled while they are read; the build's manifest counts and names them."""
 
 
+def sound(text: str) -> bool:
+    """Return whether a text that was read with `surrogateescape` is UTF-8 throughout."""
+    return text.isascii() or not _ESCAPED.search(text)
+
+
+_ESCAPED = re.compile("[\udc80-\udcff]")
+
+
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, gzipped or not."""
+    """Return the content of a JSON file, gzipped or not.
+
+    Members of its lists, and of the lists in its object, that are not UTF-8 are None.
+    """
     try:
         with _opened(path) as file:
-            return parse_json(file.read())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+            data = file.read()
+        try:
+            return parse_json(data)
+        except UnicodeDecodeError:
+            content = parse_json(data.decode("utf-8-sig", "surrogateescape"))
+        if isinstance(content, dict):
+            return {name: _sound_rows(value) for name, value in content.items()}
+        return _sound_rows(content)
     except json.JSONDecodeError as error:
         hint = "; it has one object a line" if error.msg == "Extra data" else ""
         raise ConfigError(f"{path}: not a JSON file ({error}){hint}") from error
 
 
+def _sound_rows(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [row if sound(json.dumps(row, ensure_ascii=False)) else None for row in value]
+
+
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
     """Yield the objects of a file, gzipped or not, with one a line; what is no JSON is counted."""
-    good = 0
+    wrong = WrongFile()
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
             continue
@@ -57,14 +104,12 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            if not good:
-                raise ConfigError(
-                    f"{where}: no JSON object on a line of its own ({error})"
-                ) from None
+            wrong.bad(f"{where}: no JSON object on a line of its own ({error})")
             faults.append(Refused("line that is not JSON", where))
             continue
-        good += 1
+        wrong.good = True
         yield where, row
+    wrong.end()
 
 
 def line_count(paths: Iterable[Path]) -> int:
@@ -89,18 +134,18 @@ def members(content: Any, path: Path, key: str | None = None) -> Iterator[Locate
 
 def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
     """Yield rows in their layout; one that does not fit is counted."""
-    good = 0
+    wrong = WrongFile()
     for where, row in rows:
         try:
             fitting = layout.model_validate(row)
         except ValidationError as error:
             problem = f"{where}: {explained(error)}"
-            if not good:
-                raise ConfigError(f"{problem}; is it the right file?") from None
+            wrong.bad(f"{problem}; is it the right file?")
             faults.append(Refused("row of another layout", problem))
             continue
-        good += 1
+        wrong.good = True
         yield fitting
+    wrong.end()
 
 
 def explained(error: ValidationError) -> str:
@@ -111,12 +156,11 @@ def explained(error: ValidationError) -> str:
 
 
 def text_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that hold more than white space."""
+    """Return `lines_of` a file, in which bytes may be no text (`sound`)."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return lines_of(path, "surrogateescape")
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
-    return [line for line in text.split("\n") if line.strip()]
 
 
 @contextmanager
@@ -176,7 +220,7 @@ def streamed_list(path: Path) -> Iterator[Located]:
     """Yield the members of the list that a JSON file holds, each with its place for messages."""
     decoder = json.JSONDecoder()
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             text = file.read(CHARACTERS)
             at, number = _next(text, 0), 0
             if text[at : at + 1] != "[":
@@ -193,7 +237,7 @@ def streamed_list(path: Path) -> Iterator[Located]:
                 # A number may go on in what is not read yet; what comes behind it tells.
                 if _BEHIND.match(text, end):
                     number += 1
-                    yield f"{path}, row {number}", member
+                    yield f"{path}, row {number}", member if sound(text[at:end]) else None
                     at = end
                     continue
                 # A member that is longer than what is held doubles it, so that no file takes long.
@@ -205,8 +249,6 @@ def streamed_list(path: Path) -> Iterator[Located]:
                 text, at = text[at:] + more, 0
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
 
 
 def _next(text: str, at: int) -> int:

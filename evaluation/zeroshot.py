@@ -27,6 +27,7 @@ from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.labelled_images import Labelled, open_labelled
+from vlp.io import lines_of
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
@@ -84,10 +85,9 @@ def class_features(
 
 def _lines(path: str | Path) -> list[str]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        lines = [line.strip() for line in lines_of(Path(path))]
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path}: cannot be read ({error})") from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise EvaluationError(f"{path}: is empty; write one name a line")
     return lines

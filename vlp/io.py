@@ -211,6 +211,17 @@ def atomic_write(
         raise error(f"{path}: cannot be written ({problem.strerror or problem})") from problem
 
 
+def lines_of(path: Path, errors: str = "strict") -> list[str]:
+    """Return the lines of a text file that hold more than white space, without byte order marks.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no text; `errors` as of `open` may prevent that.
+    """
+    text = path.read_text(encoding="utf-8", errors=errors).replace("\ufeff", "")
+    return [line for line in text.split("\n") if line.strip()]
+
+
 def write_text(
     path: Path, text: str, durable: bool = False, error: type[Exception] | None = None
 ) -> None:

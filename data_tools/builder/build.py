@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -358,13 +359,34 @@ def key_of(identifier: str) -> str:
     return re.sub(r"[^0-9A-Za-z-]", "_", identifier)
 
 
-def image_identity(name: str, source: str) -> tuple[str, str]:
+def stems_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the stem of each image's name; where several have one, the whole path, if need be with
+    the extension: `cam1/0001.jpg` and `cam2/0001.jpg` are two images."""
+    forms: tuple[Callable[[str], str], ...] = (
+        lambda name: PurePosixPath(name).stem,
+        lambda name: str(PurePosixPath(name).parent / PurePosixPath(name).stem),
+        str,
+    )
+    rest, stems = list(dict.fromkeys(names)), {}
+    for form in forms:
+        by_key: dict[str, list[str]] = defaultdict(list)
+        for name in rest:
+            by_key[key_of(form(name))].append(name)
+        stems |= {same[0]: form(same[0]) for same in by_key.values() if len(same) == 1}
+        rest = [name for name in rest if name not in stems]
+    return {**dict(zip(rest, rest)), **stems}
+
+
+def image_identity(name: str, source: str, own: str | None = None) -> tuple[str, str]:
     """Return (source, image_id) of an image by its file name.
 
     COCO's names (`COCO_train2014_000000000009.jpg`) are recognised whatever the source, since many
     benchmarks took its images and one image has one identity; its number has no leading zeros.
+    Others have their stem, or what `stems_of` has for their whole path (`own`).
     """
     stem = PurePosixPath(name).stem
+    if own not in (None, stem):
+        return source, str(own)
     found = _COCO.fullmatch(stem)
     if found and (stem.startswith("COCO_") or source == "coco"):
         return "coco", found[1]

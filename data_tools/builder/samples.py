@@ -6,6 +6,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Iterable
+from html.entities import html5
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ def has_text(annotation: Annotation) -> bool:
 EMPTY, LINK, LONG = "empty caption", "caption of a URL alone", "caption too long"
 
 _JOINERS = "\u200c\u200d"
+_ENTITY = re.compile(r"&(?:#\d{2,7}|#[xX][0-9a-fA-F]{2,6}|[A-Za-z]\w*)(?:;|(?![\w=]))")
 _PERSON = re.compile(r"<\s*person\s*>", re.IGNORECASE)
 _URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
 
@@ -61,7 +63,7 @@ def clean_caption(text: str) -> str:
     """Return a caption cleaned by one rule for all corpora.
 
     1. HTML entities become the characters they stand for (`&amp;` -> `&`), twice where a crawl has
-       escaped them twice.
+       escaped them twice. One without its semicolon counts where no letter, digit or = follows.
     2. Unicode is composed (NFC).
     3. Control characters become spaces; format characters that are not seen (soft hyphen, byte
        order mark, direction marks) go. The two joiners stay: scripts and emoji need them.
@@ -71,10 +73,15 @@ def clean_caption(text: str) -> str:
     Case and punctuation stay: they are the tokenizer's. `why_dropped` drops a caption that then
     holds no letter or digit, only URLs, or too many words; none is shortened.
     """
-    text = html.unescape(html.unescape(text))
+    text = _ENTITY.sub(_character, _ENTITY.sub(_character, text))
     text = unicodedata.normalize("NFC", text)
     text = "".join(map(_visible, text)) if not text.isascii() or not text.isprintable() else text
     return " ".join(_PERSON.sub("person", text).split())
+
+
+def _character(entity: re.Match[str]) -> str:
+    name = entity[0].removeprefix("&")
+    return html.unescape(entity[0]) if name[0] == "#" or name in html5 else entity[0]
 
 
 def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
@@ -89,7 +96,7 @@ def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
 
 
 def clean_captions(
-    texts: Iterable[str], key: str, max_words: int = MAX_WORDS
+    texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
     """Return the captions of one image that are kept, in order, and what was dropped.
 
@@ -97,7 +104,7 @@ def clean_captions(
     """
     kept, dropped = [], []
     for number, text in enumerate(texts):
-        caption = clean_caption(text)
+        caption = clean_caption(text or "")
         reason = why_dropped(caption, max_words)
         if reason is None:
             kept.append(caption)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, Field, ValidationError
 from typer import Option
 
-from data_tools.builder.build import CorpusPart, Target, make_corpus
+from data_tools.builder.build import CorpusPart, Target, make_corpus, stems_of
 from data_tools.builder.samples import (
     Refused,
     SampleSpec,
@@ -17,20 +19,22 @@ from data_tools.builder.samples import (
     clean_captions,
     why_dropped,
 )
-from data_tools.builder.write_shard import OUTSIDE
 from data_tools.converters.category_words import CategoryWords
 from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, Out, Splits
 from data_tools.rows import (
     Faults,
     Row,
-    explained,
+    WrongFile,
     json_list,
+    members,
     parsed,
     read_json,
+    sound,
     streamed_list,
     text_lines,
 )
 from vlp.config import ConfigError
+from vlp.data.boxes import OUTSIDE
 from vlp.data.schema import Annotation, Expression
 
 FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
@@ -46,13 +50,14 @@ class Entry(NamedTuple):
 
     filename: str
     split: str
-    captions: list[str]
+    captions: list[str | None]
     source: str
     image_id: str
+    key: str
 
 
 class _Sentence(Row):
-    raw: str
+    raw: str | None
 
 
 class _KarpathyImage(Row):
@@ -61,11 +66,6 @@ class _KarpathyImage(Row):
     sentences: list[_Sentence]
     filepath: str = ""
     cocoid: int | None = None
-
-
-class _KarpathyFile(Row):
-    images: list[_KarpathyImage]
-    dataset: str | None = None
 
 
 class _CocoImage(Row):
@@ -78,7 +78,7 @@ class _CocoImage(Row):
 class _Caption(Row):
     id: int
     image_id: int
-    caption: str
+    caption: str | None
 
 
 class _Region(Row):
@@ -92,7 +92,7 @@ class _Region(Row):
 
 class _GenomeImage(Row):
     id: int = Field(validation_alias=AliasChoices("id", "image_id"))
-    regions: list[dict[str, Any]]
+    regions: list[Any]
 
 
 class _GenomeData(Row):
@@ -121,9 +121,10 @@ def flickr8k(
     left out and why. Images are stored as they are, with all their captions. The command may be
     interrupted and run again: finished shards stay.
     """
-    entries = [entry for path in annotations for entry in read_karpathy(path)]
+    faults: Faults = []
+    entries = [entry for path in annotations for entry in read_karpathy(path, faults)]
     target = Target(out, build, "Flickr8k", FLICKR, {"max_words": max_words})
-    return make_corpus(target, images, split_parts(entries, splits, max_words))
+    return make_corpus(target, images, split_parts(entries, splits, max_words, faults))
 
 
 def flickr30k(
@@ -151,14 +152,15 @@ def flickr30k(
     images then (--lists train.txt val.txt test.txt, one image a line, with or without .jpg), or
     everything goes to OUT/all.
     """
+    faults: Faults = []
     if annotations.suffix != ".json":
-        entries = read_tokens(annotations, lists or [])
+        entries = read_tokens(annotations, lists or [], faults)
     elif lists:
         raise ConfigError("--lists: the JSON has its own splits; leave this out")
     else:
-        entries = read_karpathy(annotations)
+        entries = read_karpathy(annotations, faults)
     target = Target(out, build, "Flickr30k", FLICKR, {"max_words": max_words})
-    return make_corpus(target, images, split_parts(entries, splits, max_words))
+    return make_corpus(target, images, split_parts(entries, splits, max_words, faults))
 
 
 def coco(
@@ -191,13 +193,17 @@ def coco(
     entries, parts = [], []
     faults: Faults = []
     objects = CategoryWords(instances, faults) if instances else None
-    for path in annotations:
+    stems = [path.name.split(".")[0].removeprefix("captions_") for path in annotations]
+    for path, stem in zip(annotations, stems):
         content = read_json(path)
         if isinstance(content, dict) and "annotations" in content:
-            name = path.name.split(".")[0].removeprefix("captions_")
+            # Exports call their files alike, in a folder for each split.
+            name = stem if stems.count(stem) == 1 else path.resolve().parent.name
+            if name in [part.name for part in parts]:
+                raise ConfigError(f"{path}: another file makes OUT/{name} too; rename one")
             parts.append(_official_part(path, name, max_words, objects, faults))
         else:
-            entries += read_karpathy(path)
+            entries += read_karpathy(path, faults)
     if entries and parts:
         raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
     if entries and objects is not None:
@@ -205,7 +211,7 @@ def coco(
             "--instances goes with official captions_*.json, not with Karpathy's JSON"
         )
     if entries:
-        parts = split_parts(entries, splits, max_words)
+        parts = split_parts(entries, splits, max_words, faults)
     elif splits:
         _require_known(splits, [part.name for part in parts])
         parts = [part for part in parts if part.name in splits]
@@ -262,29 +268,26 @@ def visual_genome(
     return make_corpus(target, images, [part])
 
 
-def read_karpathy(path: Path) -> list[Entry]:
+def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
     """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
     content = read_json(path)
-    try:
-        file = _KarpathyFile.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(
-            f"{path}: not a Karpathy-style JSON with images, filename, split and sentences/raw "
-            f"({explained(error)})"
-        ) from None
+    rows = list(parsed(members(content, path, "images"), _KarpathyImage, faults))
+    names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in rows]
+    stems = stems_of(names)
     return [
         Entry(
-            f"{image.filepath}/{image.filename}" if image.filepath else image.filename,
+            name,
             "train" if image.split == RESTVAL else image.split,
             [sentence.raw for sentence in image.sentences],
-            file.dataset or path.stem,
-            Path(image.filename).stem if image.cocoid is None else str(image.cocoid),
+            content.get("dataset") or path.stem,
+            stems[name] if image.cocoid is None else str(image.cocoid),
+            key_of_image(stems[name]),
         )
-        for image in file.images
+        for name, image in zip(names, rows)
     ]
 
 
-def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
+def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
     """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the images.
 
     `lists` are the images of each split; one that is in none of them is left out. Without lists the
@@ -296,38 +299,45 @@ def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
             name = line.strip().removesuffix(".jpg")
             if splits.setdefault(name, file.stem) != file.stem:
                 raise ConfigError(f"{file}: {name} is in {splits[name]} too")
-    captions: dict[str, list[str]] = {}
+    captions: dict[str, list[str | None]] = {}
+    wrong = WrongFile()
     for number, line in enumerate(text_lines(path), 1):
         name, tab, caption = line.partition("\t")
         image, mark, _ = name.partition("#")
-        if not (tab and mark):
-            raise ConfigError(f"{path}, line {number}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
-        captions.setdefault(image, []).append(caption)
+        if tab and mark and sound(line):
+            captions.setdefault(image, []).append(caption)
+            wrong.good = True
+        else:
+            where = f"{path}, line {number}"
+            wrong.bad(f"{where}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
+            faults.append(Refused("line of another layout", where))
+    wrong.end()
     entries = []
     for image, texts in captions.items():
         stem = Path(image).stem
         split = splits.get(stem) if lists else "all"
         if split is not None:
-            entries.append(Entry(image, split, texts, "flickr30k", stem))
+            entries.append(Entry(image, split, texts, "flickr30k", stem, key_of_image(stem)))
     return entries
 
 
 def split_parts(
-    entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int
+    entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int, faults: Faults
 ) -> list[CorpusPart]:
-    """Return a folder of shards for each split."""
+    """Return a folder of shards for each split; the first counts what is wrong with rows."""
     there = sorted({entry.split for entry in entries})
     _require_known(splits or (), there)
     parts = []
     for split in splits or there:
         chosen = [entry for entry in entries if entry.split == split]
-        parts.append(CorpusPart(split, _entry_samples(chosen, max_words), len(chosen)))
+        samples = chain(_entry_samples(chosen, max_words), () if parts else faults)
+        parts.append(CorpusPart(split, samples, len(chosen)))
     return parts
 
 
-def key_of_image(filename: str) -> str:
-    """Return the key of a sample from its image's name: no dot may end it early, nor a space."""
-    return "_".join(Path(filename).stem.replace(".", "_").split())
+def key_of_image(stem: str) -> str:
+    """Return the key of a sample from its image's stem: no dot may end it early, nor a space."""
+    return "_".join(re.sub(r"[./]", "_", stem.strip("/")).split())
 
 
 def _require_known(splits: Sequence[str], there: Sequence[str]) -> None:
@@ -338,7 +348,7 @@ def _require_known(splits: Sequence[str], there: Sequence[str]) -> None:
 
 def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Refused]:
     for entry in entries:
-        key = key_of_image(entry.filename)
+        key = entry.key
         captions, dropped = clean_captions(entry.captions, key, max_words)
         yield from dropped
         annotation = Annotation(captions=captions, source=entry.source, image_id=entry.image_id)
@@ -350,14 +360,20 @@ def _official_part(
 ) -> CorpusPart:
     """Return the shards of one official file of COCO."""
     faults = list(faults)
-    captions: dict[int, list[str]] = {}
+    captions: dict[int, list[str | None]] = {}
     for row in parsed(json_list(path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
     images = list(parsed(json_list(path, "images"), _CocoImage, faults))
+    stems = stems_of(image.file_name for image in images)
+    names = {image.id: image.file_name for image in images}
+    others = {image.id for image in images if names[image.id] != image.file_name}
 
     def samples() -> Iterator[SampleSpec | Refused]:
         for image in images:
-            key = key_of_image(image.file_name)
+            key = key_of_image(stems[image.file_name])
+            if image.id in others:
+                yield Refused("image id of several files", f"{image.id} ({image.file_name})")
+                continue
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
             annotation = Annotation(
@@ -408,7 +424,8 @@ def _genome_samples(
             try:
                 region = _Region.model_validate(content)
             except ValidationError:
-                which = content.get("region_id", "without an id")
+                known_id = content.get("region_id") if isinstance(content, dict) else None
+                which = "without an id" if known_id is None else known_id
                 yield Refused("region of another layout", f"{key}/region {which}")
                 continue
             phrase = clean_caption(region.phrase)
@@ -416,7 +433,7 @@ def _genome_samples(
             if reason is None and len(phrase.split()) < limits.min_words:
                 reason = "shorter than --min-words"
             least = limits.min_area * data.width * data.height if data else 0
-            if reason is None and region.width * region.height < least:
+            if reason is None and least and region.width * region.height < least:
                 reason = "region smaller than --min-area"
             if reason is not None:
                 yield Refused(reason, f"{key}/region {region.region_id}")

@@ -67,7 +67,7 @@ class _Object(Row):
     image_id: int
     category_id: int
     bbox: Box
-    iscrowd: int = 0
+    iscrowd: bool | None = None
 
 
 class _Category(Row):

@@ -15,6 +15,7 @@ from data_tools.builder.build import (
     image_identity,
     key_of,
     make_corpus,
+    stems_of,
 )
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out, Splits
@@ -180,6 +181,7 @@ def wanted_images(
     """Yield one sample an image with its expressions, in the order of a split's references."""
     references = [reference for reference in found.references if reference.split == split]
     images, instances = found.images, found.instances
+    stems = stems_of(image.file_name for image in images.values())
     expressions: dict[int, list[Expression]] = defaultdict(list)
     seen: set[str] = set()
     for reference in references:
@@ -197,12 +199,12 @@ def wanted_images(
         if not of_image:
             continue
         image = images[image_id]
-        source, name = image_identity(image.file_name, "coco")
+        source, name = image_identity(image.file_name, "coco", stems[image.file_name])
         boxes = None if proposals is None else proposals.get(str(image_id))
         if proposals is not None and not boxes:
             faults.append(Refused("image without proposals (kept)", image.file_name))
         annotation = Annotation(source=source, image_id=name, expressions=of_image, proposals=boxes)
-        key = key_of(Path(image.file_name).stem)
+        key = key_of(stems[image.file_name])
         yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
 
 

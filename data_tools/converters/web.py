@@ -27,7 +27,7 @@ from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_capt
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, File, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Row, explained, line_count, raw_lines, read_json
+from data_tools.rows import Row, WrongFile, explained, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_ANNOTATION_BYTES
@@ -96,9 +96,9 @@ class WebRow(NamedTuple):
 
 
 class _SbuFile(Row):
-    image_urls: list[str]
-    captions: list[str]
-    user_ids: list[str] | None = None
+    image_urls: list[str | None]
+    captions: list[str | None]
+    user_ids: list[str | None] | None = None
 
 
 class _Downloaded(BaseModel):
@@ -142,21 +142,34 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
 
 
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
-    """Yield `caption<TAB>url` or `url<TAB>caption` lines; one of another layout is refused."""
+    """Yield `caption<TAB>url` or `url<TAB>caption` lines, of which a header may be the first.
+
+    A line of another layout, or that is not UTF-8, is refused. A header is no row.
+    """
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
+    wrong, header = WrongFile(), 0
     for number, line in enumerate(raw_lines(path)):
+        where = f"line {number + 1}"
         try:
-            parts = line.decode().rstrip("\r\n").split("\t")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            wrong.bad(f"{path}, {where}: not UTF-8")
+            yield Refused("line that is not UTF-8", where)
+            continue
+        parts = text.rstrip("\r\n").split("\t")
+        named = [part.strip().lower() for part in parts]
+        if not number and sorted(named) == ["caption", "url"]:
+            header, caption_first = 1, named[0] == "caption"
+            continue
         if not caption_first:
             parts.reverse()
         if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
-            yield WebRow(number, parts[0], parts[1].strip())
-        elif number == 0:
-            raise ConfigError(f"{path}, line 1: this should be {layout}")
+            wrong.good = True
+            yield WebRow(number - header, parts[0], parts[1].strip())
         else:
-            yield Refused("line of another layout", f"line {number + 1}")
+            wrong.bad(f"{path}, {where}: this should be {layout}")
+            yield Refused("line of another layout", where)
+    wrong.end()
 
 
 def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
@@ -174,7 +187,10 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
             f"{len(users)} user_ids cannot belong together; download it again"
         )
     for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
-        yield WebRow(number, caption, url, {} if user is None else {"user_id": user})
+        if url is None or _split(url).scheme not in ("http", "https"):
+            yield Refused("row of another layout", f"{path}, row {number + 1}: no URL")
+        else:
+            yield WebRow(number, caption or "", url, {} if user is None else {"user_id": user})
 
 
 def image_id_of(url: str) -> str:
@@ -269,10 +285,12 @@ def _convert(
 ) -> int:
     """Write the shards of a web corpus, or with --urls-only the list to download."""
     # A wrong file is told before downloads are looked through.
-    first = next(rows, None)
-    if first is None:
-        raise ConfigError(f"{web.annotations}: holds no rows")
-    rows = chain([first], rows)
+    first: list[WebRow | Refused] = []
+    while not first or isinstance(first[-1], Refused):
+        if (item := next(rows, None)) is None:
+            raise ConfigError(f"{web.annotations}: holds no rows that can be used")
+        first.append(item)
+    rows = chain(first, rows)
     rule = web.names if web.images else None
     if rule is not None:
         _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))

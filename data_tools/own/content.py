@@ -16,9 +16,10 @@ from data_tools.executor import Executor, go_on
 from data_tools.originals import ImageLocation
 from data_tools.own.file_tree import FileTree
 from data_tools.own.forms import OwnImage
-from data_tools.own.tables import SPLIT_NAMES, require_splits, split_of
+from data_tools.own.tables import require_splits
 from data_tools.shards import number_of
 from vlp.config import ConfigError
+from vlp.data.file_names import SPLIT_NAMES, split_of
 from vlp.data.shards.sample_files import BadSample
 
 SPLITS = tuple(SPLIT_NAMES)
@@ -105,8 +106,9 @@ def deal(
     groups = np.arange(len(records)) if exact else alike_groups(records)
     given = given_splits([image.split for image in kept], splits_named)
     stay = [before.get(image.image) for image in kept]
-    splits = given_or_dealt(groups, records["bytes"], given, shares, stay)
-    readable = (records["state"] != UNREADABLE).tolist()
+    there = records["state"] != UNREADABLE
+    splits = given_or_dealt(groups, records["bytes"], given, shares, stay, there)
+    readable = there.tolist()
     digests = [f"{int(value).to_bytes(8, 'little').hex()}" for value in records["bytes"]]
     return Dealt(
         [
@@ -123,7 +125,8 @@ def deal(
 def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
     """Return the splits that the data gives; all None where they divide nothing.
 
-    With `named` the command line says that they are splits.
+    One split alone divides something where others are in none, unless it is train. With `named` the
+    command line says that they are splits.
     """
     counts = Counter(name for name in names if name is not None)
     known = {name: split_of(name) for name in counts}
@@ -133,7 +136,8 @@ def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
             f"--split-column: {strange[0]!r} is no split; it should hold train, val or test"
         )
     require_splits(counts, "splits of the data")
-    if strange or (len(set(known.values())) < 2 and not named):
+    divided = len(set(known.values())) > 1 or (None in names and "train" not in known.values())
+    if strange or not (divided or named):
         return [None] * len(names)
     return [None if name is None else known[name] for name in names]
 
@@ -144,12 +148,14 @@ def given_or_dealt(
     given: Sequence[str | None],
     shares: Sequence[float],
     before: Sequence[str | None] = (),
+    there: NDArray[np.bool_] | None = None,
 ) -> list[str]:
     """Return the split of each image: the given one, else that of before or its group, else train.
 
     Where none is given, a group goes where its smallest digest (of the bytes, uniform in 64 bits)
     lies in [0, 1): below the share of test, below that and the share of val, or above. Only where a
-    split would be empty, and there is none of before, the smallest digests fill it.
+    split would hold no image that is `there`, and there is none of before, the smallest digests
+    fill it.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)
@@ -160,7 +166,9 @@ def given_or_dealt(
     if any(given):
         dealt[:] = "train"
     elif not any(before):
-        _fill(dealt, level, dict(zip(SPLITS, shares)))
+        alive = np.zeros(count, np.bool_)
+        alive[groups if there is None else groups[there]] = True
+        _fill(dealt, level, dict(zip(SPLITS, shares)), alive)
     known = [split or former for split, former in zip_longest(given, before)]
     of_group: dict[int, str] = {}
     for group, split in zip(groups.tolist(), known):
@@ -172,12 +180,17 @@ def given_or_dealt(
     ]
 
 
-def _fill(dealt: NDArray[np.str_], level: NDArray[np.float64], shares: Mapping[str, float]) -> None:
+def _fill(
+    dealt: NDArray[np.str_],
+    level: NDArray[np.float64],
+    shares: Mapping[str, float],
+    alive: NDArray[np.bool_],
+) -> None:
     for split, share in shares.items():
-        if share == 0 or (dealt == split).any():
+        if share == 0 or (alive & (dealt == split)).any():
             continue
-        most = max(SPLITS, key=lambda name: int((dealt == name).sum()))
-        there = np.flatnonzero(dealt == most)
+        most = max(SPLITS, key=lambda name: int((alive & (dealt == name)).sum()))
+        there = np.flatnonzero(alive & (dealt == most))
         if len(there) > 1:
             order = there[np.argsort(level[there])]
             dealt[order[-1] if split == "train" else order[0]] = split

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,6 +21,7 @@ from data_tools.originals import (
     plain_file,
 )
 from vlp.config import ConfigError
+from vlp.data.file_names import FileNames
 from vlp.data.limits import (
     MAX_ANNOTATION_BYTES,
     MAX_ARCHIVE_MEMBERS,
@@ -50,12 +50,18 @@ class FileTree(Originals):
         self._room = room
         self._left_out = None if left_out is None else left_out.resolve()
         self._files: dict[str, FoundFile] = {}
+        self._places: dict[int, Path] = {}
+        self._in_both: set[str] = set()
+        self._placed: set[str] = set()
         self._prefix = ""
         self._tops: dict[str, str] = {}
         self._other_tops: list[tuple[str, str]] = []
         self._embedded: IO[bytes] | None = None
         self._digests: dict[bytes, str] = {}
         for place in places:
+            self._place = place.resolve()
+            if place.is_file():
+                self._place = self._place.with_name(place.name.partition(".")[0])
             if place.is_dir():
                 self._add_folder(place)
             elif not place.is_file():
@@ -77,6 +83,13 @@ class FileTree(Originals):
         """Return the paths of the images, by their extension."""
         return [path for path in self._files if path.lower().endswith(IMAGE_SUFFIXES)]
 
+    def whole(self, path: str) -> str:
+        """Return a path of `files` with the place before it, as far as that is known."""
+        place = self._places.get(self._files[path].container) if path in self._files else None
+        if place is None:
+            return path
+        return f"{place.parent if path in self._placed else place}/{path}"
+
     def find(self, name: str) -> ImageLocation | None:
         """Return the location of a path of `files`; None where it is none."""
         found = self._files.get(name)
@@ -86,8 +99,7 @@ class FileTree(Originals):
         """Return the path of a file that a table names, perhaps absolute or with backslashes.
 
         Tried in this order: from the table's folder, from the top, from the top of a place that
-        lies in another, then the only file whose path ends like the name or whose name ends like
-        its path, at last without the extension.
+        lies in another, then as `FileNames` finds it.
         """
         name = name.strip().replace("\\", "/").removeprefix("./")
         others = [
@@ -98,12 +110,16 @@ class FileTree(Originals):
         for path in (f"{folder}/{name}" if folder else name, name, *others):
             if path in self._files:
                 return path
-        last = name.rpartition("/")[2]
-        alike = [path for path in self._by_name.get(last, ()) if _agree(path, name)]
-        if not alike:
-            named = self._by_stem.get(last, ())
-            alike = [path for path in named if _agree(path.rpartition(".")[0], name)]
-        return alike[0] if len(alike) == 1 else None
+        return self._names.find(name)
+
+    @cached_property
+    def _names(self) -> FileNames:
+        return FileNames({path: self.whole(path) for path in self._files})
+
+    @property
+    def shared(self) -> set[str]:
+        """Return paths that rows with other folders have named, as in `FileNames`."""
+        return self._names.shared if "_names" in vars(self) else set()
 
     def read_text(self, path: str) -> str:
         """Return a small text in UTF-8; raises BadSample."""
@@ -184,7 +200,18 @@ class FileTree(Originals):
             return
         if len(self._files) >= MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
-        self._files.setdefault(path, found)
+        self._places[found.container] = self._place
+        known = self._files.get(path)
+        other = self._place if known is None else self._places.get(known.container)
+        if other != self._place:
+            # Files of two places are called alike: what each place is called goes before.
+            self._in_both.add(path)
+            if other is not None:
+                self._placed.add(moved := f"{other.name}/{path}")
+                self._files[moved] = self._files.pop(path)
+        if path in self._in_both:
+            self._placed.add(path := f"{self._place.name}/{path}")
+        self._files[path] = found
 
     def _add_folder(self, folder: Path) -> None:
         archives = []
@@ -227,20 +254,6 @@ class FileTree(Originals):
         ending = ".tar" if name.endswith(SUFFIXES) else Path(without_gz(name)).suffix
         return plain_file(path, self._room, f"unpacked{ending}")
 
-    @cached_property
-    def _by_name(self) -> dict[str, list[str]]:
-        known = defaultdict(list)
-        for path in self._files:
-            known[path.rpartition("/")[2]].append(path)
-        return known
-
-    @cached_property
-    def _by_stem(self) -> dict[str, list[str]]:
-        known = defaultdict(list)
-        for path in self.images:
-            known[PurePosixPath(path).stem].append(path)
-        return known
-
 
 _TABLES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".token")
 _ALONE = -3
@@ -259,11 +272,6 @@ def is_archive(path: Path) -> bool:
 def without_gz(name: str) -> str:
     """Return a file's name without what compression added to it."""
     return name[:-3] if name.lower().endswith(".gz") else name
-
-
-def _agree(there: str, wanted: str) -> bool:
-    """Return whether two paths end alike, as far as the shorter one goes."""
-    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
 
 
 def _blocks(place: ImageLocation, path: str) -> Iterator[bytes]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -22,11 +23,12 @@ from data_tools.own.tables import (
     open_table,
     require_splits,
     said_split,
-    split_of,
     texts_in,
+    with_class_names,
 )
 from data_tools.rows import Faults, Located, read_json
 from vlp.config import ConfigError
+from vlp.data.file_names import folded, split_of
 from vlp.data.limits import MAX_IMAGE_BYTES
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import parse_json
@@ -98,7 +100,7 @@ def recognise(
     files a table of a single file names, in place of the tree.
     """
     files, images = tree.files, tree.images
-    stems = {path.rpartition(".")[0] for path in images}
+    stems = {folded(path.rpartition(".")[0]) for path in images}
     tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
     described = [path for path in tables if _stem(path) == "metadata"]
     saved = [path for path in tables if path.endswith(".arrow")]
@@ -120,10 +122,12 @@ def recognise(
             return karpathy
         table = open_table(on_disk, path, named, faults)
         if table is None:
+            refused = refused or ConfigError(f"{path}: no rows of images and captions in it")
             continue
         columns = find_columns(table.columns, named, table.bytes_columns)
         if columns is not None:
-            found.append(_Found(table, columns, path, _split_in_name(path)))
+            split = next(filter(None, map(split_of, reversed(path.split("/")))), None)
+            found.append(_Found(table, columns, path, split))
         elif refused is None:
             refused = no_columns(path, table.columns)
     if found:
@@ -215,11 +219,27 @@ def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> st
         if beside is None:
             if (path := tree.path_of(said, folder)) is not None:
                 return path
-        elif (file := Path(os.path.abspath(beside / said))).is_file():
+        elif (file := _existing(Path(os.path.abspath(beside / said)))) is not None:
             if not file.is_relative_to(os.path.abspath(beside)):
                 raise BadSample(OUTSIDE, name)
             return tree.add_file(file, said)
     return name
+
+
+def _existing(file: Path) -> Path | None:
+    """Return a file, else the only one of its folder whose name differs in case or accents."""
+    if file.is_file():
+        return file
+    alike = _listed(file.parent).get(folded(file.name), [])
+    return alike[0] if len(alike) == 1 else None
+
+
+@lru_cache(maxsize=64)
+def _listed(folder: Path) -> dict[str, list[Path]]:
+    found = defaultdict(list)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        found[folded(path.name)].append(path)
+    return found
 
 
 def _side_files(
@@ -240,16 +260,21 @@ def _side_files(
     elif place.is_file() or any(".tar/" in path for path in images):
         title = "an archive of images with their captions beside them"
 
-    # Cameras write IMG_1.JPG, and what describes them IMG_1.TXT.
-    parts = (path.rpartition(".") for path in sides)
-    beside = {f"{stem}.{extension.lower()}": f"{stem}.{extension}" for stem, _, extension in parts}
+    # Cameras write IMG_1.JPG, and what describes them img_1.TXT; the very name comes first.
+    stems = {path.rpartition(".")[0] for path in images}
+    beside, alike = {}, {}
+    for path in sides:
+        stem, _, extension = path.rpartition(".")
+        known = beside if stem in stems else alike
+        known[f"{stem if stem in stems else folded(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[OwnImage]:
-        splits = {} if named.split else _folder_splits(images, place)
         unseen = [name for name in (named.image, *(named.captions or ()), named.split) if name]
         for image in images:
             stem = image.rpartition(".")[0]
-            paths = [beside[name] for end in _SIDES if (name := f"{stem}{end}") in beside]
+            names = ((f"{stem}{end}", f"{folded(stem)}{end}") for end in _SIDES)
+            found = (beside.get(exact) or alike.get(other) for exact, other in names)
+            paths = [path for path in found if path is not None]
             lines, content = _read_sides(paths, tree, faults)
             about = content if isinstance(content, dict) else {}
             unseen = [name for name in unseen if name not in about]
@@ -259,7 +284,7 @@ def _side_files(
                 # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
                 stated = (lines or stated) if downloaded else (stated or lines)
                 stated = stated or texts_in(content)
-            split = said_split(about.get(named.split)) if named.split else splits.get(image)
+            split = said_split(about.get(named.split)) if named.split else None
             yield OwnImage(image, stated, split, about.get("url") or None)
         if unseen:
             raise ConfigError(
@@ -300,7 +325,7 @@ def _karpathy(
     content = read_json(on_disk)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
-    entries = read_karpathy(on_disk)
+    entries = read_karpathy(on_disk, faults)
     folder = path.rpartition("/")[0]
 
     def read() -> Iterator[OwnImage]:
@@ -326,32 +351,24 @@ def _start_of(path: Path) -> bytes:
         return file.read(1 << 20)
 
 
-def _folder_splits(images: Sequence[str], place: Path) -> dict[str, str]:
-    """Return the split of each image where folders have the names of splits: `train/a.jpg`."""
-    folders = {path: path.split("/")[:-1] for path in images}
-    for depth in range(max(map(len, folders.values()), default=0)):
+def splits_by_name(paths: Sequence[str], place: str) -> dict[str, str]:
+    """Return the split of each image that its folders, archives or name tell: `train/a.jpg`.
+
+    Args:
+        paths: of all images, as far as they are known.
+        place: that they are of, for messages.
+    """
+    parts = {path: path.split("/") for path in paths}
+    for depth in range(max(map(len, parts.values()), default=0)):
         # An image above these folders is of no split.
-        names = {
-            path: parts[depth].removesuffix(".tar")
-            for path, parts in folders.items()
-            if len(parts) > depth
-        }
-        if len(set(names.values())) > 1:
-            require_splits(Counter(names.values()), f"folders of {place}")
-            known = {path: split_of(name) for path, name in names.items()}
-            splits = {path: split for path, split in known.items() if split is not None}
-            return splits if len(splits) == len(names) else {}
-    return {}
-
-
-def _split_in_name(path: str) -> str | None:
-    """Return the split that a table's name, or its folder's, starts with."""
-    parts = PurePosixPath(path).with_suffix("").parts
-    for part in reversed(parts[-2:]):
-        split = split_of(part.split("-")[0].split("_")[0])
-        if split is not None:
-            return split
-    return None
+        folders = {path: one[depth] for path, one in parts.items() if len(one) > depth + 1}
+        known = {path: split for path, name in folders.items() if (split := split_of(name))}
+        apart = len(folders) < len(paths) and len(known) == len(folders)
+        if len(set(known.values())) > 1 or (apart and {*known.values()} & {"val", "test"}):
+            require_splits(Counter(folders.values()), f"folders of {place}")
+            return known
+    files = {path: split for path, one in parts.items() if (split := split_of(one[-1]))}
+    return files if len(files) == len(paths) and len(set(files.values())) > 1 else {}
 
 
 def _may_be_table(path: str, stems: set[str]) -> bool:
@@ -367,7 +384,7 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
 
 def _is_side(path: str, stems: set[str]) -> bool:
     base, _, extension = path.rpartition(".")
-    return f".{extension.lower()}" in _SIDES and base in stems
+    return f".{extension.lower()}" in _SIDES and folded(base) in stems
 
 
 def _suffix(path: str) -> str:
@@ -425,6 +442,7 @@ def hub_form(
     def rows() -> Iterator[OwnImage]:
         for split, part in parts.items():
             stream = iter(part.select_columns(columns.wanted))
+            features = datasets.Features(_features(part)).to_dict()
             number = -1
             while True:
                 number += 1
@@ -445,6 +463,7 @@ def hub_form(
                 if image is None:
                     faults.append(Refused("row without one image", where))
                     continue
+                row = with_class_names(row, features)
                 captions = [text for key in columns.captions for text in texts_in(row[key])]
                 said = row[columns.split] if columns.split else split
                 yield OwnImage(image, captions, said_split(said))

@@ -32,6 +32,7 @@ from data_tools.own.forms import (
     hub_form,
     other_files,
     recognise,
+    splits_by_name,
 )
 from data_tools.own.tables import Named
 from data_tools.rows import Faults
@@ -160,8 +161,12 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             print(readable(f"{options.place}: {form.title}"))
             for line in filter(None, (*form.took, other_files(tree))):
                 print(f"  {readable(line)}")
-            images, dropped = _cleaned(form, faults, options)
+            images, dropped = _cleaned(form, tree, faults, options)
             tree.flush()
+            if not options.split_column and not any(image.split for image in images):
+                whole = {image.image: tree.whole(image.image) for image in images}
+                splits = splits_by_name(list(whole.values()), options.place)
+                images = [one._replace(split=splits.get(whole[one.image])) for one in images]
             _require_captions(images, form, tree, faults, options)
             _show(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)
@@ -184,7 +189,7 @@ def _opened(options: ImportOptions, room: Path, faults: Faults) -> tuple[FileTre
 
 
 def _cleaned(
-    form: Form, faults: Faults, options: ImportOptions
+    form: Form, tree: FileTree, faults: Faults, options: ImportOptions
 ) -> tuple[list[OwnImage], list[Refused]]:
     """Return each image once with its cleaned captions, and the captions that were dropped."""
     dropped: list[Refused] = []
@@ -193,6 +198,9 @@ def _cleaned(
         captions, lost = clean_captions(image.captions, image.image, options.max_words)
         dropped += lost
         images.append(image._replace(captions=captions))
+    unclear = [image for image in images if image.image in tree.shared]
+    faults += [Refused("image of several names", image.image) for image in unclear]
+    images = [image for image in images if image.image not in tree.shared]
     if not images:
         first = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
         raise ConfigError(f"{options.place}: no row can be used{first}")
@@ -226,6 +234,8 @@ def _require_captions(
         without += [path for path in tree.images if path not in said]
     captions = sum(len(image.captions) for image in images)
     print(f"  {there} images, {captions} captions")
+    if captions and all(text.isdigit() for image in images for text in image.captions):
+        print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
         print(f"  {len(missing)} images are nowhere (first: {first})")
     if not without:
@@ -235,7 +245,9 @@ def _require_captions(
         f"{total} images, and {len(without)} of them have no caption (first: "
         f"{readable(without[0])})"
     )
-    if len(without) == total or not options.allow_missing_captions:
+    # A row or file that cannot be read costs its image, and is counted.
+    allowed = options.allow_missing_captions or len(without) <= len(faults)
+    if len(without) == total or not allowed:
         raise ConfigError(
             f"{options.place}: {counts}; write them, or leave these images out with "
             f"--allow-missing-captions{_unread(faults)}"

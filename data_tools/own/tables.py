@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.samples import Refused
 from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, most_unpacked
-from data_tools.rows import Faults, Located, json_lines, read_json, streamed_list
+from data_tools.rows import Faults, Located, json_lines, read_json, sound, streamed_list
 from vlp.config import ConfigError
+from vlp.data.file_names import SPLIT_NAMES, split_of
 from vlp.io import parse_json
 
 # Usual names, the most telling first.
@@ -30,11 +31,15 @@ CAPTIONS = (
 )
 SPLITS = ("split", "set", "subset", "partition")
 
-SPLIT_NAMES = {
-    "train": ("train", "training", "restval"),
-    "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
+_MISSING = frozenset(("", "nan", "NaN", "None", "null", "<NA>", "N/A"))
+"""What pandas and others write for no caption."""
+_BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
+_PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
+_DTYPE = re.compile(r",\s*dtype=\S+\)$")
+_ITEM = re.compile(
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(?=\s+[^\s,\])}])""", re.DOTALL
+)
+"""An item of a printed list that no comma follows."""
 
 _NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
 _DEPTH = 3
@@ -109,7 +114,8 @@ def no_columns(where: str, names: Iterable[str]) -> ConfigError:
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
     """Return the captions that a value holds: a text, a list of them, or objects with one each.
 
-    A text that is written as a list (`["a dog", "two dogs"]`, as CSV files have it) is one.
+    A text that is written as a list (`["a dog", "two dogs"]`, as CSV files have it, or without
+    commas, as NumPy's arrays are printed) is one.
     """
     if value is None or value != value or depth < 0:  # NaN stands for a missing value
         return []
@@ -120,17 +126,18 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
     if isinstance(value, list | tuple):
         return [text for part in value for text in texts_in(part, depth - 1)]
     text = str(value).strip()
-    if text[:2] in ('["', "['") and text.endswith("]"):
-        for parse in (parse_json, ast.literal_eval):
+    if text in _MISSING:
+        return []
+    if _BYTES.fullmatch(text):
+        with suppress(ValueError, SyntaxError):
+            return [ast.literal_eval(text).decode().strip()]
+    if printed := _PRINTED.fullmatch(text):
+        with_commas = _ITEM.sub(r"\1,", _DTYPE.sub(")", printed[1]).replace("np.str_(", "("))
+        for parse, written in ((parse_json, text), (ast.literal_eval, with_commas)):
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                return texts_in(parse(text), depth - 1)
-    return [text] if text else []
-
-
-def split_of(value: Any) -> str | None:
-    """Return train, val or test for a usual name of one; None for anything else."""
-    name = str(value).strip().lower()
-    return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
+                if isinstance(found := parse(written), list | tuple):
+                    return texts_in(found, depth - 1)
+    return [text]
 
 
 def said_split(value: Any) -> str | None:
@@ -162,6 +169,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", 
 _IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
 _SAMPLED = 50
 """Rows of JSON whose keys are the columns."""
+_TEXT: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
 _END = "\0"
 """A last line, which a quote that is left open takes in."""
 _BATCH = 32
@@ -189,23 +197,32 @@ def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, where)
     if suffix in (".jsonl", ".ndjson"):
-        return _of_objects(json_lines(path, faults))
+        return _of_objects(json_lines(path, faults), faults)
     if suffix == ".json":
-        return _of_objects(_json_rows(path, faults))
+        return _of_objects(_json_rows(path, faults), faults)
     return _delimited(path, where, named, faults)
 
 
-def _of_objects(rows: Iterator[Located]) -> OwnTable | None:
-    rows = (row for row in rows if isinstance(row[1], dict))
+def _of_objects(rows: Iterator[Located], faults: Faults) -> OwnTable | None:
     first = list(islice(rows, _SAMPLED))
-    if not first:
-        return None
-    columns = list(dict.fromkeys(key for _, row in first for key in row))
-    return OwnTable(columns, lambda wanted: chain(first, rows))
+    columns = list(dict.fromkeys(key for _, row in first if isinstance(row, dict) for key in row))
+
+    def objects(wanted: Sequence[str]) -> Iterator[Located]:
+        for where, row in chain(first, rows):
+            if isinstance(row, dict):
+                yield where, row
+            else:
+                faults.append(Refused("row of another layout", where))
+
+    return OwnTable(columns, objects) if columns else None
 
 
 def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a list, of lines, or of `{"a.jpg": "a caption"}`."""
+    """Yield the objects of a list, of lines, or of an object that holds them.
+
+    They may be its lists (each may be a split), its values by the name of the image, or be written
+    by column, as pandas does.
+    """
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"["):
@@ -224,18 +241,41 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         raise ConfigError(
             f"{path.name}: COCO's own layout; take it with: vlp data coco --annotations {path.name}"
         )
-    for name, value in content.items():
-        if str(name).lower().endswith(IMAGE_SUFFIXES) and isinstance(value, str | list):
-            yield f"{path}, {name}", {"image": name, "caption": value}
+    by_name = {
+        name: value if isinstance(value, dict) else {"caption": value}
+        for name, value in content.items()
+        if name.lower().endswith(IMAGE_SUFFIXES)
+    }
+    lists = {
+        name: rows
+        for name, rows in content.items()
+        if isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
+    }
+    if by_name:
+        yield from ((f"{path}, {name}", {"image": name, **row}) for name, row in by_name.items())
+    elif lists:
+        for name, rows in lists.items():
+            split = {"split": name} if split_of(name) else {}
+            for number, row in enumerate(rows, 1):
+                if isinstance(row, dict):
+                    yield f"{path}, {name}, row {number}", {**split, **row}
+    else:
+        columns = {
+            name: list(values.values() if isinstance(values, dict) else values)
+            for name, values in content.items()
+            if isinstance(values, list | dict)
+        }
+        if len({len(values) for values in columns.values()}) == 1:
+            for number, values in enumerate(zip(*columns.values()), 1):
+                yield f"{path}, row {number}", dict(zip(columns, values))
 
 
 def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
     """Open comma, tab, semicolon or bar separated text, with or without a header."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            line = file.readline(1 << 16)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 ({error}); save it as UTF-8") from error
+    with open(path, **_TEXT) as file:
+        line = file.readline(1 << 16)
+    if not sound(line) or "\0" in line:
+        raise ConfigError(f"{where}: not UTF-8; save it as UTF-8")
     if not line.strip():
         return None
     delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
@@ -260,7 +300,7 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
     def rows(wanted: Sequence[str]) -> Iterator[Located]:
         bare = delimiter == "\t" and not (line.startswith('"') or _quotes_end_cells(path))
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with open(path, **_TEXT) as file:
             reader = csv.reader(chain(file, [_END]), delimiter=delimiter, quoting=quoting)
             try:
                 for number, cells in enumerate(reader):
@@ -270,14 +310,16 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
                         raise csv.Error("the file ends within quotes")
                     cells = [*map(_unquoted, cells)] if bare else cells
                     place = f"{where}, line {reader.line_num}"
-                    if len(cells) < len(names) or any(cells[len(names) :]):
+                    if not sound("".join(cells)):
+                        faults.append(Refused("line that is not UTF-8", place))
+                    elif len(cells) < len(names) or any(cells[len(names) :]):
                         faults.append(Refused("row of another layout", place))
                     else:
                         yield place, dict(zip(names, cells))
-            except (csv.Error, UnicodeDecodeError) as error:
+            except csv.Error as error:
                 raise ConfigError(
                     f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
-                    "left open, or is it not UTF-8?"
+                    "left open?"
                 ) from error
 
     return OwnTable(names, rows)
@@ -295,7 +337,7 @@ def _quotes_end_cells(path: Path) -> bool:
 
     Where they are not, a caption that starts with one would take the rows behind it in.
     """
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+    with open(path, **_TEXT) as file:
         try:
             deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
         except csv.Error:
@@ -318,6 +360,8 @@ def _columnar(path: Path, where: str) -> OwnTable:
             f"{where}: {path.suffix[1:].capitalize()} needs pyarrow: pip install 'vlp[data]'"
         ) from None
 
+    features: dict[str, Any] = {}
+
     def batches(wanted: Sequence[str]) -> Iterator[Any]:
         if path.suffix.lower() == ".parquet":
             file = parquet.ParquetFile(path)
@@ -339,7 +383,7 @@ def _columnar(path: Path, where: str) -> OwnTable:
                 batch.validate(full=True)  # Arrow reads where damaged offsets point
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{where}, row {number}", row
+                    yield f"{where}, row {number}", with_class_names(row, features)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{where}: damaged behind row {number} ({reason})") from error
@@ -353,8 +397,30 @@ def _columnar(path: Path, where: str) -> OwnTable:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{where}: not a readable {path.suffix[1:]} file ({reason})") from error
+    with suppress(KeyError, TypeError, ValueError):  # none that `datasets` wrote
+        features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
     with_bytes = tuple(field.name for field in schema if _holds_bytes(field.type, pa))
     return OwnTable(list(schema.names), rows, with_bytes)
+
+
+def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the names of its classes in place of their numbers.
+
+    Args:
+        row: of a data set of `datasets`.
+        features: of the data set by column, as `datasets` writes them; perhaps none.
+    """
+
+    def named(value: Any, kind: Any) -> Any:
+        if isinstance(value, list):
+            inner = kind[0] if isinstance(kind, list) else kind.get("feature", kind)
+            return [named(one, inner) for one in value]
+        names = kind.get("names") if isinstance(kind, dict) else None
+        if isinstance(names, list) and isinstance(value, int):
+            return names[value] if 0 <= value < len(names) else None
+        return value
+
+    return {name: named(value, features.get(name, {})) for name, value in row.items()}
 
 
 def _arrow(path: Path, pa: Any, ipc: Any) -> Any:

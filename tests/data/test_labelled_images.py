@@ -14,7 +14,7 @@ from vlp.config import ConfigError
 from vlp.data.labelled_images import open_labelled
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_reader import ShardWriter
+from vlp.data.shards.shard_reader import ShardWriter, index_folder
 from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
 
 CLASSES = ("blue", "red")
@@ -72,7 +72,50 @@ def test_folders_tars_and_shards_hold_the_same(folder, tmp_path):
         assert labels == [0] * 8 + [1] * 8
 
 
+def test_class_folders_may_hold_folders_and_any_extension(folder, tmp_path):
+    for name in ("deep/er/0.JPG", "1.gif", "2.JFIF", "3.jpe", ".hidden/4.png"):
+        (folder / "red" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), "red").save(folder / "red" / name, "png")
+    for place in (folder, as_tar(folder, tmp_path / "a.tar", "w")):
+        images = open_labelled(str(place))
+        assert images.classes == CLASSES
+        read = [images.read(number) for number in range(len(images))]
+        assert [one.label for one in read] == [0] * 8 + [1] * 12
+        assert {one.image.getpixel((0, 0)) for one in read[8:]} == {COLOURS["red"]}
+
+
+def test_of_two_members_of_a_name_the_later_counts(folder, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(folder, "train")
+        archive.add(folder / "red" / "0.png", "train/blue/0.png")
+    images = open_labelled(str(tmp_path / "a.tar"))
+    assert len(images) == 16
+    read = [images.read(number) for number in range(16)]
+    assert sorted(one.image.getpixel((0, 0)) for one in read if one.label == 0)[-1] == (255, 0, 0)
+
+
+def test_class_files_of_shards(tmp_path):
+    (tmp_path / "s").mkdir()
+    with tarfile.open(tmp_path / "s" / "0.tar", "w") as archive:
+        for number in range(2):
+            for name, data in ((f"{number}.cls", b"%d" % number), (f"{number}.gif", png("red"))):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    assert index_folder(tmp_path / "s") == []
+    images = open_labelled(str(tmp_path / "s"), ("0", "1"))
+    assert [images.read(number).label for number in range(2)] == [0, 1]
+    with pytest.raises(BadSample, match=r"label '0', by its JSON or KEY\.cls"):
+        open_labelled(str(tmp_path / "s"), ("cat", "dog")).read(0)
+
+
 def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
+    (tmp_path / "split" / "test" / "red").mkdir(parents=True)
+    (tmp_path / "split" / "test" / "red" / "0.png").write_bytes(png("red"))
+    folder.rename(tmp_path / "split" / "train")
+    with pytest.raises(ConfigError, match="its class folders lie in test, train"):
+        open_labelled(str(tmp_path / "split"))
+    folder = tmp_path / "split" / "train"
     with tarfile.open(tmp_path / "both.tar", "w") as archive:
         for part in ("train", "test"):
             archive.add(folder, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from benchmark_files import tar_of
 
 from data_tools.originals import Originals, unpacked
+from data_tools.own.file_tree import FileTree
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 
@@ -45,12 +47,61 @@ def test_the_first_place_wins_and_folders_tell_equal_names_apart(tmp_path: Path)
     first = tar_of(tmp_path / "1.tar", {"./train/a.jpg": b"train", "val/a.jpg": b"val"})
     second = tar_of(tmp_path / "2.tar", {"train/a.jpg": b"later", "b.jpg": b"b"})
     originals = Originals([first, second])
-    assert originals.read("a.jpg") == b"train"
-    assert originals.read("val/a.jpg") == b"val"
+    assert originals.read("a.jpg") is None  # one of two
+    assert "does not tell which of several a.jpg it means" in originals.problems[0]
+    assert originals.read("val/a.jpg") == originals.read("val\\a.jpg") == b"val"
     assert originals.read("data/val/a.jpg") == b"val"
     assert originals.read("train/a.jpg") == b"train"
     assert originals.read("elsewhere/b.jpg") == b"b"
     assert Originals([second, first]).read("train/a.jpg") == b"later"
+
+
+CAMERAS = {"cam1/1.jpg": b"1", "cam2/1.jpg": b"2", "cam2/2.jpg": b"3", "cafe\u0301/A.JPG": b"4"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "folders", "tar", "zip", "file tree", "file trees"])
+def test_the_whole_path_of_a_name_counts(tmp_path: Path, kind: str) -> None:
+    for name, data in CAMERAS.items():
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(data)
+    places = [tmp_path / "set"]
+    if kind in ("folders", "file trees"):
+        places = sorted((tmp_path / "set").iterdir())
+    elif kind == "tar":
+        places = [tar_of(tmp_path / "set.tar", CAMERAS)]
+    elif kind == "zip":
+        places = [tmp_path / "set.zip"]
+        with zipfile.ZipFile(places[0], "w") as archive:
+            for name, data in CAMERAS.items():
+                archive.writestr(name, data)
+    if kind.startswith("file"):
+        (tmp_path / "room").mkdir()
+        tree = FileTree(places, tmp_path / "room")
+
+        def read(name: str) -> bytes | None:
+            path = tree.path_of(name)
+            place = None if path is None else tree.find(path)
+            return None if place is None else place.read()
+    else:
+        read = Originals(places).read
+
+    expected = {**CAMERAS, "cam1/2.jpg": None, "cam1/3.jpg": None, "1.jpg": None, "2.jpg": b"3"}
+    expected |= {"caf\u00e9/a.jpg": b"4", "A.jpg": b"4", "/far/set/cam1/1.jpg": b"1"}
+    expected |= {"other/2.jpg": b"3", "another/2.jpg": None}  # two names, and one file
+    assert {name: read(name) for name in expected} == expected
+
+
+def test_the_later_of_two_members_counts_and_copies_are_one_image(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, data in (("1.jpg", b"first"), ("b/1.jpg", b"other"), ("1.jpg", b"mended")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    copy = tar_of(tmp_path / "copy.tar", {"c/2.jpg": b"2", "d/2.jpg": b"2"})
+    originals = Originals([path, copy])
+    assert (originals.read("1.jpg"), originals.read("b/1.jpg")) == (b"mended", b"other")
+    assert originals.read("2.jpg") == b"2"
 
 
 def test_what_is_damaged_or_gone(tmp_path: Path) -> None:

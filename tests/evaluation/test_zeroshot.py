@@ -166,7 +166,8 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
 
 
 def test_the_command_and_files_of_names(model_folder, shards, tmp_path):
-    (tmp_path / "classes.txt").write_text("red\n\ngreen\tthe green one\nblue\n")
+    named = "red\n\ngreen\tthe green one\nblue\n"
+    (tmp_path / "classes.txt").write_text(named, encoding="utf-8-sig")
     (tmp_path / "templates.txt").write_text("a {} square\na photo of {}\n")
     prompts = read_prompts(tmp_path / "classes.txt", tmp_path / "templates.txt")
     assert prompts.labels == ("red", "green", "blue")

@@ -130,6 +130,16 @@ def test_parameters_of_table_2():
     assert cross.tables["key"].shape == (1, 2 * 82, 64)
 
 
+def test_a_table_of_ranks_is_loaded_on_its_own_grid_alone():
+    small, large = (filled("quantization", grid=grid) for grid in ((4, 4), (6, 6)))
+    with pytest.raises(RuntimeError, match="ranks the distances of a 4 x 4 grid there and of 6 x"):
+        large.load_state_dict(small.state_dict())
+    filled("quantization", grid=(4, 4)).load_state_dict(small.state_dict())
+    for options in ({"universe": "global"}, {"variant": "squared"}):
+        trained, other = (filled("quantization", grid=grid, **options) for grid in ((4, 4), (6, 6)))
+        other.load_state_dict(trained.state_dict())
+
+
 def test_only_needed_hooks_are_named():
     def hooks(*roles, mode="contextual"):
         return RelativePosition("product", WIDTH, HEADS, roles=roles, mode=mode).hooks

@@ -107,6 +107,12 @@ def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         raise FloatingPointError
     assert client.get_run(one).info.status == "FAILED"
+    with RunLog(folder, 2, 4, open_trackers(["mlflow"], folder, 2)) as log:
+        log.write({"step": 3, "loss/total": 7.0})
+    other = read_record(folder.path)["trackers"]["mlflow"]
+    losses = client.get_metric_history(other, "loss/total")
+    assert [(metric.step, metric.value) for metric in losses] == [(1, 1.0), (2, 0.5), (3, 7.0)]
+    assert client.get_metric_history(one, "loss/total") == []
 
 
 def test_a_tracker_that_fails_is_left_out(

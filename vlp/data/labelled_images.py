@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+import os
+from collections.abc import Sequence, Sized
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -10,12 +11,11 @@ import numpy as np
 from PIL import Image
 
 from vlp.config import ConfigError
+from vlp.data.file_names import IMAGES, split_of
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import INDEX_NAME, Items
 from vlp.data.shards.tar import stored_files
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 class Labelled(NamedTuple):
@@ -55,9 +55,10 @@ def open_labelled(
 ) -> LabelledImages:
     """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
 
-    A tar file (compressed or not) is read into memory: for small sets. Samples of shards name their
-    class in a `field` of the annotation. `classes` are in the order that training had; None finds
-    them, sorted, but in shards, whose index does not know them.
+    A tar file (compressed or not) is read into memory: for small sets. In folders images lie at any
+    depth below CLASS. Samples of shards name their class in a `field` of the annotation, or in
+    KEY.cls. `classes` are in the order that training had; None finds them, sorted, but in shards,
+    whose index does not know them.
     """
     place = Path(path)
     if place.is_file():
@@ -77,10 +78,10 @@ def require_images(path: str, classes: Sequence[str]) -> None:
     if not place.is_dir() or (place / INDEX_NAME).is_file():
         return
     names = {each.name for each in place.iterdir() if each.is_dir() and each.name[0] != "."}
-    if empty := sorted(names - set(classes)):
+    if names & set(classes) and (empty := sorted(names - set(classes))):
         raise ConfigError(
-            f"{path}: no images ({', '.join(SUFFIXES)}) directly in its class folders "
-            f"{', '.join(empty[:5])}; remove these, or name the classes in data.classes"
+            f"{path}: no images ({', '.join(IMAGES)}) in its class folders {', '.join(empty[:5])}; "
+            "remove these, or name the classes in data.classes"
         )
 
 
@@ -104,9 +105,15 @@ class _Some(LabelledImages):
 
 class _FromFolder(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
-        self._files = sorted(file for file in folder.glob("*/*") if _in_class_folder(file))
-        names = (file.parent.name for file in self._files)
-        super().__init__(self._files, _classes(names, classes, folder))
+        files = (
+            (Path(place) / name).relative_to(folder)
+            for place, _, names in os.walk(folder, followlinks=True)
+            for name in names
+        )
+        found = sorted(filter(_is_of_class, files))
+        self._files = [folder / file for file in found]
+        classes, self._labels = _labels(found, classes, folder)
+        super().__init__(self._files, classes)
 
     def read(self, number: int) -> Labelled:
         file = self._files[number]
@@ -114,27 +121,22 @@ class _FromFolder(LabelledImages):
             content = file.read_bytes()
         except OSError as error:
             raise BadSample("unreadable image", f"{file} ({error.strerror})") from error
-        image = decode_image(content, str(file))
-        return Labelled(image, self._number[file.parent.name], str(file))
+        return Labelled(decode_image(content, str(file)), self._labels[number], str(file))
 
 
 class _FromTar(LabelledImages):
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
-        self._found = list(stored_files(file, _in_class_folder))
-        above = sorted({str(name.parent.parent) for name, _ in self._found})
-        if len(above) > 1:
-            raise ConfigError(
-                f"{file}: its class folders lie in {', '.join(above[:3])} ({len(above)} folders); "
-                "pack the class folders of one alone"
-            )
-        names = (name.parent.name for name, _ in self._found)
-        super().__init__(self._found, _classes(names, classes, file))
+        # Of two members of one name the later counts, as when they are unpacked.
+        stored = stored_files(file, _is_of_class)
+        self._found = list({PurePath(str(name).lstrip("/")): data for name, data in stored}.items())
+        classes, self._labels = _labels([name for name, _ in self._found], classes, file)
+        super().__init__(self._found, classes)
 
     def read(self, number: int) -> Labelled:
         name, content = self._found[number]
         where = f"{self._file}, {name}"
-        return Labelled(decode_image(content, where), self._number[name.parent.name], where)
+        return Labelled(decode_image(content, where), self._labels[number], where)
 
 
 class _ClassShards(LabelledImages):
@@ -153,18 +155,33 @@ class _ClassShards(LabelledImages):
         return Labelled(image, label, raw.where, raw.key, raw.image_name)
 
 
-def _in_class_folder(name: PurePath) -> bool:
+def _is_of_class(name: PurePath) -> bool:
     """Return whether this is an image of a class; hidden files and folders are of systems."""
-    hidden = name.name.startswith(".") or name.parent.name.startswith(".")
-    return name.suffix.lower() in SUFFIXES and bool(name.parent.name) and not hidden
+    hidden = any(part.startswith(".") for part in name.parts)
+    return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
 
 
-def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:
-    names = sorted(set(found))
-    if not names:
-        raise ConfigError(f"{where}: holds no images in class folders ({', '.join(SUFFIXES)})")
-    if wanted is None:
-        return tuple(names)
-    if unknown := sorted(set(names) - set(wanted)):
+def _labels(
+    found: Sequence[PurePath], wanted: Sequence[str] | None, where: Path
+) -> tuple[tuple[str, ...], list[int]]:
+    """Return the classes, and the number of each image's: of the first folder that differs."""
+    if not found:
+        raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
+    above = os.path.commonpath([name.parent for name in found])
+    shared = len(PurePath(above).parts)
+    if any(str(name.parent) == above for name in found):
+        shared -= 1  # images of one class alone
+    names = [
+        next((part for part in name.parts[:-1] if part in (wanted or ())), name.parts[shared])
+        for name in found
+    ]
+    classes = tuple(wanted or sorted(set(names)))
+    if unknown := sorted(set(names) - set(classes)):
         raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")
-    return tuple(wanted)
+    if wanted is None and all(map(split_of, classes)):
+        raise ConfigError(
+            f"{where}: its class folders lie in {', '.join(classes[:3])}; name the folder, or pack "
+            "the class folders, of one alone"
+        )
+    number = {name: place for place, name in enumerate(classes)}
+    return classes, [number[name] for name in names]

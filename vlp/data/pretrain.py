@@ -31,6 +31,7 @@ from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform, names_a_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.schema import TextKind, texts_of
+from vlp.data.shards.index import require_one_split
 from vlp.data.shards.remote import (
     DEFAULT_OUTAGES,
     OutageConfig,
@@ -63,7 +64,7 @@ from vlp.data.stream.sampler import (
 )
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_patches
-from vlp.io import redacted, sha256_of
+from vlp.io import lines_of, redacted, sha256_of
 
 NO_ID = -1
 _BEGUN_AT_ONCE = 16  # whose encoded images are held
@@ -405,12 +406,14 @@ class ResampledSamples(IterableDataset[Slot]):
 def _names(path: str) -> list[str]:
     if path.endswith(".txt") and not is_url(path):
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = lines_of(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot read this list of shards ({error})") from error
-        return [name for line in lines if line.strip() for name in _names(line.strip())]
+        return [name for line in lines for name in _names(line.strip())]
     if not is_url(path) and Path(path).is_dir():
-        return sorted(str(file) for file in Path(path).glob("*.tar"))
+        names = sorted(file.name for file in Path(path).glob("*.tar"))
+        require_one_split(path, names)
+        return [f"{Path(path) / name}" for name in names]
     try:
         names = list(braceexpand(path))
     except ValueError as error:

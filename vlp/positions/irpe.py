@@ -105,6 +105,10 @@ class RelativePosition(LookupPosition):
                 "universe='global' or variant='squared' do not"
             )
         self.grid = None if grid is None else (grid[0], grid[1])
+        if self.fixed_grid:
+            # Its table has one size on every grid, so the weights say which grid they rank.
+            self.register_buffer("ranked_grid", torch.tensor(self.grid))
+            self.register_load_state_dict_pre_hook(_require_own_grid)
         self.mode = mode
         self.roles = tuple(role for role in ROLES if role in roles)
         self.prefix_bucket, self.q_ids_transposed = prefix_bucket, q_ids_transposed
@@ -186,6 +190,24 @@ class RelativePosition(LookupPosition):
             prefix_tokens=context.prefix_tokens,
             **self.buckets,
         )
+
+
+def _require_own_grid(
+    module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
+) -> None:
+    """Refuse the table of another grid; on a row a rank is the distance, however long it is."""
+    assert isinstance(module, RelativePosition)
+    own, name = module.grid, f"{prefix}ranked_grid"
+    if own is None or name not in state or state[name].is_meta:
+        return
+    rows, columns = state[name].tolist()
+    if (rows, columns) != own and max(rows, own[0]) > 1:
+        errors = others[-1]
+        errors.append(
+            f"{prefix}tables: {module.name} ranks the distances of a {grid_size((rows, columns))} "
+            f"grid there and of {grid_size(own)} here"
+        )
+    state[name] = torch.tensor(own)
 
 
 @shared(kept=32)

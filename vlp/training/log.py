@@ -6,10 +6,11 @@ import importlib.util
 import json
 import os
 import secrets
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -24,6 +25,9 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 PROJECT = "vlp"
 """Group of runs at Weights & Biases and MLflow; a run has its folder's name there."""
+
+
+_MLFLOW_AT_ONCE = 1000
 
 
 class Tracker(Protocol):
@@ -96,9 +100,29 @@ class MlflowTracker:
             return str(run.info.run_id)
 
         self._run_id = tracker_id(folder, "mlflow", begin)
+        self._forget_later_steps(folder, step, begin)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
+
+    def _forget_later_steps(self, folder: RunFolder, step: int, begin: Callable[[], str]) -> None:
+        """Go on in another run where this one has later steps: MLflow takes no figure back."""
+        former = self._run_id
+        figures = [
+            figure
+            for name in self._client.get_run(former).data.metrics
+            for figure in self._client.get_metric_history(former, name)
+        ]
+        kept = [figure for figure in figures if figure.step <= step]
+        if len(kept) == len(figures):
+            return
+        self._run_id = tracker_id(folder, "mlflow", begin, anew=True)
+        for start in range(0, len(kept), _MLFLOW_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_AT_ONCE])
+        self._client.delete_run(former)
+        if "MLFLOW_TRACKING_URI" not in os.environ:  # what is deleted would stay in the file
+            with closing(sqlite3.connect(folder.path / "mlflow.db")) as database, database:
+                database.execute("delete from metrics where run_uuid = ?", (former,))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store figures of a step."""

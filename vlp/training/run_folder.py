@@ -325,11 +325,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _json(folder / "run.json")
 
 
-def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a tracker, which all its starts share; `make` gives the first."""
+def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str], anew: bool = False) -> str:
+    """Return the run's id at a tracker, which all its starts share; `make` gives a new one."""
     record = read_record(folder.path)
     known = record.setdefault("trackers", {})
-    if tracker not in known:
+    if anew or tracker not in known:
         known[tracker] = make()
         write_json(folder.record, record, indent=1)
     return str(known[tracker])

@@ -102,6 +102,48 @@ def test_what_is_transparent_shows_white() -> None:
         assert np.asarray(decode_image(keyed, "x")).min() == 255
 
 
+@pytest.mark.parametrize(
+    ("depth", "colour", "level"),
+    [(1, 0, 1), (2, 0, 2), (4, 0, 5), (8, 0, 5), (16, 0, 5), (16, 2, 5)],
+)
+def test_a_transparent_level_shows_white_at_every_depth(
+    depth: int, colour: int, level: int
+) -> None:
+    parts = 3 if colour else 1
+    rows = [
+        b"\0"
+        + sum((level + row) % 2**depth << n * depth for n in range(8 * parts)).to_bytes(
+            depth * parts
+        )
+        for row in range(2)
+    ]
+    header = struct.pack(">IIBBBBB", 8, 2, depth, colour, 0, 0, 0)
+    parts_of = (
+        chunk(b"IHDR", header),
+        chunk(b"tRNS", struct.pack(">H", level) * parts),
+        chunk(b"IDAT", zlib.compress(b"".join(rows))),
+        chunk(b"IEND", b""),
+    )
+    image = np.asarray(decode_image(b"\x89PNG\r\n\x1a\n" + b"".join(parts_of), "x"))
+    assert image[0].min() == 255
+    # Of 16-bit colours Pillow keeps the upper 8 bits alone, so the next level is the same.
+    assert image[1].min() == (255 if colour else image[1].max()) != (0 if colour else 255)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where: str) -> None:
+    note = b"workflow\0\0" + zlib.compress(b"a" * 3_000_000)
+    notes = [chunk(b"zTXt", note), chunk(b"iCCP", note), chunk(b"tEXt", b"xmp\0" + b"x" * 2**21)]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = photo(exif=exif)
+    place = data.index(b"IDAT" if where == "before" else b"IEND") - 4
+    noted = data[:place] + b"".join(notes) + data[place:]
+    image = decode_image(noted, "x")
+    assert image.size == JpegImage(noted, "x").size == (16, 20)
+    assert image.tobytes() == decode_image(data, "x").tobytes()
+
+
 @pytest.mark.parametrize("kind", ["gif", "webp", "png"])
 def test_of_an_animation_the_first_image_is_taken(kind: str) -> None:
     red, *others = (Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue"))

@@ -145,7 +145,8 @@ def test_patterns_lists_and_urls(
     assert equal(expected, stream(f"{folder}/shard-{{000000..000003}}.tar"))
     (tmp_path / "list.txt").write_text(
         f"{folder}/shard-{{000000..000001}}.tar\n\n{folder}/shard-000002.tar\n"
-        f"{folder}/shard-000003.tar\n"
+        f"{folder}/shard-000003.tar\n",
+        encoding="utf-8-sig",
     )
     assert equal(expected, stream(str(tmp_path / "list.txt")))
     with serve(folder) as server:

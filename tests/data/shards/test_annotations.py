@@ -153,7 +153,33 @@ def test_text_beside_json() -> None:
     assert captions_of(read(txt=b"")) == []
     assert captions_of(read(txt=b"\0 \0")) == ["\0 \0"]
     assert "not UTF-8" in reason(txt="größer".encode("latin-1"))
-    assert reason(json=b"{", txt=b"a dog")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *({name: value} for name, value in (
+            ("version", 2), ("words", ["a", "dog"]), ("scene", "kitchen"), ("source", {"id": 1}),
+            ("boxes", [[1, 2, 3, 4, 0.9]]), ("captions", "one text"), ("label", [1, 2]),
+        )),
+        b"{",
+        b'{"title": "half a pair \\ud83d"}',
+        b"[1]",
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_other_tools_do_not_cost_a_good_text(content: Any) -> None:
+    about = content if isinstance(content, bytes) else json.dumps({**content, "url": "u"}).encode()
+    found = read(json=about, txt=b"a dog")
+    assert captions_of(found) == ["a dog"]
+    if isinstance(content, dict):
+        assert found.model_extra == {"url": "u"}
+    assert reason(json=about, txt=b" ")
+
+
+def test_a_class_file_is_the_label() -> None:
+    assert read(cls=b"\xef\xbb\xbf3\n").label == "3"
+    assert read(cls=b"3", json=b'{"label": "dog"}').label == "dog"
 
 
 def test_files_of_megabytes_are_not_parsed() -> None:

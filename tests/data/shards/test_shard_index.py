@@ -21,6 +21,7 @@ from broken_shards import change_index
 
 from data_tools.executor import Executor
 from vlp.config import ConfigError
+from vlp.data.pretrain import _names
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.index import ShardTable, write_table
 from vlp.data.shards.remote import OutageConfig
@@ -177,6 +178,18 @@ def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"python -m data_tools index .*") as error:
         ShardIndex.open(tmp_path)
     assert str(tmp_path) in str(error.value)
+
+
+def test_shards_of_several_splits_are_refused(make_shards: MakeShards) -> None:
+    folder = make_shards(count=10, samples_per_shard=5)
+    for number, name in enumerate(("cc3m-train-0000.tar", "cc3m-validation-0000.tar")):
+        (folder / f"shard-{number:06d}.tar").rename(folder / name)
+    with pytest.raises(ConfigError, match=r"several splits \(cc3m-train-0000.tar, cc3m-valid"):
+        index_folder(folder)
+    with pytest.raises(ConfigError, match="several splits"):
+        _names(str(folder))
+    (folder / "cc3m-validation-0000.tar").rename(folder / "cc3m-train-0001.tar")
+    assert index_folder(folder) == []
 
 
 def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -258,6 +258,15 @@ def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path: Path, name: str) ->
     assert [index.read(0, number).key for number in range(2)] == ["good", "fine"]
 
 
+def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path: Path) -> None:
+    icon = pax({"LIBARCHIVE.xattr.com.apple.ResourceFork": "x" * 500_000})
+    path = tmp_path / "0.tar"
+    path.write_bytes(icon + GOOD + icon + FINE + END)
+    members, problem = read_members(path)
+    assert problem is None
+    assert [one.name for one in members[::2]] == ["good.png", "fine.png"]
+
+
 def test_headers_that_lie_are_named(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     for name in ("beyond the end", "back to its own header", "pax header of a terabyte"):

@@ -21,7 +21,8 @@ from data_tools.builder.samples import (
     clean_caption,
     why_dropped,
 )
-from data_tools.builder.write_shard import CUT, OUTSIDE, Prepared, fit_boxes, prepare_image
+from data_tools.builder.write_shard import Prepared, fit_boxes, prepare_image
+from vlp.data.boxes import CUT, OTHER_SHAPE, OUTSIDE
 from vlp.data.image.decode import decode_image
 from vlp.data.limits import Limits
 from vlp.data.schema import Annotation, Expression, Word
@@ -33,6 +34,11 @@ from vlp.data.shards.sample_files import BadSample
     [
         ("  a dog\t and\n a cat . ", "a dog and a cat ."),
         ("salt &amp; pepper &lt;3", "salt & pepper <3"),
+        ("salt &amp pepper, Disney&copy 2010, &#8217;", "salt & pepper, Disney\u00a9 2010, \u2019"),
+        (
+            "pens &notes, ?a=1&section=2&copy=3, &notit;",
+            "pens &notes, ?a=1&section=2&copy=3, &notit;",
+        ),
         ("twice &amp;quot;escaped&amp;quot;", 'twice "escaped"'),
         ("<PERSON> and < Person > at home", "person and person at home"),
         ("cafe\u0301", "caf\u00e9"),
@@ -202,8 +208,7 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
         ([-1, -1, 26, 18], None, [0, 0, 24, 16]),
         ([-1.5, 0, 5, 5], CUT, [0, 0, 3.5, 5]),
         ([0, 0, 46, 5], CUT, [0, 0, 24, 5]),
-        ([0, 0, 48, 5], OUTSIDE, None),
-        ([20, 12, 6, 6], OUTSIDE, None),
+        ([20, 12, 60, 6], CUT, [20, 12, 4, 4]),
         ([40, 3, 5, 5], OUTSIDE, None),
         ([3, 3, 0, 5], OUTSIDE, None),
         ([24.5, 0, 0.4, 5], OUTSIDE, None),
@@ -248,6 +253,13 @@ def test_boxes_turn_with_the_image(orientation: int, drawn_on: str) -> None:
     assert np.allclose(fitted.boxes[0], expected, atol=1.01)
 
 
+@pytest.mark.parametrize("size", [(16, 24), (48, 16), (7, 90)])
+def test_boxes_of_an_image_of_another_shape_are_left_out(size: tuple[int, int]) -> None:
+    fitted, lost = fit_boxes(Annotation(boxes=[[1, 1, 2, 2]]), prepared(raw_image(1)), size)
+    assert (fitted.boxes, lost) == ([], {OTHER_SHAPE: ["boxes 0"]})
+    assert fit_boxes(Annotation(boxes=[[1, 1, 2, 2]]), prepared(raw_image(1)), (25, 16))[0].boxes
+
+
 @given(
     st.lists(st.floats(-30, 60), min_size=2, max_size=2),
     st.lists(st.floats(0, 60), min_size=2, max_size=2),
@@ -259,7 +271,7 @@ def test_every_box_that_is_kept_lies_in_the_image(
 ) -> None:
     image = Prepared(b"", "jpg", (12, 20), (24, 16), orientation)
     fitted, lost = fit_boxes(Annotation(boxes=[[*corner, *sides]]), image, size)
-    assert len(fitted.boxes or []) + len(lost.get(OUTSIDE, ())) == 1
+    assert len(fitted.boxes or []) + len(lost.get(OUTSIDE, lost.get(OTHER_SHAPE, ()))) == 1
     for x, y, wide, high in fitted.boxes or []:
         assert min(x, y) >= 0
         assert min(wide, high) > 0

@@ -47,27 +47,31 @@ def photos(
     return {f"{folder}{name}": raw_image(seed, size) for seed, name in enumerate(names)}
 
 
-def entry(name: str, split: str, *captions: str, **more: Any) -> dict[str, Any]:
+def entry(name: str, split: str, *captions: str | None, **more: Any) -> dict[str, Any]:
     sentences = [{"raw": text} for text in captions]
     return {"filename": name, "split": split, "sentences": sentences, **more}
 
 
 KARPATHY = [
+    {"filename": "no split.jpg"},
     entry("a.jpg", "train", " A dog . ", "Two dogs ."),
+    *(entry(f"{place}/x.jpg", "train", place) for place in ("left", "right")),
     entry("b.jpg", "train", "b"),
     entry("gone.jpg", "train", "nobody has it"),
     entry("cut.jpg", "train", "cut"),
     entry("mute.jpg", "train"),
-    entry("c.d.jpg", "train", "dots", " "),
+    entry("c.d.jpg", "train", "dots", None),
     entry("a.jpg", "train", "once more"),
     entry("v.jpg", "val", "held out"),
 ]
-KARPATHY_FILES = photos("a.jpg", "b.jpg", "mute.jpg", "c.d.jpg", "v.jpg") | {
-    "images/cut.jpg": raw_image(9)[:-300]
-}
+KARPATHY_FILES = photos(
+    "a.jpg", "b.jpg", "mute.jpg", "c.d.jpg", "v.jpg", "left/x.jpg", "right/x.jpg"
+) | {"images/cut.jpg": raw_image(9)[:-300]}
 KARPATHY_SAMPLES = {
     "train": {
         "a": {"captions": ["A dog .", "Two dogs ."], "image_id": "a"},
+        "left_x": {"captions": ["left"], "image_id": "left/x"},
+        "right_x": {"captions": ["right"], "image_id": "right/x"},
         "b": {"captions": ["b"]},
         "c_d": {"captions": ["dots"], "image_id": "c.d"},
     },
@@ -75,6 +79,7 @@ KARPATHY_SAMPLES = {
 }
 KARPATHY_FAULTS = {
     "train": {
+        "row of another layout": ["RAW/toy.json, images, row 1: split:"],
         "duplicate key": ["a"],
         "missing image": ["gone"],
         "no text": ["mute"],
@@ -90,8 +95,9 @@ TSV = "".join(
 
 
 def web(rows: str, source: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    lines = rows.splitlines(keepends=True)
-    lines[1] = "a\tb\tc\n"
+    lines = [line.encode() for line in rows.splitlines(keepends=True)]
+    lines[1] = b"a\tb\tc\n"
+    lines.append(lines[0].replace(b"one", b"caf\xe9"))
     files = photos(*(f"{number:08d}.jpg" for number in range(4)), "00000005.jpg")
     samples = {
         f"{source}-00000000": {"caption": "one & 0", "url": URL.format(0), "source": source},
@@ -101,9 +107,10 @@ def web(rows: str, source: str) -> tuple[dict[str, Any], dict[str, Any], dict[st
         "caption of a URL alone": [f"{source}-00000002"],
         "empty caption": [f"{source}-00000003"],
         "line of another layout": ["line 2"],
+        "line that is not UTF-8": ["line 7"],
         "missing image": [f"{source}-00000004"],
     }
-    return {"list.tsv": "".join(lines).encode(), **files}, {"": samples}, {"": faults}
+    return {"list.tsv": b"".join(lines), **files}, {"": samples}, {"": faults}
 
 
 def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
@@ -160,26 +167,41 @@ CASES = {
         "--annotations RAW/captions_toy.json --images RAW/images",
         {
             "captions_toy.json": {
-                "images": [{"id": n, "file_name": f"{n}.jpg"} for n in (1, 2, 3, 4)] + [{"id": 5}],
+                "images": [
+                    *({"id": n, "file_name": f"{n}.jpg"} for n in (1, 2, 3, 4)),
+                    {"id": 5},
+                    *({"id": 6, "file_name": name} for name in ("6.jpg", "7.jpg")),
+                    *({"id": n, "file_name": f"{n}/x.jpg"} for n in (8, 9)),
+                ],
                 "annotations": [
+                    {"id": 0, "image_id": 8, "caption": "eight"},
+                    {"id": 9, "image_id": 9, "caption": "nine"},
                     {"id": 1, "image_id": 1, "caption": "one"},
-                    {"id": 2, "image_id": 1, "caption": "  "},
-                    {"id": 3, "image_id": 9, "caption": "of nothing"},
+                    {"id": 2, "image_id": 1, "caption": None},
+                    {"id": 3, "image_id": 10, "caption": "of nothing"},
                     {"id": 4, "caption": "of nobody"},
                     {"id": 5, "image_id": 3, "caption": "three"},
                     {"id": 6, "image_id": 4, "caption": "four"},
                 ],
             },
-            **photos("1.jpg", "2.jpg", "3.jpg"),
+            **photos("1.jpg", "2.jpg", "3.jpg", "6.jpg", "7.jpg", "8/x.jpg", "9/x.jpg"),
         },
-        {"toy": {"1": {"captions": ["one"], "source": "coco"}, "3": {"captions": ["three"]}}},
+        {
+            "toy": {
+                "1": {"captions": ["one"], "source": "coco"},
+                "3": {"captions": ["three"]},
+                "8_x": {"captions": ["eight"], "image_id": "8"},
+                "9_x": {"captions": ["nine"]},
+            }
+        },
         {
             "toy": {
                 "row of another layout": [
-                    "RAW/captions_toy.json, annotations, row 4:",
+                    "RAW/captions_toy.json, annotations, row 6:",
                     "RAW/captions_toy.json, images, row 5:",
                 ],
-                "captions of an unknown image": ["9"],
+                "captions of an unknown image": ["10"],
+                "image id of several files": ["6 (6.jpg)", "6 (7.jpg)"],
                 "empty caption": ["1/caption 1"],
                 "no text": ["2"],
                 "missing image": ["4"],
@@ -198,14 +220,20 @@ CASES = {
         "--annotations RAW/sbu.json --images RAW/images --names {file}",
         {
             "sbu.json": {
-                "image_urls": [URL.format(number) for number in range(4)],
-                "captions": ["one", " ", "three", "gone"],
-                "user_ids": ["u0", "u1", "u2", "u3"],
+                "image_urls": [*(URL.format(number) for number in range(4)), None],
+                "captions": ["one", None, "three", "gone", "nowhere"],
+                "user_ids": ["u0", "u1", None, "u3", "u4"],
             },
             **photos("0.jpg", "1.jpg", "2.jpg"),
         },
         {"": {"sbu-00000000": {"user_id": "u0"}, "sbu-00000002": {"caption": "three"}}},
-        {"": {"empty caption": ["sbu-00000001"], "missing image": ["sbu-00000003"]}},
+        {
+            "": {
+                "empty caption": ["sbu-00000001"],
+                "missing image": ["sbu-00000003"],
+                "row of another layout": ["RAW/sbu.json, row 5: no URL"],
+            }
+        },
     ),
     "visual_genome": Case(
         "--regions RAW/regions.json --images RAW/images",
@@ -214,6 +242,7 @@ CASES = {
                 {
                     "id": 1,
                     "regions": [
+                        None,
                         region(10, "a dog", 0, 0, 5, 5),
                         region(11, "a dog", 3, 3, 5, 5),
                         region(12, " ", 3, 3, 5, 5),
@@ -221,6 +250,7 @@ CASES = {
                         region(14, "outside", 30, 3, 5, 5),
                         {"region_id": 15, "phrase": "no box"},
                         region(16, "cut", 20, 0, 6, 4),
+                        region(17, "a sliver", 22, 0, 9, 4),
                     ],
                 },
                 {"id": 2, "regions": []},
@@ -235,11 +265,12 @@ CASES = {
             "": {
                 # A phrase that two regions share is one caption and two expressions.
                 "vg-1": {
-                    "captions": ["a dog", "negative", "outside", "cut"],
+                    "captions": ["a dog", "negative", "outside", "cut", "a sliver"],
                     "expressions": [
                         {"id": "10", "text": "a dog", "box": [0, 0, 5, 5]},
                         {"id": "11", "text": "a dog", "box": [3, 3, 5, 5]},
                         {"id": "16", "text": "cut", "box": [20, 0, 4, 4]},
+                        {"id": "17", "text": "a sliver", "box": [22, 0, 2, 4]},
                     ],
                 },
                 "vg-4": {"captions": ["a cat"], "source": "visual_genome", "image_id": "4"},
@@ -248,12 +279,15 @@ CASES = {
         {
             "": {
                 "box outside its image": ["vg-1/expression 13", "vg-1/expression 14"],
-                "box cut at the edge of its image (kept)": ["vg-1/expression 16"],
+                "box cut at the edge of its image (kept)": [
+                    "vg-1/expression 16",
+                    "vg-1/expression 17",
+                ],
                 "duplicate key": ["vg-1"],
                 "empty caption": ["vg-1/region 12"],
                 "missing image": ["vg-3"],
                 "no text": ["vg-2"],
-                "region of another layout": ["vg-1/region 15"],
+                "region of another layout": ["vg-1/region without an id", "vg-1/region 15"],
                 "row of another layout": ["RAW/regions.json, row 4:"],
             }
         },
@@ -460,7 +494,7 @@ CASES = {
                     instance(101, 5, 1.5, 2, 10, 10),
                     instance(102, 5, 20, 0, 20, 20.5),
                     instance(103, 6, 0, 0, 5, 5),
-                    instance(104, 5, 30, 0, 20, 5),
+                    instance(104, 5, 40, 0, 20, 5),
                     instance(105, 6, 0, 0, 5, 5),
                     instance(107, 7, 0, 0, 5, 5),
                 ],
@@ -468,7 +502,7 @@ CASES = {
             "dets.json": [
                 {"image_id": image, "box": box}
                 for image, box in (
-                    *((5, [0, 0, 4, 4]), (5, [38, 0, 10, 4]), (5, [1, 1, 0, 5])),
+                    *((5, [0, 0, 4, 4]), (5, [48, 0, 10, 4]), (5, [1, 1, 0, 5])),
                     (6, [0, 0, 4, 4]),
                 )
             ],

@@ -65,6 +65,21 @@ def downloaded(folder: Path, numbers: list[list[int]], url: bool = True) -> Path
     return folder
 
 
+@pytest.mark.parametrize("header", ["\ufeffcaption\turl", "url\tcaption"])
+def test_a_header_names_the_columns_and_is_no_row(
+    header: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [["a dog", URL.format(0)], ["a cat", URL.format(1)]]
+    lines = [header, *("\t".join(row[:: -1 if header.startswith("u") else 1]) for row in rows)]
+    (tmp_path / "list.tsv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "00000000.jpg").write_bytes(raw_image(0))
+    command = ["cc3m", "--annotations", str(tmp_path / "list.tsv"), "--images", str(tmp_path)]
+    assert main([*command, "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert captions_of(samples["cc3m-00000000"].annotation) == ["a dog"]
+    assert failures_of(tmp_path / "out") == {"missing image": ["cc3m-00000001"]}
+
+
 def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
     folder = downloaded(tmp_path / "got", [[4, 0, 2], [11, 8, 3], [1, 9]])
     out = tmp_path / "out"

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from made_shards import encoded, photo
 
 COUNT = 16
@@ -157,6 +158,14 @@ def csv_of_lists(root: Path) -> list[str]:
     return [str(root / "lists.csv"), "--images", str(root / "photos")]
 
 
+def csv_of_arrays(root: Path) -> list[str]:
+    """As pandas writes a column of NumPy's arrays: no commas."""
+    table = [
+        {"img": name, "captions": str(np.array(captions_of(name), object))} for name in images()
+    ]
+    return [str(write(root / "set", {**images(), "arrays.csv": as_csv(table)}))]
+
+
 def tsv_named(root: Path) -> list[str]:
     write(root / "photos", images())
     write(root, {"table.tsv": as_csv(rows("which", "what"), "\t")})
@@ -186,6 +195,17 @@ def json_mapping(root: Path) -> list[str]:
     table = {name: captions_of(name) for name in images()}
     write(root, {**images(), "table.json": json.dumps(table).encode()})
     return [str(root / "table.json")]
+
+
+def json_under_a_key(root: Path) -> list[str]:
+    content = json.dumps({"info": {"version": 1}, "annotations": rows()}).encode()
+    return [str(write(root / "set", {**images(), "captions.json": content}))]
+
+
+def json_by_column(root: Path) -> list[str]:
+    """As pandas writes it where it is not told otherwise."""
+    columns = {name: {str(n): row[name] for n, row in enumerate(rows())} for name in rows()[0]}
+    return [str(write(root / "set", {**images(), "table.json": json.dumps(columns).encode()}))]
 
 
 def parquet_paths(root: Path) -> list[str]:
@@ -294,11 +314,14 @@ FORMS: list[Callable[[Path], list[str]]] = [
     csv_gz_with_windows_paths,
     tar_of_a_table,
     csv_of_lists,
+    csv_of_arrays,
     tsv_named,
     tokens,
     jsonl,
     json_list,
     json_mapping,
+    json_under_a_key,
+    json_by_column,
     parquet_paths,
     parquet_bytes,
     parquet_structs,

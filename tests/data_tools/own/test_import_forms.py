@@ -15,6 +15,7 @@ from own_forms import (
     FORMS,
     Files,
     as_csv,
+    as_lines,
     as_tar,
     captions_of,
     images,
@@ -27,6 +28,7 @@ from raw_images import files_of
 from data_tools.__main__ import main
 from data_tools.own import forms
 from data_tools.own.content import SPLITS
+from data_tools.own.tables import texts_in
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
@@ -111,6 +113,53 @@ def imported(place: Path, *options: str) -> list[list[str]]:
     return [index.read(0, number).annotation.captions or [] for number in range(index.shards.total)]
 
 
+@pytest.mark.parametrize(
+    ("written", "texts"),
+    [
+        ("['A dog\\'s.' \"Two 'dogs'.\"\n 'three']", ["A dog's.", "Two 'dogs'.", "three"]),
+        ("('a', 'b')", ["a", "b"]),
+        ("array(['a', 'b'], dtype=object)", ["a", "b"]),
+        ("[np.str_('a'), np.str_('b')]", ["a", "b"]),
+        ("[{'raw': 'a'} {'raw': 'b'}]", ["a", "b"]),
+        ("[['a' 'b']\n ['c' None]]", ["a", "b", "c"]),
+        ('["a", null]', ["a"]),
+        ('("sold out")', ['("sold out")']),
+        ("[a dog] runs", ["[a dog] runs"]),
+        ("['never closed", ["['never closed"]),
+    ],
+)
+def test_a_list_that_was_printed_is_its_captions(written: str, texts: list[str]) -> None:
+    assert texts_in(written) == texts
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
+def test_numbers_of_classes_are_their_names(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    names = datasets.ClassLabel(names=["cat", "dog"])
+    table = datasets.Dataset.from_list(
+        [
+            {"image": {"bytes": data, "path": name}, "what": n % 2, "more": [n % 2, 1 - n % 2]}
+            for n, (name, data) in enumerate(images().items())
+        ]
+    )
+    table = table.cast_column("image", datasets.Image(decode=False)).cast_column("what", names)
+    table = table.cast_column("more", datasets.Sequence(names))
+    if kind == "saved":
+        table.save_to_disk(tmp_path / "set")
+    else:
+        (tmp_path / "set").mkdir()
+        table.to_parquet(tmp_path / "set" / "train.parquet")
+    place = Path(f"hub:{tmp_path / 'set'}") if kind == "hub" else tmp_path / "set"
+    for column, texts in (("what", [["cat"], ["dog"]]), ("more", [["cat", "dog"], ["dog", "cat"]])):
+        out = tmp_path / column
+        command = ["import", str(place), "--caption", column, "--out", str(out)]
+        assert main([*command, "--processes", "1", "--split", "1", "0", "0"]) == 0
+        index = ShardIndex.open(out / "train")
+        found = [index.read(0, number).annotation.captions for number in range(COUNT)]
+        assert found == texts * (COUNT // 2)
+
+
 def test_captions_of_the_json_come_before_those_of_the_text(tmp_path: Path) -> None:
     """Training on the same files reads the text only where the JSON has no caption."""
     about = [
@@ -172,16 +221,42 @@ def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
         ("0.txt", b"caf\xe9", "not UTF-8"),
     ],
 )
-def test_annotations_that_cannot_be_read_are_no_missing_captions(
+def test_an_annotation_that_cannot_be_read_costs_its_image(
     name: str, data: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     files = {f"{number}.jpg": encoded(photo(number)) for number in range(3)}
     files |= {f"{number}.txt": b"a dog" for number in (1, 2)} | {name: data}
     place = write(tmp_path / "mine", files)
-    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
+    assert imported(place) == [["a dog"], ["a dog"]]
+    said = capsys.readouterr().out
+    assert "3 images, and 1 of them have no caption (first: 0.jpg): left out" in said
+    assert f"bad annotation: 1 (first: {name}: {reason}" in said
+    (place / "1.txt").unlink()
+    assert main(["import", str(place), "--out", str(tmp_path / "again")]) == 2
     said = capsys.readouterr().err
-    assert "1 of them have no caption (first: 0.jpg)" in said
+    assert "2 of them have no caption (first: 0.jpg)" in said
     assert f"; 1 annotations cannot be read (first: {name}: {reason}" in said
+
+
+@pytest.mark.parametrize("name", ["all.csv", "all.json", "all.jsonl"])
+def test_a_byte_that_is_no_text_costs_its_row(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = [{"image": f"{number}.jpg", "caption": f"caf\u00e9 {number}"} for number in range(3)]
+    text = as_csv(table) if name.endswith("csv") else as_lines(table)
+    if name == "all.json":
+        text = json.dumps(table, ensure_ascii=False).encode()
+    elif name == "all.jsonl":
+        text = "\n".join(json.dumps(row, ensure_ascii=False) for row in table).encode()
+    files = {f"{number}.jpg": encoded(photo(number)) for number in range(3)}
+    bad = text.replace("caf\u00e9 1".encode(), b"caf\xe9 1")
+    place = write(tmp_path / "mine", {**files, name: bad})
+    assert imported(place) == [["caf\u00e9 0"], ["caf\u00e9 2"]]
+    kinds = {
+        "csv": "line that is not UTF-8: 1 (first: all.csv, line 3)",
+        "jsonl": "line that is not",
+    }
+    assert kinds.get(name.partition(".")[2], "") in capsys.readouterr().out
 
 
 def imported_images_inside(out: Path, place: Path, *more: object) -> int:

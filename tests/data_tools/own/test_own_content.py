@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import Files, as_csv, captions_of, images, pairs, rows, write
+from own_forms import (
+    Files,
+    as_csv,
+    as_tar,
+    as_zip,
+    captions_of,
+    images,
+    pairs,
+    rows,
+    write,
+)
 from raw_images import files_of
 from test_import_forms import stored
 
@@ -114,6 +124,59 @@ def test_images_without_a_split_beside_others_go_into_train(
     found = stored(out)
     sides = [found[data][0] for data in images().values()]
     assert sides == [("val", "test", "train")[number % 3] for number in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("folders", ["train2017", "val2017"]),
+        ("folders", ["cats/train", "cats/valid"]),
+        ("tars", ["cc3m-train-0000", "cc3m-validation-0000"]),
+        ("zips", ["train", "val"]),
+        ("files", ["COCO_train2014", "COCO_val2014"]),
+        ("table", ["train", "val"]),
+        ("places", ["train", "val"]),
+        ("tables", ["captions_train2017", "captions_val2017"]),
+    ],
+)
+def test_a_split_that_names_tell_is_kept(form: str, names: list[str], tmp_path: Path) -> None:
+    place, more = tmp_path / "mine", []
+    for part, name in enumerate(names):
+        files = {f"{n:05}.jpg": encoded(photo(n)) for n in range(6 * part, 6 * part + 6)}
+        texts = {f"{stem[:-4]}.txt": f"{part}".encode() for stem in files}
+        if form == "tars":
+            place.mkdir(exist_ok=True)
+            as_tar(place / f"{name}.tar", files | texts)
+        elif form == "zips":
+            place.mkdir(exist_ok=True)
+            as_zip(place / f"{name}.zip", files | texts)
+        elif form == "tables":
+            rows = [{"image": image, "caption": str(part)} for image in files]
+            write(place, {**files, f"{name}.csv": as_csv(rows)})
+        elif form in ("folders", "files"):
+            mark = "/" if form == "folders" else "_"
+            write(place, {f"{name}{mark}{one}": data for one, data in (files | texts).items()})
+        else:
+            write(tmp_path / "data" / name, files)
+            more.append(str(tmp_path / "data" / name))
+    if form in ("table", "places"):
+        rows = [{"image": f"{names[n // 6]}/{n:05}.jpg", "caption": str(n // 6)} for n in range(12)]
+        place = write(place, {"all.csv": as_csv(rows)}) / "all.csv"
+        more = ["--images", *(more if form == "places" else [str(tmp_path / "data")])]
+    out = tmp_path / "out"
+    assert main(["import", str(place), *more, "--out", str(out), "--processes", "1"]) == 0
+    sides = sorted((split, about.captions) for split, about in stored(out).values())
+    assert sides == [("train", ["0"])] * 6 + [("val", ["1"])] * 6
+
+
+def test_images_that_are_nowhere_fill_no_split(tmp_path: Path) -> None:
+    files = {f"{n}.jpg": encoded(photo(n)) for n in range(6)}
+    lines = [f"{n}.jpg,picture {n}" for n in range(6)] + [f"gone{n}.jpg,gone" for n in range(5)]
+    table = "\n".join(["image,caption", *lines]).encode()
+    place = write(tmp_path / "mine", {**files, "all.csv": table})
+    assert main(["import", str(place), "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
+    sides = Counter(split for split, _ in stored(tmp_path / "out").values())
+    assert sides == {"train": 4, "val": 1, "test": 1}
 
 
 @given(

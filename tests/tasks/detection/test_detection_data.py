@@ -123,16 +123,10 @@ def changed(part, number, **values):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (changed("annotations", 1, image_id=8),
-         "1 annotations are of an image that the file lacks: annotation 2 of image 8"),
-        (changed("annotations", 0, category_id=5), "annotation 1 of category 5"),
-        (changed("annotations", 0, bbox=[1, 2, 3]), r"annotation 1 has the box \[1, 2, 3\]"),
-        (changed("annotations", 0, bbox=[1, 2, 3, float("nan")]), "annotation 1 has the box"),
         (changed("images", 1, id=7), "images with the same id: 7"),
         (changed("categories", 1, id=9), "categories with the same id: 9"),
         (changed("categories", 1, name=GOOD["categories"][0]["name"]), "with the same name: "),
-        (changed("images", 0, width=0), "image 7 has 0 x 20 px"),
-        ({**GOOD, "images": [{"id": 1}]}, r"images\[0\] lacks file_name, width, height"),
+        ({**GOOD, "images": [{"id": 1}]}, r"images\[0\].file_name Field required"),
         ({**GOOD, "images": []}, "no images, or no categories"),
         ({key: GOOD[key] for key in ("images", "categories")}, "no list 'annotations'"),
         ([1], "no list 'images'"),
@@ -144,28 +138,65 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, content, message
 
 
 @pytest.mark.parametrize(
-    ("box", "kind", "values"),
+    ("values", "kept", "said"),
     [
-        ([30, 5, 20, 10], "box outside the image", "annotation 1 [30, 5, 20, 10]"),
-        ([-4, 5, 10, 10], "box outside the image", "annotation 1 [-4, 5, 10, 10]"),
-        ([50, 5, 10, 10], "box outside the image", "image of 40 x 20 px"),
-        ([5, 5, 0, 10], "box without area", "annotation 1 [5, 5, 0, 10]"),
-        ([5, 5, 10, -3], "box without area", "annotation 1 [5, 5, 10, -3]"),
+        ({"bbox": [30, 5, 20, 10]}, [30, 5, 40, 15], "cut at the edge"),
+        ({"bbox": [-4, 5, 10, 10]}, [0, 5, 6, 15], "cut at the edge"),
+        ({"bbox": ["30", 5, 10, 10]}, [30, 5, 40, 15], ""),
+        ({"bbox": [50, 5, 10, 10]}, None, "1 box outside its image: annotation 1 [50.0, "),
+        ({"bbox": [5, 5, 0, 10]}, None, "1 box outside its image"),
+        ({"bbox": [5, 5, 10, -3]}, None, "1 box outside its image"),
+        ({"bbox": [1, 2, 3]}, None, "1 rows of another layout: annotations[0].bbox"),
+        ({"bbox": [1, 2, 3, float("nan")]}, None, "annotations[0].bbox.3"),
+        ({"bbox": None}, None, "annotations[0].bbox"),
+        ({"image_id": 8}, None, "1 of an image that the file lacks: annotation 1 of 8"),
+        ({"category_id": 5}, None, "1 of a category that the file lacks: annotation 1 of 5"),
+        ({"image_id": "7", "category_id": "9"}, [30, 5, 40, 15], ""),
     ],
 )
-def test_images_with_bad_boxes_are_left_out_by_name(tmp_path, box, kind, values):
-    source = write(tmp_path, changed("annotations", 0, bbox=box))
-    images = CocoImages(source)
-    with pytest.raises(BadSample) as bad:
-        images.read(1)
-    assert bad.value.kind == kind
-    assert values in bad.value.where
-    assert "image 7 (a.png)" in bad.value.where
+def test_a_bad_row_costs_itself_and_never_the_image(tmp_path, values, kept, said, caplog):
+    images = CocoImages(write(tmp_path, changed("annotations", 0, **values)))
+    assert images.read(1).boxes.tolist() == [*([kept] if kept else []), [0, 0, 8, 4]]
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
 
-    plain = config(source)
-    ((batch, _),) = list(detection_data(images, plain, 100, 2, 0).batches(stop_after=1))
-    assert len(batch.pixels) == int(batch.valid.sum()) == 1
-    assert [skip.kind for skip in batch.skipped] == [kind]
+
+@pytest.mark.parametrize(("crowd", "is_one"), [("0", 0), ("1", 1), ("false", 0), (None, 0)])
+def test_crowds_may_be_written_as_text(tmp_path, crowd, is_one):
+    images = CocoImages(write(tmp_path, changed("annotations", 0, iscrowd=crowd)))
+    assert images.read(1).crowds.tolist() == [bool(is_one), True]
+
+
+def test_boxes_that_were_drawn_before_exif_turned_the_image_turn_with_it(tmp_path):
+    source = write(tmp_path, GOOD)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 20)).save(tmp_path / "images" / "a.png", exif=exif)
+    read = CocoImages(source).read(1)
+    assert read.image.size == (read.width, read.height) == (20, 40)
+    assert read.boxes.tolist() == [[5, 30, 15, 40], [16, 0, 20, 8]]
+
+
+def test_names_are_found_by_their_whole_path(tmp_path):
+    content = copy.deepcopy(GOOD)
+    names = ["cam1/1.png", "cam2/1.png", "caf\u00e9/2.png", "3.png", "../secret.png"]
+    content["images"] = [
+        {"id": n, "file_name": name, "width": 8, "height": 8} for n, name in enumerate(names)
+    ]
+    content["annotations"] = []
+    source = write(tmp_path, content)
+    stored = ["cam1/1.png", "cam2/1.png", "cafe\u0301/2.PNG", "deep/3.png", "../secret.png"]
+    for level, name in enumerate(stored):
+        (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (level, 0, 0)).save(tmp_path / "images" / name)
+    with tarfile.open(tmp_path / "images.tar", "w") as archive:
+        archive.add(tmp_path / "images" / "cam2" / "1.png", "./cam1/1.png")  # mended below
+        archive.add(tmp_path / "images", ".")
+    for place in ("images", "images.tar"):
+        images = CocoImages(source.model_copy(update={"images": str(tmp_path / place)}))
+        assert [images.read(n).image.getpixel((0, 0))[0] for n in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(BadSample, match="image outside its folder"):
+            images.read(4)
 
 
 def test_images_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path):

@@ -164,6 +164,12 @@ class TestAnswers:
         with pytest.raises(ConfigError, match=r"no\.txt.*cannot be read"):
             read_answers(tmp_path / "no.txt")
 
+    @pytest.mark.parametrize("name", ["a.txt", "a.json"])
+    def test_byte_order_marks_are_no_part_of_an_answer(self, tmp_path, name) -> None:
+        content = '["yes", "no"]' if name.endswith("json") else "yes\r\n\ufeffno\r\n"
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert read_answers(tmp_path / name) == ("yes", "no")
+
     def test_repeated_answers_are_one(self, tmp_path) -> None:
         file = tmp_path / "a.json"
         file.write_text(json.dumps(["yes", "no", " yes"]))

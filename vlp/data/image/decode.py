@@ -33,6 +33,10 @@ _MOST_READS_OF_HEADER, _MOST_READS = 2**11, 2**16
 
 _ROWS = 256
 
+_PNG = b"\x89PNG\r\n\x1a\n"
+_NOTES = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_ORIENTED = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+
 # EXIF orientation, to what puts the image upright.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -91,9 +95,11 @@ def open_image(data: bytes, where: str) -> Image.Image:
     """Read the header alone; BadSample beyond `vlp.data.limits`, else what the decoder raises."""
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
-    file = _Metered(data)
+    file = _Metered(_without_notes(data) if data.startswith(_PNG) else data)
     image = Image.open(file, formats=FORMATS)
     file.reads_left = _MOST_READS
+    if image.format == "PNG" and "transparency" in image.info:
+        _scale_transparency(image, depth=data[24])
     width, height = image.size
     shown = f"{width} x {height} pixels"
     if width * height > limits().pixels:
@@ -104,6 +110,34 @@ def open_image(data: bytes, where: str) -> Image.Image:
     if image.format == "JPEG" and data.count(b"\xff\xda") * width * height > MAX_SCAN_PIXELS:
         raise _too_large(where, f"{shown} in too many scans")
     return image
+
+
+def _without_notes(data: bytes) -> bytes:
+    """Return a PNG without texts and colour profiles, of which Pillow unpacks a megabyte at most.
+
+    Those that may tell the orientation stay.
+    """
+    kept, start, place = [], 0, len(_PNG)
+    for _ in range(_MOST_READS):
+        kind, end = (
+            data[place + 4 : place + 8],
+            place + 12 + int.from_bytes(data[place : place + 4]),
+        )
+        if kind in _NOTES and not data.startswith(_ORIENTED, place + 8):
+            kept.append(data[start:place])
+            start = end
+        if (place := end) >= len(data):
+            break
+    return b"".join([*kept, data[start:]]) if kept else data
+
+
+def _scale_transparency(image: Image.Image, depth: int) -> None:
+    """Bring the level that is transparent to the scale that Pillow brings the pixels to."""
+    level = image.info["transparency"]
+    if image.mode == "L" and depth in (2, 4):
+        image.info["transparency"] = level * 255 // (2**depth - 1)
+    elif image.mode == "RGB" and depth == 16:
+        image.info["transparency"] = tuple(part >> 8 for part in level)
 
 
 class _Metered(BytesIO):
@@ -134,6 +168,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         for top in range(0, image.height, _ROWS):  # all at once would take five copies
             rows = np.asarray(image.crop((0, top, image.width, min(top + _ROWS, image.height))))
             levels = (rows.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+            levels[rows == image.info.get("transparency", -1)] = 255
             grey.paste(Image.fromarray(levels), (0, top))
         return grey.convert("RGB")
     if image.has_transparency_data:

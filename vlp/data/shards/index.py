@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vlp.config import ConfigError
+from vlp.data.file_names import split_of
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SampleFiles, ShardFile
 from vlp.data.shards.tar import BLOCK, open_tar
@@ -308,6 +309,17 @@ def no_shards_in(folder: Path) -> str:
     return f"{folder}: holds no shards (*.tar){hint}"
 
 
+def require_one_split(folder: Path | str, names: Iterable[str]) -> None:
+    """Refuse shards that their names give to several splits: `train-000.tar`, `val-000.tar`."""
+    splits = {split_of(name): name for name in names}
+    splits.pop(None, None)
+    if len(splits) > 1:
+        raise ConfigError(
+            f"{folder}: by their names its shards are of several splits ("
+            f"{', '.join(splits.values())}); put those of each into a folder of its own"
+        )
+
+
 class Survey(NamedTuple):
     """A shard as the index wants it, the keys in it, and what is wrong behind its last sample."""
 
@@ -351,6 +363,7 @@ def index_folder(
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         raise ConfigError(no_shards_in(folder))
+    require_one_split(folder, [path.name for path in paths])
     try:
         return _write(folder, mapped(_without_keys, paths))
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 from pydantic import ValidationError
 
+from vlp.data import file_names
 from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.tar import (
@@ -24,16 +25,16 @@ from vlp.data.shards.tar import (
     plain_members,
     section,
 )
-from vlp.io import Redacted, redacted
+from vlp.io import Redacted, parse_json, redacted
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
+IMAGES = tuple(suffix[1:] for suffix in file_names.IMAGES)
 
 # What can be wrong with a sample of a shard. Tasks that read other files have kinds of their own.
 KINDS = (
     "missing shard",  # gone, or it cannot be opened
     "corrupt shard",  # the shard is damaged before the sample ends
     "duplicate key",  # the key came before in the shard
-    "missing image",  # there is no KEY.jpg|jpeg|png|webp; links are not followed
+    "missing image",  # there is no KEY.jpg|jpeg|png|webp|gif|bmp; links are not followed
     "image too large",  # in bytes, pixels, sides or scans, beyond `vlp.data.limits`
     "unreadable image",  # no image, or damaged
     "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or means something else
@@ -43,7 +44,7 @@ KINDS = (
 # The files of a sample lie side by side and are read at once, unless more than this lies between.
 _GAP = 2**20
 
-_TEXTS = ("json", "txt")
+_TEXTS = ("json", "txt", "cls")
 
 # A longer sample is read file by file, as far as it is wanted.
 _BYTES_AT_ONCE = 2**20
@@ -206,7 +207,9 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
         raise _repeated(where)
     extension = next((name for name in IMAGES if name in sample.files), None)
     if extension is None:
-        raise BadSample("missing image", where)
+        there = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
+        dots = "; a key ends at its first dot" if any("." in name for name in sample.files) else ""
+        raise BadSample("missing image", f"{where} (it has {there}{dots})")
     images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
     for name in images:
         if (size := sample.files[name].size) > MAX_IMAGE_BYTES:
@@ -222,18 +225,30 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
-    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none; raises BadSample."""
+    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none, `KEY.cls` the label.
+
+    Fields of other tools that mean something else are left out beside a KEY.txt; raises BadSample.
+    """
     if sample.repeated:
         raise _repeated(where)
     _require_small_texts(sample, where)
-    json, text = (sample.files.get(name) for name in _TEXTS)
+    json, text, label = (sample.files.get(name) for name in _TEXTS)
     try:
         annotation = Annotation()
         if json is not None:
-            annotation = Annotation.model_validate_json(read(json).removeprefix(BOM_UTF8))
+            content = read(json).removeprefix(BOM_UTF8)
+            try:
+                annotation = Annotation.model_validate_json(content)
+            except ValidationError as error:
+                if text is None or not read(text).strip():
+                    raise
+                annotation = _without(content, {str(one["loc"][:1]) for one in error.errors()})
         if text is not None and not captions_of(annotation):
             caption = read(text).decode("utf-8-sig")
             annotation = annotation.model_copy(update={"caption": caption, "captions": None})
+        if label is not None and annotation.label is None:
+            said = read(label).decode("utf-8-sig").strip()
+            annotation = annotation.model_copy(update={"label": said})
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
@@ -242,6 +257,16 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
     except UnicodeDecodeError as error:
         raise BadSample("bad annotation", f"{where}.txt: not UTF-8") from error
     return annotation
+
+
+def _without(content: bytes, bad: set[str]) -> Annotation:
+    """Return an annotation without some fields, and an empty one of what is no JSON object."""
+    try:
+        fields = parse_json(content)
+        kept = {name: fields[name] for name in fields if str((name,)) not in bad}
+        return Annotation.model_validate(kept)
+    except (ValueError, TypeError):
+        return Annotation()
 
 
 def _repeated(where: str) -> BadSample:

@@ -17,9 +17,9 @@ from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
 
 BLOCK = tarfile.BLOCKSIZE
 
-# What comes before one file's content: its header, and perhaps a long name and a few attributes.
-# Damaged or hostile sizes are refused here, before memory is spent on them.
-_MAX_HEADERS = 2**15
+# What comes before one file's content: its header, and perhaps a long name and attributes, which on
+# some systems hold icons. Hostile sizes are refused here, before memory is spent on them.
+_MAX_HEADERS = 2**20
 
 # A file that is held in memory whole, and the least that may come out of a compressed tar.
 _MAX_HELD = 2**28

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+import logging
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
+from vlp.data.boxes import Corners, clipped, shares, turn_of
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
-from vlp.data.image.decode import decode_image
+from vlp.data.file_names import FileNames
+from vlp.data.image.decode import decode_image, open_image, orientation, reading
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.shards.sample_files import BadSample, SkippedSample
@@ -29,8 +42,7 @@ from vlp.scenes.graph import SHAPES
 from vlp.scenes.render import render
 from vlp.scenes.sample import Split, sample_scene
 
-ROUNDING = 1.0
-"""Pixels by which a box may stand over the image's edge: annotators' rounding, which is cut."""
+logger = logging.getLogger(__name__)
 
 
 class CocoSource(Config):
@@ -85,7 +97,7 @@ class ObjectImages(Protocol):
         """Images."""
 
     def read(self, number: int) -> ObjectImage:
-        """One of them."""
+        """One of them; raises BadSample."""
 
 
 class SceneImages:
@@ -113,52 +125,53 @@ class SceneImages:
         return ObjectImage(render(scene), side, side, boxes, labels, areas, crowds, scene.key)
 
 
-def checked_boxes(
-    boxes: NDArray[np.float64], names: list[str], width: int, height: int, where: str
-) -> NDArray[np.float64]:
-    """Boxes x, y, width, height as left, top, right, bottom inside the image.
-
-    Args:
-        boxes: (objects, 4), pixels.
-    """
-    corners = boxes.copy()
-    corners[:, 2:] += corners[:, :2]
-    limit = np.array([width, height, width, height], dtype=np.float64)
-    cut = np.clip(corners, 0, limit)
-    outside = ~(np.abs(corners - cut) <= ROUNDING).all(-1)  # NaN is outside, too
-    empty = ~((cut[:, 2:] - cut[:, :2]) > 0).all(-1)
-    for kind, wrong in (("box outside the image", outside), ("box without area", empty)):
-        if wrong.any():
-            first = int(wrong.argmax())
-            values = ", ".join(f"{value:g}" for value in boxes[first])
-            raise BadSample(
-                kind, f"{where}: {names[first]} [{values}] in an image of {width} x {height} px"
-            )
-    return cut
+def _plain_id(value: Any) -> Any:
+    """Return a number for an id that is written as one: exporters write `"1"` and `1.0` for 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]{0,17}", value):
+        return int(value)
+    return value
 
 
-_SHAPE_ROUNDING = 2.0
-"""Pixels by which a resized image may miss the shape that the annotation tells."""
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-_KEYS = {
-    "images": ("id", "file_name", "width", "height"),
-    "annotations": ("id", "image_id", "category_id", "bbox"),
-    "categories": ("id", "name"),
-}
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "id": (int, str),
-    "image_id": (int, str),
-    "category_id": (int, str),
-    "area": (int, float),
-}
+_Id = Annotated[int | str, BeforeValidator(_plain_id)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Image(_Row):
+    id: _Id
+    file_name: str
+    width: PositiveInt
+    height: PositiveInt
+
+
+class _Object(_Row):
+    id: _Id
+    image_id: _Id
+    category_id: _Id
+    bbox: tuple[_Finite, _Finite, _Finite, _Finite]
+    area: _Finite | None = None
+    iscrowd: bool | None = None
+
+
+class _Category(_Row):
+    id: _Id
+    name: Annotated[str, BeforeValidator(str)]
+
+
+AnyRow = TypeVar("AnyRow", bound=_Row)
 
 
 class CocoImages:
     """Images of an annotation file in the order of their ids, also those without objects.
 
-    Images may be stored at another size than the annotation's. Classes are the categories in the
-    order of their ids, which have gaps in COCO.
+    Images may be stored at another size than the annotation's; boxes follow the rule of
+    `vlp.data.boxes`. What cannot be used is left out by row, and said. Classes are the categories
+    in the order of their ids, which have gaps in COCO.
 
     Args:
         classes: names in order, as training had them; None takes the file's own.
@@ -167,12 +180,17 @@ class CocoImages:
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
         file = Path(source.annotations)
         content = _read(file)
+        faults: dict[str, list[str]] = defaultdict(list)
         self._file = file
-        self._images = sorted(content["images"], key=_id_order)
-        categories = _of_own_name(content)
-        names = [str(category["name"]) for category in categories]
-        _require_unique(file, "images with the same id", [image["id"] for image in self._images])
-        _require_unique(file, "categories with the same id", [one["id"] for one in categories])
+        self._images = sorted(_rows(file, content, "images", _Image, faults), key=_id_order)
+        annotations = _rows(file, content, "annotations", _Object, faults)
+        categories = _rows(file, content, "categories", _Category, faults)
+        if not self._images or not categories:
+            raise ConfigError(f"{file}: no images, or no categories")
+        categories = _of_own_name(categories, annotations)
+        names = [category.name for category in categories]
+        _require_unique(file, "images with the same id", [image.id for image in self._images])
+        _require_unique(file, "categories with the same id", [one.id for one in categories])
         _require_unique(file, "categories with the same name", names)
         self.classes = tuple(names) if classes is None else tuple(classes)
         if unknown := [name for name in names if name not in self.classes]:
@@ -180,9 +198,12 @@ class CocoImages:
                 f"{file}: unknown categories {', '.join(unknown[:5])} ({len(unknown)} of "
                 f"{len(names)}); the model knows {', '.join(self.classes[:5])}, ..."
             )
-        label = {one["id"]: self.classes.index(str(one["name"])) for one in categories}
-        self._objects = _by_image(file, content["annotations"], self._images, label)
-        self._label = label
+        self._label = {one.id: self.classes.index(one.name) for one in categories}
+        self._objects = self._by_image(annotations, faults)
+        if annotations and not self._objects:
+            raise ConfigError(f"{file}: no annotation can be used; {_shown(faults)}")
+        if faults:
+            logger.warning("%s: %s", file, _shown(faults))
         self._files = _ImageFiles(Path(source.images))
 
     def __len__(self) -> int:
@@ -191,27 +212,54 @@ class CocoImages:
     def read(self, number: int) -> ObjectImage:
         """Return image `number`, in the order of ids, and its objects."""
         entry = self._images[number]
-        width, height = entry["width"], entry["height"]
-        where = f"{self._file}, image {entry['id']} ({entry['file_name']})"
-        image = self._files.read(str(entry["file_name"]), where)
-        _require_shape(image, width, height, where)
-        objects = self._objects.get(entry["id"], [])
-        boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
-        corners = checked_boxes(
-            boxes, [f"annotation {one['id']}" for one in objects], width, height, where
-        )
-        sides = boxes[:, 2:]
-        areas = [one.get("area", w * h) for one, (w, h) in zip(objects, sides)]
+        where = f"{self._file}, image {entry.id} ({entry.file_name})"
+        content = self._files.read(entry.file_name, where)
+        image = decode_image(content, where)
+        size = entry.width, entry.height
+        if (turn := turn_of(size, image.size, 1)) is None:
+            with reading(where), open_image(content, where) as header:
+                turn = turn_of(size, image.size, orientation(header))
+        if turn is None:
+            raise BadSample(
+                "image of another shape",
+                f"{where}: {image.width} x {image.height} px, annotated {size[0]} x {size[1]}",
+            )
+        objects = self._objects.get(entry.id, [])
+        boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
+        if turn != 1:
+            upright = size[1], size[0]
+            of_image = [shares(corners, size, turn) for _, corners in objects]
+            size, boxes = upright, np.array(of_image).reshape(-1, 4) * (upright * 2)
         return ObjectImage(
             image,
-            width,
-            height,
-            corners,
-            np.array([self._label[one["category_id"]] for one in objects], dtype=np.int64),
-            np.array(areas, dtype=np.float64),
-            np.array([bool(one.get("iscrowd", 0)) for one in objects], dtype=bool),
+            size[0],
+            size[1],
+            boxes,
+            np.array([self._label[one.category_id] for one, _ in objects], dtype=np.int64),
+            np.array([_area(one) for one, _ in objects], dtype=np.float64),
+            np.array([bool(one.iscrowd) for one, _ in objects], dtype=bool),
             where,
         )
+
+    def _by_image(
+        self, annotations: Iterable[_Object], faults: dict[str, list[str]]
+    ) -> dict[Any, list[tuple[_Object, Corners]]]:
+        """Return the objects of each image id with what lies in the image of their box."""
+        sizes = {image.id: (image.width, image.height) for image in self._images}
+        objects = defaultdict(list)
+        for one in annotations:
+            name = f"annotation {one.id}"
+            if one.image_id not in sizes:
+                faults["of an image that the file lacks"].append(f"{name} of {one.image_id}")
+            elif one.category_id not in self._label:
+                faults["of a category that the file lacks"].append(f"{name} of {one.category_id}")
+            else:
+                kind, corners = clipped(one.bbox, sizes[one.image_id])
+                if kind is not None:
+                    faults[kind].append(f"{name} {list(one.bbox)} of image {one.image_id}")
+                if corners is not None:
+                    objects[one.image_id].append((one, corners))
+        return dict(objects)
 
 
 class _ImageFiles:
@@ -224,122 +272,105 @@ class _ImageFiles:
             members, problem = read_members(place, MAX_ARCHIVE_MEMBERS)
             if problem is not None:
                 raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
-            self._members = {PurePosixPath(member.name).name: member for member in members}
+            self._members = {member.name.removeprefix("./"): member for member in members}
         elif not place.is_dir():
             raise ConfigError(f"{place}: there is neither a folder nor a tar file of images")
 
-    def read(self, name: str, where: str) -> Image.Image:
-        """Decode one."""
+    def read(self, name: str, where: str) -> bytes:
+        """Return one as it is stored; raises BadSample where it is not there."""
+        name = name.replace("\\", "/").removeprefix("./")
+        if ".." in name.split("/"):
+            raise BadSample("image outside its folder", where)
         try:
             if self._members is None:
-                content = _inside(self._place, name).read_bytes()
-            else:
-                member = self._members[PurePosixPath(name).name]
-                with self._place.open("rb") as file:
-                    file.seek(member.offset)
-                    content = file.read(member.size)
+                return (self._place / self._path(name)).read_bytes()
+            member = self._members[self._path(name)]
+            with self._place.open("rb") as tar:
+                tar.seek(member.offset)
+                return tar.read(member.size)
         except (KeyError, OSError, ValueError) as error:  # or the name cannot be one
             raise BadSample("missing image", f"{where}: not in {self._place}") from error
-        return decode_image(content, where)
+
+    def _path(self, name: str) -> str:
+        if self._members is None:
+            known = not name.startswith("/") and (self._place / name).is_file()
+        else:
+            known = name in self._members
+        return name if known else self._names.find(name) or ""
+
+    @cached_property
+    def _names(self) -> FileNames:
+        """All files, listed when a name is none of them."""
+        place = self._place.resolve()
+        if self._members is not None:
+            return FileNames({name: f"{place.with_suffix('')}/{name}" for name in self._members})
+        files = (Path(folder) / name for folder, _, names in os.walk(place) for name in names)
+        return FileNames({str(file.relative_to(place)): str(file) for file in files})
 
 
-def _id_order(entry: dict[str, Any]) -> tuple[bool, Any]:
-    return isinstance(entry["id"], str), entry["id"]
+def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
+    return isinstance(row.id, str), row.id
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder."""
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise FileNotFoundError(name)
-    return folder / name
+def _area(one: _Object) -> float:
+    return one.bbox[2] * one.bbox[3] if one.area is None else one.area
 
 
-def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
+def _shown(faults: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{len(found)} {kind}: {found[0]}" for kind, found in faults.items())
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
-    for part, keys in _KEYS.items():
-        entries = content.get(part) if isinstance(content, dict) else None
-        if not isinstance(entries, list):
+    for part in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(part), list):
             raise ConfigError(f"{file}: no list {part!r}; is it an instances file of COCO?")
-        for number, entry in enumerate(entries):
-            missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
-            if missing:
-                raise ConfigError(f"{file}: {part}[{number}] lacks {', '.join(missing)}")
-            for key, kinds in _KINDS.items():
-                if not isinstance(entry.get(key, 0), kinds):
-                    raise ConfigError(f"{file}: {part}[{number}] has the {key} {entry[key]!r}")
-    for image in content["images"]:
-        sides = image["width"], image["height"]
-        if not all(isinstance(side, int) and side > 0 for side in sides):
-            raise ConfigError(f"{file}: image {image['id']} has {sides[0]} x {sides[1]} px")
-    if not content["images"] or not content["categories"]:
-        raise ConfigError(f"{file}: no images, or no categories")
-    found: dict[str, list[dict[str, Any]]] = content
+    found: dict[str, Any] = content
     return found
 
 
-def _by_image(
+def _rows(
     file: Path,
-    annotations: Iterable[dict[str, Any]],
-    images: Iterable[dict[str, Any]],
-    label: dict[Any, int],
-) -> dict[Any, list[dict[str, Any]]]:
-    """Annotations by the id of their image."""
-    known = {image["id"] for image in images}
-    objects = defaultdict(list)
-    wrong = defaultdict(list)
-    for one in annotations:
-        if one["image_id"] not in known:
-            wrong["image"].append((one["id"], one["image_id"]))
-        elif one["category_id"] not in label:
-            wrong["category"].append((one["id"], one["category_id"]))
-        elif not _is_box(one["bbox"]):
-            raise ConfigError(f"{file}: annotation {one['id']} has the box {one['bbox']!r}")
-        objects[one["image_id"]].append(one)
-    for what, found in wrong.items():
-        article = "an" if what == "image" else "a"
-        first = ", ".join(f"annotation {number} of {what} {id_}" for number, id_ in found[:5])
-        raise ConfigError(
-            f"{file}: {len(found)} annotations are of {article} {what} that the file lacks: {first}"
-        )
-    return dict(objects)
+    content: dict[str, Any],
+    part: str,
+    layout: type[AnyRow],
+    faults: dict[str, list[str]],
+) -> list[AnyRow]:
+    """Return the rows of a list; those that do not fit are counted, unless none does."""
+    rows, wrong = [], []
+    for number, row in enumerate(content[part]):
+        try:
+            rows.append(layout.model_validate(row))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, (f"{part}[{number}]", *problem["loc"])))
+            wrong.append(f"{place} {problem['msg']}")
+    if wrong and not rows:
+        raise ConfigError(f"{file}: {wrong[0]}; is it an instances file of COCO?")
+    if wrong:
+        faults["rows of another layout"] += wrong
+    return rows
 
 
-def _is_box(box: Any) -> bool:
-    return (
-        isinstance(box, list)
-        and len(box) == 4
-        and all(isinstance(value, int | float) and math.isfinite(value) for value in box)
-    )
-
-
-def _of_own_name(content: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _of_own_name(
+    categories: Iterable[_Category], annotations: Iterable[_Object]
+) -> list[_Category]:
     """Categories by id; one without objects does not share a name (as Roboflow's root may)."""
-    used = {one["category_id"] for one in content["annotations"]}
-    categories = sorted(content["categories"], key=_id_order)
-    taken = {str(one["name"]) for one in categories if one["id"] in used}
-    return [one for one in categories if one["id"] in used or str(one["name"]) not in taken]
+    used = {one.category_id for one in annotations}
+    categories = sorted(categories, key=_id_order)
+    taken = {one.name for one in categories if one.id in used}
+    return [one for one in categories if one.id in used or one.name not in taken]
 
 
 def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
-    if len(set(values)) < len(values):
-        twice = sorted({value for value in values if values.count(value) > 1}, key=str)
+    if twice := [value for value, count in Counter(values).items() if count > 1]:
+        twice.sort(key=str)
         raise ConfigError(f"{file}: {what}: {', '.join(map(str, twice[:5]))}")
-
-
-def _require_shape(image: Image.Image, width: int, height: int, where: str) -> None:
-    """The stored image is the annotated one, perhaps resized."""
-    scale = max(image.width / width, image.height / height)
-    misses = max(abs(image.width - scale * width), abs(image.height - scale * height))
-    if misses > _SHAPE_ROUNDING:
-        raise BadSample(
-            "image of another shape",
-            f"{where}: {image.width} x {image.height} px, annotated {width} x {height}",
-        )
 
 
 DETR_SIZES = tuple(range(480, 801, 32))

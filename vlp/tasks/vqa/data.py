@@ -26,7 +26,7 @@ from vlp.data.shards.shard_reader import Item, Items, ShardIndex
 from vlp.data.stream.batch import moved
 from vlp.data.stream.loader import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
-from vlp.io import parse_json
+from vlp.io import lines_of, parse_json
 from vlp.scenes.annotation import SOURCE
 
 
@@ -62,8 +62,7 @@ def read_answers(file: str | Path) -> tuple[str, ...]:
     """
     path = Path(file)
     try:
-        text = path.read_text(encoding="utf-8")
-        listed = parse_json(text) if path.suffix == ".json" else text.splitlines()
+        listed = parse_json(path.read_bytes()) if path.suffix == ".json" else lines_of(path)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: this list of answers cannot be read ({error})") from error
     if not isinstance(listed, list) or not all(isinstance(answer, str) for answer in listed):

@@ -153,7 +153,7 @@ def _captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from error
 

@@ -1,0 +1,73 @@
+"""The rule for boxes [x, y, width, height] of every data set: where they lie in an upright image.
+
+Boxes are cut to the image, and those of which nothing is left are left out, never the image. An
+image of another shape than the one that its boxes were drawn on is another image, unless its EXIF
+turns it: then they were drawn on it as it lies in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+OUTSIDE, CUT = "box outside its image", "box cut at the edge of its image (kept)"
+OTHER_SHAPE = "box of an image of another shape"
+
+Corners = tuple[float, float, float, float]
+"""Left, top, right and bottom in pixels."""
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+_ROUNDING, _SHAPE_ROUNDING = 1.0, 2.0
+"""Pixels by which a box may stick out without being counted as cut, and a resized image may miss
+the shape."""
+
+# What each EXIF orientation does to a point, in shares of width and height.
+_TURNED = {
+    2: lambda x, y: (1 - x, y),
+    3: lambda x, y: (1 - x, 1 - y),
+    4: lambda x, y: (x, 1 - y),
+    5: lambda x, y: (y, x),
+    6: lambda x, y: (1 - y, x),
+    7: lambda x, y: (1 - y, 1 - x),
+    8: lambda x, y: (y, 1 - x),
+}
+
+
+def clipped(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
+    """Cut a box to an image of a size; returns the kind of fault, if any, and what is left."""
+    x, y, wide, high = box
+    left, top = max(x, 0.0), max(y, 0.0)
+    right, low = min(x + wide, size[0]), min(y + high, size[1])
+    if right <= left or low <= top:
+        return OUTSIDE, None
+    out = max(left - x, top - y, x + wide - right, y + high - low)
+    return CUT if out > _ROUNDING else None, (left, top, right, low)
+
+
+def turn_of(drawn_on: Size, upright: Size, orientation: int) -> int | None:
+    """Return the EXIF orientation by which boxes must be turned: 1 where they lie upright.
+
+    None for an image of another shape.
+
+    Args:
+        drawn_on: size that the boxes refer to.
+        upright: size of the image as a viewer shows it.
+        orientation: of its EXIF.
+    """
+    if _has_shape(upright, drawn_on):
+        return 1
+    return orientation if orientation > 4 and _has_shape(upright[::-1], drawn_on) else None
+
+
+def shares(corners: Corners, drawn_on: Size, orientation: int) -> Corners:
+    """Return corners as shares of the sides of the upright image; `orientation` as of `turn_of`."""
+    turn = _TURNED.get(orientation, lambda x, y: (x, y))
+    points = [turn(x / drawn_on[0], y / drawn_on[1]) for x, y in (corners[:2], corners[2:])]
+    (left, right), (top, low) = (sorted(values) for values in zip(*points))
+    return left, top, right, low
+
+
+def _has_shape(size: Size, shape: Size) -> bool:
+    scale = max(size[0] / shape[0], size[1] / shape[1])
+    return max(abs(side - scale * other) for side, other in zip(size, shape)) <= _SHAPE_ROUNDING

@@ -1,0 +1,93 @@
+"""Files by the names that lists have for them, and the split that a name tells."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
+"""Extensions of images that can be decoded."""
+
+SPLIT_NAMES = {
+    "train": ("train", "training", "trainset", "trainval", "restval"),
+    "val": ("val", "valid", "validation", "valset", "dev", "eval"),
+    "test": ("test", "testing", "testset"),
+}
+
+_SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words}
+
+
+def split_of(name: object) -> str | None:
+    """Return train, val or test by the first word for one: `cc3m-train-0000.tar`, `val2017`."""
+    words = re.split(r"[-_./\\\d]+", str(name).strip().lower())
+    return next((_SPLITS[word] for word in words if word in _SPLITS), None)
+
+
+def folded(name: str) -> str:
+    """Return what equal names share on systems that compose accents and ignore case."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def agree(there: str, wanted: str) -> bool:
+    """Return whether two paths end alike, as far as the shorter one goes."""
+    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
+
+
+class FileNames:
+    """Finds files by path, and by a base name alone only where that is unique.
+
+    Args:
+        paths: of the files, each with its whole path as far as that is known.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = paths
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
+        self._alone: dict[str, str] = {}
+        self.shared: set[str] = set()
+        """Paths whose base name alone several names of other folders have: none may mean it."""
+        self._known: dict[str, bool] = {}
+        for path in paths:
+            name = folded(path.rpartition("/")[2])
+            self._by_name[name].append(path)
+            if name.endswith(IMAGES):
+                self._by_stem[name.rpartition(".")[0]].append(path)
+        self._folders = {folded(whole.rpartition("/")[0]) for whole in paths.values()}
+
+    def find(self, name: str) -> str | None:
+        """Return the path that ends like a name, which may lack the extension.
+
+        None where no file or several are meant, and where the name's folder does not hold it.
+        """
+        folder, _, base = folded(name).rpartition("/")
+        for known, extension in ((self._by_name, ""), (self._by_stem, ".")):
+            alike = known.get(base, [])
+            for form in (str, folded):
+                found = [path for path in alike if self._fits(path, form, name, extension)]
+                if found:
+                    return found[0] if len(found) == 1 else None
+            if len(alike) == 1 and not self._is_known(folder):
+                if agree(self._alone.setdefault(alike[0], name), name):
+                    return alike[0]
+                self.shared.add(alike[0])
+                return None
+        return None
+
+    def _fits(self, path: str, form: Callable[[str], str], name: str, extension: str) -> bool:
+        """Return whether path and name end alike, and in more than the base name if both go on."""
+        whole, path, name = form(self._paths[path]), form(path), form(name)
+        if extension:
+            whole, path = whole.rpartition(extension)[0], path.rpartition(extension)[0]
+        placed = "/".join(whole.split("/")[-2 - path.count("/") :])
+        longer = (one for one in (path, placed) if "/" in one)
+        return f"/{whole}".endswith(f"/{name}") or any(
+            f"/{name}".endswith(f"/{one}") for one in longer
+        )
+
+    def _is_known(self, folder: str) -> bool:
+        if folder not in self._known:
+            self._known[folder] = any(agree(one, folder) for one in self._folders)
+        return self._known[folder]
