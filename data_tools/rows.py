@@ -71,7 +71,7 @@ _ESCAPED = re.compile("[\udc80-\udcff]")
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file, gzipped or not.
 
-    Members of its lists, and of the lists in its object, that are not UTF-8 are None.
+    What is not UTF-8 of the members of its list, or of its object and the lists in it, is None.
     """
     try:
         with _opened(path) as file:
@@ -81,17 +81,19 @@ def read_json(path: Path) -> Any:
         except UnicodeDecodeError:
             content = parse_json(data.decode("utf-8-sig", "surrogateescape"))
         if isinstance(content, dict):
-            return {name: _sound_rows(value) for name, value in content.items()}
-        return _sound_rows(content)
+            return {name: _sound_part(value) for name, value in content.items()}
+        if isinstance(content, list):
+            return _sound_part(content)
+        raise ConfigError(f"{path}: not UTF-8")
     except json.JSONDecodeError as error:
         hint = "; it has one object a line" if error.msg == "Extra data" else ""
         raise ConfigError(f"{path}: not a JSON file ({error}){hint}") from error
 
 
-def _sound_rows(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    return [row if sound(json.dumps(row, ensure_ascii=False)) else None for row in value]
+def _sound_part(value: Any) -> Any:
+    if isinstance(value, list):
+        return [row if sound(json.dumps(row, ensure_ascii=False)) else None for row in value]
+    return value if sound(json.dumps(value, ensure_ascii=False)) else None
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:

@@ -280,7 +280,7 @@ class _ImageFiles:
         """Return one as it is stored; raises BadSample where it is not there."""
         name = name.replace("\\", "/").removeprefix("./")
         if ".." in name.split("/"):
-            raise BadSample("image outside its folder", where)
+            raise BadSample("missing image", f"{where}: outside {self._place}")
         try:
             if self._members is None:
                 return (self._place / self._path(name)).read_bytes()
