@@ -136,8 +136,3 @@ def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         list(streamed_list(path))
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        list(streamed_list(tmp_path / "no.json"))

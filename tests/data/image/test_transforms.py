@@ -15,12 +15,11 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.decode import JpegImage, decode_image, levels_of, upright_rgb
+from vlp.data.image.decode import JpegImage, decode_image, upright_rgb
 from vlp.data.image.transforms import (
     Preprocessing,
     TrainTransform,
     _least_size,
-    normalise,
     random_crop,
     viewed,
 )
@@ -79,19 +78,6 @@ def test_a_file_that_pillow_opened_is_what_training_sees(
         augmented = train(opened, np.random.default_rng(0), "x")
     assert torch.equal(augmented, train(decoded, np.random.default_rng(0), "x"))
     assert upright_rgb(decoded) is decoded  # neither turned twice nor copied
-
-
-def test_levels_of_any_type_and_batch_are_normalised_alike() -> None:
-    prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
-    expected = prepare(photo())
-    levels = levels_of(prepare.squash(photo()))
-    for given_levels in (levels, levels.float(), levels.contiguous().float()):
-        before = given_levels.clone()
-        assert torch.equal(prepare.normalise(given_levels), expected)
-        assert torch.equal(given_levels, before)
-        several = normalise(given_levels.expand(2, 3, 16, 16), prepare.mean, prepare.std)
-        assert several.is_contiguous()
-        assert torch.equal(several[1], expected)
 
 
 def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:

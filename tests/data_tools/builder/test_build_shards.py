@@ -469,20 +469,6 @@ def test_two_builds_of_one_folder(places: Path, tmp_path: Path) -> None:
     build(places, out, samples=[wanted(0), wanted(1)])
 
 
-def test_pairs_keep_a_format_each(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(raw_image(1))
-    (tmp_path / "b.jpg").write_bytes(raw_image(2, kind="png"))
-    about = Annotation(statement="They differ.", label=True)
-    samples = [
-        SampleSpec("pair", ("a.jpg", "b.jpg"), about),
-        SampleSpec("half", ("a.jpg", "c.jpg"), about),
-    ]
-    manifest = build(tmp_path, tmp_path / "out", samples=samples)
-    sample = ShardIndex.open(tmp_path / "out").read(0, 0)
-    assert (sample.image, sample.second_image) == (raw_image(1), raw_image(2, kind="png"))
-    assert failures_of(manifest) == {"missing image": ["half"]}
-
-
 ROOT = Path(__file__).parents[3]
 
 

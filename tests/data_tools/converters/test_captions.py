@@ -133,16 +133,6 @@ def test_words_of_real_captions_have_the_boxes_that_they_name(shared: Path, tmp_
     assert asked["objects"] > 50
 
 
-def test_instances_go_with_official_captions(
-    karpathy: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
-    content: dict[str, list[object]] = {"images": [], "annotations": [], "categories": []}
-    file = json_of(tmp_path / "instances.json", content)
-    assert main([*arguments, "--instances", str(file), "--out", str(tmp_path / "out")]) == 2
-    assert "goes with official captions" in capsys.readouterr().err
-
-
 @pytest.fixture
 def karpathy(tmp_path: Path) -> Path:
     """COCO in Karpathy's layout, its images in a zip of the official layout."""

@@ -163,22 +163,6 @@ def test_urls_to_download(tsv: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
-    path = shared / "data" / "web_formats" / "cc3m_val_400.tsv"
-    images = {f"{number:08d}.jpg": raw_image(number) for number in range(400)}
-    tar_of(tmp_path / "images.tar", images)
-    arguments = ["cc3m", "--annotations", str(path), "--images", str(tmp_path / "images.tar")]
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    samples = samples_of(tmp_path / "out")
-    assert len(samples) == 400
-    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
-    for number, (caption, url) in enumerate(rows):
-        sample = samples[f"cc3m-{number:08d}"]
-        assert captions_of(sample.annotation) == [" ".join(caption.split())]
-        assert (sample.annotation.model_extra or {})["url"] == url
-        assert sample.image == images[f"{number:08d}.jpg"]
-
-
 def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = shared / "data" / "web_formats" / "sbu_schema.json"
     (tmp_path / "images").mkdir()

@@ -6,14 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_shards import encoded, images_of, jpeg, listed, run, write, write_tar
+import scipy.fft
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_shards import encoded, images_of, jpeg, listed, photo, run, write, write_tar
 from PIL import Image
 
 from data_tools.builder.samples import TakeDown
 from data_tools.dedup import hashes as image_hash
-from data_tools.dedup.hashes import RECORD, differing_bits, duplicate_images, fine_distance
+from data_tools.dedup import hashes as near
+from data_tools.dedup.hashes import (
+    RECORD,
+    differing_bits,
+    duplicate_images,
+    fine_distance,
+    hash_image,
+    near_pairs,
+)
 from data_tools.originals import Originals
 from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardWriter
 
 TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
@@ -146,3 +158,148 @@ def test_the_earlier_one_is_kept(seed: int) -> None:
     assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
+
+
+def hashes(seed: int, count: int) -> np.ndarray:
+    """Some at random, some a few bits beside others, some equal."""
+    rng = np.random.default_rng(seed)
+    made = rng.integers(0, 2**64, count, dtype=np.uint64)
+    for place in range(count // 2):
+        bits = rng.integers(0, 64, rng.integers(0, 9)).astype(np.uint64)
+        for bit in bits:
+            made[place] = made[place + count // 2] ^ (np.uint64(1) << bit)
+    return made
+
+
+def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+        if (int(a) ^ int(b)).bit_count() <= distance
+    }
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8), st.sampled_from([7, 2**18]))
+def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, most: int) -> None:
+    made = hashes(seed, count)
+    others = hashes(seed + 1, count // 3)
+    others[: count // 6] = made[: count // 6]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near, "_COMPARED_AT_ONCE", most)
+        for asked, expected in (
+            (None, {(i, j) for i, j in near_by_hand(made, made, distance) if i < j}),
+            (others, near_by_hand(others, made, distance)),
+        ):
+            found = [pair for pairs in near_pairs(made, distance, asked) for pair in zip(*pairs)]
+            assert set(found) == expected
+            assert len(found) == len(expected)
+
+
+def test_the_hash_is_the_sign_of_the_lowest_cosines() -> None:
+    image = photo(3, (32, 32)).convert("L")
+    waves = scipy.fft.dctn(np.asarray(image, dtype=float), norm="ortho")
+    found = hash_image(encoded(image, "png"))
+    assert found is not None
+    for block, words in ((waves[:8, :8], [found[0]]), (waves[:16, :16], found[1].tolist())):
+        above = np.unpackbits(np.array(words, dtype="<u8").view(np.uint8))
+        assert (above == (block > np.median(block)).reshape(-1)).all()
+
+
+def test_copies_are_near_and_other_images_are_not() -> None:
+    for seed in range(20):
+        original = photo(seed, (320, 240))
+        turned = Image.Exif()
+        turned[0x0112] = 6
+        copies = [
+            encoded(original, "png"),
+            encoded(original, "webp", quality=60),
+            encoded(original.resize((160, 120)), quality=40),
+            encoded(original.resize((200, 200)), quality=70),
+            encoded(original.convert("L")),
+            encoded(original.rotate(90, expand=True), exif=turned),  # type: ignore[arg-type]
+        ]
+        first = hash_image(encoded(original))
+        other = hash_image(jpeg(seed + 100))
+        assert first is not None
+        assert other is not None
+        for copy in copies:
+            found = hash_image(copy)
+            assert found is not None
+            assert (first[0] ^ found[0]).bit_count() <= 6
+            assert fine_distance(first[1], found[1]) <= 48
+        assert fine_distance(first[1], other[1]) > 80
+
+
+def test_images_without_a_hash() -> None:
+    assert hash_image(encoded(Image.new("RGB", (64, 64), "red"), "png")) is None
+    for bad in (b"", b"no image", jpeg(0)[:-100]):
+        with pytest.raises(BadSample, match="here"):
+            hash_image(bad, "here")
+
+
+Sample = tuple[str, bytes, Annotation, bytes | None]
+
+
+def shards(folder: Path, *samples: Sample) -> Path:
+    with ShardWriter(folder, 3) as writer:
+        for key, image, annotation, second in samples:
+            writer.write(key, image, "jpg", annotation, second)
+    return folder
+
+
+def named(source: str, image_id: str) -> Annotation:
+    return Annotation(caption="a caption", source=source, image_id=image_id)
+
+
+@pytest.fixture
+def pretraining(tmp_path: Path) -> Path:
+    small = encoded(photo(4).resize((60, 45)), quality=60)
+    return shards(
+        tmp_path / "pretraining",
+        ("named", jpeg(50), named("coco", "7"), None),
+        ("other", jpeg(51), named("vg", "7"), None),
+        ("bytes", jpeg(3), named("vg", "1"), None),
+        ("looks", small, named("vg", "2"), None),
+        ("second", jpeg(52), named("nlvr2", "1"), jpeg(5)),
+        ("cut", jpeg(53)[:-200], named("vg", "3"), None),
+        ("all", jpeg(6), named("coco", "6"), None),
+    )
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path) -> Path:
+    return shards(
+        tmp_path / "evaluation",
+        ("e1", jpeg(1), named("coco", "7"), None),
+        ("e2", jpeg(2), Annotation(statement="two", label=True), jpeg(3)),
+        ("e4", jpeg(4), Annotation(caption="four"), None),
+        ("e5", jpeg(5), Annotation(caption="five"), None),
+        ("e6", jpeg(6), named("coco", "6"), None),
+    )
+
+
+def test_each_way_is_found(
+    pretraining: Path, evaluation: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "list.txt"
+    command = ("overlap", "--pretraining", pretraining, "--evaluation", evaluation)
+    assert run(*command, "--out", out) == 0
+    assert listed(out) == ["named", "bytes", "looks", "second", "all"]
+    text = out.read_text()
+    shard = evaluation / "shard-000000.tar"
+    assert f"# e1 of {shard}: the same image_id\nnamed\n" in text
+    assert f"# e2 of {shard}: the same bytes, looks alike\nbytes\n" in text
+    assert f"# e4 of {shard}: looks alike\nlooks\n" in text
+    assert ": the same image_id, the same bytes, looks alike\nall\n" in text
+    printed = capsys.readouterr().out
+    assert "5 of 7 pretraining samples" in printed
+    assert f"{evaluation}: 5 of 6 images are shown" in printed
+    assert "the same image_id: 2, by 2 samples" in printed
+    assert "the same bytes: 3, by 3 samples" in printed
+    assert "looks alike: 4, by 4 samples" in printed
+    assert "1 images cannot be decoded" in printed
+
+    assert run(*command, "--out", out, "--exact") == 0
+    assert listed(out) == ["named", "bytes", "second", "all"]

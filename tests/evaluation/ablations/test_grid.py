@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pair_shards import entailment_shards, tiny_folder
 
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.grid import (
@@ -150,34 +149,6 @@ def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tin
     assert set(run_ablation(fewer, tiny_ablation, ["none"], said.append)) == set(done)
     assert (folder / "report.json").stat().st_mtime_ns == trained
     assert "None" in report(config, to_frame(done))
-
-
-@pytest.mark.nightly
-def test_variants_are_fine_tuned_and_have_their_tasks_figures(tmp_path):
-    overrides = {
-        "init_from": str(tiny_folder(tmp_path / "start")),
-        "task.data.train": [str(entailment_shards(tmp_path / "train", 16))],
-        "task.data.validation": [],
-        "task.data.canonical_streams": 1,
-        "training.batch": 8,
-        "training.steps": 2,
-        "training.precision": "float32",
-    }
-    table = {**TABLE, "figures": {"accuracy": "accuracy"}}
-    plain = {
-        "output": str(tmp_path / "out"),
-        "fine_tuned": {"shards": [str(entailment_shards(tmp_path / "val", 8))]},
-        "seeds": [0, 1],
-        "jobs": 1,
-        "training": {"config": str(ROOT / "configs/finetune/scenes_snli_ve.yaml")},
-        "variants": {"none": {"overrides": overrides}},
-        "tables": [table],
-    }
-    file = tmp_path / "x.yaml"
-    file.write_text(yaml.safe_dump(plain))
-    found = run_ablation(load_config(file, AblationConfig), file, say=lambda _: None)
-    assert set(found) == {("none", 0), ("none", 1)}
-    assert 0 <= found["none", 0]["accuracy"] <= 100
 
 
 @pytest.mark.nightly

@@ -97,12 +97,6 @@ def test_an_adjusted_p_is_the_smallest_level_that_rejects(seed):
             assert number not in rejected(p, each - 1e-9)
 
 
-def test_holm_by_hand():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
 def test_a_difference_is_tested_by_students_t():
     gaps = [1.0, 1.5, 0.5, 1.2, 0.8]
     found = difference(gaps)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
-from question_shards import write_shards
 
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.task_evaluation import sentence_of
@@ -68,24 +67,6 @@ def test_consistency_counts_sentences_that_are_always_right(tmp_path):
 )
 def test_a_sentence_is_what_the_official_evaluators_take_for_one(identifier, sentence):
     assert sentence_of({"identifier": identifier, "text": "There is a dog."}) == sentence
-
-
-def test_training_data_and_items_without_truth_are_said(tmp_path):
-    shards = entailment_shards(tmp_path / "shards", 9)
-    task = task_of(SnliVeConfig, tmp_path)
-    assert not any("trained on" in note for note in evaluate_task(task, [shards]).notes)
-    data = task.config.data.model_copy(update={"train": (str(shards),)})
-    task.config = task.config.model_copy(update={"data": data})
-    notes = evaluate_task(task, [shards]).notes
-    assert f"Careful: the model was trained on {shards}." in notes
-    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
-    some = [(picture, Annotation(hypothesis="a dog", label="neutral"))]
-    some += [(picture, Annotation(hypothesis=text)) for text in ("a dog", " ")]
-    result = evaluate_task(
-        task, [write_shards(tmp_path / "some", some)], options=EvalOptions(resamples=2)
-    )
-    assert "1 of the items have no truth: predicted, and not judged." in result.notes
-    assert result.skipped == {"no text": 1}
 
 
 def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):

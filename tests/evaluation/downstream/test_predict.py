@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair_shards import annotated_shards, entailment_shards, statement_shards
+from pair_shards import annotated_shards, entailment_shards
 from PIL import Image
 from question_shards import photo, question, write_shards
 
@@ -133,14 +133,6 @@ def test_predictions_equal_those_that_are_judged(folders, tmp_path):
         row["key"]
         for row in predict(folders["snli_ve"], [shards], options=EvalOptions(limit=2)).rows
     ] == [row["key"] for row in plain.rows[:2]]
-
-
-def test_missing_items_are_warned_of(folders, tmp_path, capsys):
-    samples = [(photo(), Annotation(questions=[question(1, "is it red?", {})])),
-               (b"", Annotation(questions=[question(2, "is it red?", {})]))]  # fmt: skip
-    shards = write_shards(tmp_path / "bad", samples)
-    assert predicted(folders, "vqa", shards, tmp_path / "r.json") == 0
-    assert "not predicted: 1 unreadable image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -265,16 +257,6 @@ def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more
     error = capsys.readouterr().err.strip()
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, capsys):
-    shards = statement_shards(tmp_path / "made", 3)
-    assert predicted(folders, "nlvr2", shards, tmp_path / "out.csv") == 2
-    error = capsys.readouterr().err
-    assert "--format jsonl" in error
-    kept = tmp_path / "out.csv.rows.jsonl"
-    assert str(kept) in error
-    assert len(kept.read_text().splitlines()) == 3
 
 
 @pytest.fixture(scope="module")

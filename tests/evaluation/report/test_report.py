@@ -8,15 +8,12 @@ import re
 import shutil
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 from pair_shards import annotated_shards, entailment_shards, tiny_folder
-from PIL import Image
 
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
-from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over
 from evaluation.latex import latex_table
 from evaluation.options import EvalOptions
 from evaluation.report.html_page import page, retrieval_cases, training_curves
@@ -240,22 +237,3 @@ def test_latex_escapes_what_is_special_and_keeps_its_columns():
     assert drawn.index("[a]") < drawn.rindex(r"\midrule") < drawn.index("paper, X")
     for begun in ("table", "tabular"):
         assert drawn.count(rf"\begin{{{begun}}}") == drawn.count(rf"\end{{{begun}}}") == 1
-
-
-def test_heat_lies_over_its_patches_and_a_box_frames_it():
-    grey = Image.new("RGB", (40, 20), (128, 128, 128))
-    share = np.zeros((2, 4))
-    share[0, 3] = 1.0
-    drawn = np.asarray(anchors_over(grey, share, side=80)).astype(int)
-    assert drawn.shape == (40, 80, 3)
-    coloured = np.abs(drawn - drawn[..., :1]).max(-1) > 20
-    assert coloured[:20, 60:].all()
-    assert not coloured[20:].any()
-    assert not coloured[:, :60].any()
-    framed = np.asarray(heat_over(grey, np.ones((2, 4)), [((10, 5, 20, 10), OWN_BOX)], side=80))
-    green = np.array([25, 212, 25])
-    assert (framed[10, 20] == green).all()
-    assert (framed[29, 59] == green).all()
-    assert not (framed[20, 40] == green).all()
-    heat_over(grey, np.zeros((2, 4)))
-    assert data_uri(grey).startswith("data:image/")

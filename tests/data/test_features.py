@@ -1,0 +1,473 @@
+"""Stored features: the tower's own, and batches that differ from plain ones by pixels alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from made_shards import encoded, photo
+from test_work_sharding import launch
+from tests_support import TINY_MODEL
+
+from data_tools.__main__ import main
+from vlp.config import ConfigError, load_config
+from vlp.data.config import AugmentConfig
+from vlp.data.features.store import (
+    BAD,
+    FLIPPED,
+    HEADER_NAME,
+    PLAIN,
+    FeatureHeader,
+    StoredFeatures,
+    TowerKey,
+)
+from vlp.data.image.decode import decode_image
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.pretrain import PretrainData
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.rng import identity, make_rng
+from vlp.models.vlp import VLPModel
+from vlp.training.config import PretrainConfig
+
+
+def data_of(config: Path, *overrides: str, seed: int = 0) -> PretrainData:
+    settings = load_config(config, PretrainConfig, overrides)
+    return PretrainData(settings.data, settings.inputs, settings.training.batch, seed)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Captions with and without a side, two images that cannot be read, and one without text."""
+    with ShardWriter(tmp_path / "shards", 7) as writer:
+        for number in range(33):
+            image = os.urandom(99) if number == 3 else encoded(photo(number))
+            image = image[: len(image) // 2] if number == 20 else image  # its header is good
+            side = ["a dog left", "the right cat", "a cat"][number % 3]
+            captions = [] if number == 11 else [f"{side} number {number}"]
+            writer.write(f"k{number}", image, "jpg", Annotation(captions=captions))
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_only_the_pixels_differ(shards, configuration, make_features, tmp_path, workers):
+    config = configuration(shards, captions="all", workers=workers)
+    out = make_features(config, tmp_path / "out", "--views", 3)
+    plain, cached = data_of(config), data_of(config, f"data.features={out}")
+    stored = StoredFeatures(out).require(Preprocessing(16), cached.sources)[0]
+    seen, skipped = set(), []
+    for (one, consumed), (other, also) in zip(plain.batches(stop_after=9), cached.batches()):
+        assert consumed == also
+        for name, left, right in zip(Batch._fields, one, other):
+            if isinstance(left, torch.Tensor) and name != "pixels":
+                assert torch.equal(left, right), name
+        places = [
+            [(skip.kind, skip.where.split(" (")[0]) for skip in batch.skipped]
+            for batch in (one, other)
+        ]
+        assert places[0] == places[1]
+        skipped += places[1]
+        assert other.pixels.dtype == torch.float16
+        assert other.pixels.shape == (8, 17, 16)
+        assert not other.pixels[~other.valid].any()
+        there = other.to("cpu")
+        assert torch.equal(there.pixels, other.pixels.float())
+        assert torch.equal(there.to("cpu").pixels, there.pixels)
+        for row, number in zip(other.pixels[other.valid], other.sample_ids[other.valid].tolist()):
+            seen.add((number, row.numpy().tobytes()))
+    assert {kind for kind, _ in skipped} == {"unreadable image", "no text"}
+    assert len({where for _, where in skipped}) == 3
+    known = {
+        stored.read(shard, sample, view).numpy().tobytes()
+        for shard, entry in enumerate(cached.sources[0].shards)
+        for sample in range(entry.samples)
+        for view in range(3)
+    }
+    assert {row for _, row in seen} <= known
+    assert len({number for number, _ in seen}) < len(seen)  # several views of an image came
+
+
+def test_a_resumed_run_sees_the_same(shards, configuration, make_features, tmp_path):
+    config = configuration(shards)
+    out = make_features(config, tmp_path / "out", "--views", 4)
+    data = data_of(config, f"data.features={out}")
+    run = list(data.batches(stop_after=8))
+    again = data_of(config, f"data.features={out}").batches(run[2][1], stop_after=5)
+    for (batch, consumed), (other, also) in zip(run[3:], again, strict=True):
+        assert consumed == also
+        assert torch.equal(batch.pixels, other.pixels)
+    halves = [list(data.batches(rank=rank, world_size=2, stop_after=4)) for rank in (0, 1)]
+    for number, (batch, _) in enumerate(run[:4]):
+        both = torch.cat([half[number][0].pixels for half in halves])
+        assert torch.equal(both, batch.pixels)
+
+
+def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_features, tmp_path):
+    config = configuration(shards)
+    out = make_features(config, tmp_path / "out", "--views", 6)
+    data = data_of(config, f"data.features={out}")
+    [stored] = data.captioned.features
+    codes = {}
+    for shard, entry in enumerate(data.sources[0].shards):
+        rows = np.load(out / "0" / entry.name.replace(".tar", ".views.npy"))
+        for sample in range(entry.samples):
+            for view in range(6):
+                row = stored.read(shard, sample, view).numpy().tobytes()
+                codes.setdefault(row, set()).add(int(rows[sample, view]))
+    flipped = {True: 0, False: 0}
+    places = ((f"shard-{number // 7:06d}.tar", f"k{number}") for number in range(33))
+    numbers = [identity("place", 0, *place) for place in places]
+    for batch, _ in data.batches(stop_after=40):
+        for row, image in zip(batch.pixels[batch.valid], batch.image_ids[batch.valid].tolist()):
+            has_side = numbers.index(image) % 3 != 2
+            flipped[has_side] += codes[row.numpy().tobytes()] == {FLIPPED}
+    assert flipped[True] == 0
+    assert flipped[False] > 10
+
+
+def test_images_that_are_not_augmented_have_their_plain_view(
+    shards, configuration, make_features, tmp_path
+):
+    """As held-out losses ask for; the folder's other views were augmented."""
+    config = configuration(shards, captions="all")
+    out = make_features(config, tmp_path / "out", "--views", 3)
+    augment = "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"
+    stored = StoredFeatures(out).require(Preprocessing(16), data_of(config).sources)[0]
+    batch = next(data_of(config, f"data.features={out}", augment).batches())[0]
+    plain = torch.stack([stored.read(shard, n, 0) for shard, n in places_of(stored)])
+    found = batch.pixels[batch.valid]
+    assert len(found)
+    assert all((row == plain).flatten(1).all(1).any() for row in found)
+    assert stored.views(0, 0, True, "") == [0]
+
+
+def places_of(stored):
+    return [(shard, n) for shard, (_, count) in enumerate(stored._shards) for n in range(count)]
+
+
+def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_features, tmp_path):
+    config = configuration(shards)
+    out = make_features(config, tmp_path / "out", "--views", 2)
+
+    def refused(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            data_of(config, f"data.features={out}", *overrides)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "image_size is 16 there, 20 here" in refused("model.image.image_size=20")
+    assert "augment.hflip is True there, False here" in refused("data.augment.hflip=false")
+    other = tmp_path / "other"
+    with ShardWriter(other, 4) as writer:
+        writer.write("k", encoded(photo(0)), "jpg", Annotation(captions=["a dog"]))
+    assert "holds no features of" in refused(f"data.sources=[{{path: {other}}}]")
+    features = StoredFeatures(out)
+    with pytest.raises(ConfigError, match=r"weights is '\w+' there, 'f+' here"):
+        features.require_tower(TowerKey(features.header.tower, 64 * "f"))
+    with pytest.raises(ConfigError, match=r"tower\.layers is 1 there, 2 here"):
+        features.require_tower(TowerKey(features.header.tower | {"layers": 2}, "f"))
+
+
+def test_features_that_are_missing_or_damaged_are_named(
+    shards, configuration, make_features, tmp_path
+):
+    config = configuration(shards)
+    out = make_features(config, tmp_path / "out")
+    file = out / "0" / "shard-000001.npy"
+    content = file.read_bytes()
+    for damage in (lambda: file.unlink(), lambda: file.write_bytes(content[:-2])):
+        damage()
+        with pytest.raises(ConfigError, match=r"shard-000001\.npy: missing .* 1 of 5 files"):
+            data_of(config, f"data.features={out}")
+    file.write_bytes(content)
+    header = out / HEADER_NAME
+    good = json.loads(header.read_text())
+    for text, said in (
+        ("{", "Invalid JSON"),
+        (json.dumps(good | {"weights": "x"}), "weights: String should match"),
+        (json.dumps({k: v for k, v in good.items() if k != "views"}), "views: Field required"),
+        (json.dumps(good | {"version": 2}), "version: Input should be 1"),
+    ):
+        header.write_text(text)
+        with pytest.raises(ConfigError, match=said) as error:
+            data_of(config, f"data.features={out}")
+        assert "\n" not in str(error.value)
+    header.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        data_of(config, f"data.features={out}")
+
+
+def test_sources_may_be_fewer_and_in_another_order(
+    make_shards, configuration, make_features, tmp_path
+):
+    first, second = make_shards("first"), make_shards("second", count=9)
+    config = configuration(first, second)
+    out = make_features(config, tmp_path / "out")
+    features = StoredFeatures(out)
+    here = [ShardIndex.open(folder) for folder in (second, first)]
+    found = features.require(Preprocessing(16), here)
+    assert [source.number for source in found] == [1, 0]
+    assert [source.number for source in features.require(Preprocessing(16), here[:1])] == [1]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def arrays(folder):
+    """Both arrays of every shard of the first source."""
+    names = sorted(path.stem for path in (folder / "0").glob("*.npy") if "views" not in path.name)
+    return [(np.load(folder / "0" / f"{n}.npy"), np.load(folder / "0" / f"{n}.views.npy"))
+            for n in names]  # fmt: skip
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float16", np.float16), ("bfloat16", np.uint16)])
+def test_features_are_the_towers_own_but_for_rounding(
+    make_shards, configuration, make_features, tower_of, tmp_path, dtype, bits
+):
+    folder = make_shards(count=13)
+    config = configuration(folder)
+    out = make_features(config, tmp_path / "out", "--views", 3, "--dtype", dtype)
+    tower, index, prepare = tower_of(config), ShardIndex.open(folder), Preprocessing(16)
+    transform = TrainTransform(AugmentConfig(randaugment=False), prepare)
+    header = FeatureHeader.read(out)
+    assert (header.views, header.tokens, header.width, header.seed) == (3, 17, 16, 0)
+    for shard, (features, codes) in enumerate(arrays(out)):
+        count = index.shards[shard].samples
+        assert features.shape == (count, 3, 17, 16)
+        assert features.dtype == bits
+        views = torch.empty(count, 3, 3, 16, 16)
+        for sample in range(count):
+            raw = index.read(shard, sample)
+            image = decode_image(raw.image, "")
+            views[sample, 0] = prepare(image)
+            for view in (1, 2):
+                name = f"{header.sources[0].index}:{index.shards[shard].name}:{sample}"
+                rng = make_rng(0, view, name, "features")
+                levels, flipped = transform.view(image, rng, may_flip=True)
+                views[sample, view] = prepare.normalise(levels)
+                assert codes[sample, view] == (FLIPPED if flipped else PLAIN)
+        for start in range(0, count, 2):  # 6 views of a pass
+            with torch.no_grad():
+                wanted = tower(views[start : start + 2].flatten(0, 1))
+            stored = torch.from_numpy(features[start : start + 2].view(np.int16))
+            stored = stored.view(getattr(torch, dtype)).flatten(0, 1)
+            assert torch.equal(stored, wanted.to(stored.dtype))
+    assert (np.concatenate([codes for _, codes in arrays(out)])[:, 0] == PLAIN).all()
+    assert {0, 1} == set(np.concatenate([codes[:, 1] for _, codes in arrays(out)]))
+
+
+def test_the_first_view_is_averaged_with_its_flip(
+    make_shards, configuration, make_features, tower_of, tmp_path
+):
+    folder = make_shards(count=5)
+    config = configuration(folder)
+    options = ("--views", 2, "model.image.average_hflip=true")
+    [(averaged, _), *_] = arrays(make_features(config, tmp_path / "averaged", *options))
+    [(plain, _), *_] = arrays(make_features(config, tmp_path / "plain", *options[:2]))
+    assert np.allclose(averaged[:, 1], plain[:, 1], atol=1e-3)
+    tower, index = tower_of(config), ShardIndex.open(folder)
+    image = Preprocessing(16)(decode_image(index.read(0, 0).image, ""))
+    with torch.no_grad():
+        straight, flipped = tower(torch.stack([image, image.flip(-1)]))
+    back = flipped[1:].unflatten(0, (4, 4)).flip(1).flatten(0, 1)
+    wanted = (straight + torch.cat([flipped[:1], back])) / 2
+    assert np.allclose(averaged[0, 0], wanted.numpy(), atol=5e-3)
+    assert not np.allclose(averaged[0, 0], plain[0, 0], atol=5e-3)
+
+
+@pytest.mark.nightly
+def test_workers_and_ranks_change_nothing(make_shards, configuration, make_features, tmp_path):
+    config = configuration(make_shards(count=23))
+    alone = contents(make_features(config, tmp_path / "alone", "--views", 2))
+    workers = make_features(config, tmp_path / "workers", "--views", 2, "data.workers=2")
+    assert contents(workers) == alone
+    command = ["-m", "data_tools", "features", "--config", config, "--batch", 6, "--views", 2]
+    ranks = launch(2, [*map(str, command), "--out", str(tmp_path / "ranks")])
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert contents(tmp_path / "ranks") == alone
+    said = [line for line in ranks[0].stdout.splitlines() if "images" in line]
+    assert len(said) == 1
+    assert "23 images x 2 views of 17 x 16 written" in said[0]
+    assert "images" not in ranks[1].stdout
+
+
+@pytest.mark.nightly
+def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
+    make_shards, configuration, make_features, tmp_path
+):
+    config = configuration(make_shards(count=300, per_shard=10))
+    whole = contents(make_features(config, tmp_path / "whole", "--views", 4))
+    out = tmp_path / "out"
+    command = ["features", "--config", config, "--out", out, "--batch", 6, "--views", 4]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "data_tools", *map(str, command)],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    while running.poll() is None and len(list(out.glob("0/*.npy"))) < 8:
+        time.sleep(0.002)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    done = {path: path.stat().st_mtime_ns for path in out.glob("0/shard-*[0-9].npy")}
+    assert 0 < len(done) < 30
+    make_features(config, out, "--views", 4)
+    assert contents(out) == whole
+    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
+
+
+@pytest.mark.nightly
+def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tmp_path):
+    """The first one is stopped in its work; the second one is two ranks."""
+    config, out = configuration(make_shards(count=300, per_shard=10)), tmp_path / "out"
+    command = ["features", "--config", str(config), "--out", str(out), "--batch", "6"]
+    first = subprocess.Popen([sys.executable, "-m", "data_tools", *command], cwd=ROOT)
+    while first.poll() is None and not list(out.glob("0/*.npy")):
+        time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        before = contents(out)
+        second = launch(2, ["-m", "data_tools", *command])
+        after = contents(out)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    refused = f"data_tools features: {out}: is being written by process {first.pid} on "
+    assert [rank.returncode for rank in second] == [2, 2]
+    assert all(refused in rank.stderr for rank in second)
+    assert after == before
+    assert first.wait() == 0
+    assert not list(out.glob(".lock*"))
+
+
+def test_another_command_does_not_go_on(
+    make_shards, configuration, make_features, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    config = configuration(make_shards(count=5))
+    out = make_features(config, tmp_path / "out")
+    before = contents(out)
+    options = ["features", "--config", str(config), "--out", str(out)]
+    for change, said in (
+        (["--views", "2"], "augment is None there, {'randaugment'"),
+        (["--precision", "bf16"], "precision is 'float32' there, 'bf16' here"),
+        (["training.seed=1"], "weights is '"),
+        (["model.image.layers=2"], "tower.layers is 1 there, 2 here"),
+    ):
+        assert main([*options, *change]) == 2
+        message = capsys.readouterr().err
+        assert said in message
+        assert message.count("\n") == 1
+    assert contents(out) == before
+    (out / HEADER_NAME).unlink()
+    assert main(options) == 2
+    assert "holds something else; name another folder" in capsys.readouterr().err
+
+
+def test_bad_samples_have_no_features(configuration, make_features, tmp_path, capsys):
+    folder = tmp_path / "shards"
+    with ShardWriter(folder, 4) as writer:
+        for number in range(6):
+            image = os.urandom(99) if number in (1, 4) else noise_png(number)
+            writer.write(f"k{number}", image, "png", Annotation(captions=["a dog"]))
+    out = make_features(configuration(folder), tmp_path / "out", "--views", 2)
+    assert "2 images cannot be read" in capsys.readouterr().out
+    kinds = FeatureHeader.read(out).kinds
+    (features, codes), (_, last) = arrays(out)
+    assert codes[:, 0].tolist() == [PLAIN, BAD + kinds.index("unreadable image"), PLAIN, PLAIN]
+    assert last[:, 0].tolist() == [BAD + kinds.index("unreadable image"), PLAIN]
+    assert (features[1] == 0).all()
+    assert (features[[0, 2, 3]] != 0).any((1, 2, 3)).all()
+
+
+def noise_png(number):
+    from io import BytesIO
+
+    from PIL import Image
+
+    stream = BytesIO()
+    levels = np.random.default_rng(number).integers(0, 256, (16, 20, 3), dtype=np.uint8)
+    Image.fromarray(levels).save(stream, "png")
+    return stream.getvalue()
+
+
+def test_what_float16_cannot_hold_is_refused(
+    make_shards, configuration, make_features, tmp_path, capsys, monkeypatch
+):
+    from vlp.models.image_encoder import ImageEncoder
+
+    tower = ImageEncoder.tower
+    monkeypatch.setattr(ImageEncoder, "tower", lambda *arguments: 1e5 * tower(*arguments))
+    config = configuration(make_shards(count=5))
+    assert main(["features", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
+    assert "which float16 cannot hold; use --dtype bfloat16" in capsys.readouterr().err
+    make_features(config, tmp_path / "wide", "--dtype", "bfloat16")
+
+
+FLIPS = {"randaugment": False, "crop_scale": [0.5, 1.0], "hflip": True}
+
+
+@pytest.fixture
+def configuration(tmp_path: Path, vocabulary: Path) -> Callable[..., Path]:
+    def write(*folders: Path, augment: dict = FLIPS, **data: object) -> Path:
+        model = TINY_MODEL | {"text": TINY_MODEL["text"] | {"vocab_size": 90}}
+        values = {
+            "model": model,
+            "data": {
+                "sources": [{"path": str(folder)} for folder in folders],
+                "vocabulary": str(vocabulary),
+                "canonical_streams": 4,
+                "shuffle_window": 6,
+                "workers": 0,
+                "augment": augment,
+                **data,
+            },
+            "objectives": {
+                "contrastive": {"token": {"group": 4}},
+                "itm": {"group": 4},
+                "mim": None,
+                "teacher": None,
+            },
+            "training": {"batch": 8, "steps": 3, "precision": "float32", "log_every": 1},
+        }
+        path = tmp_path / "pretrain.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_features() -> Callable[..., Path]:
+    def make(config: Path, out: Path, *options: object) -> Path:
+        arguments = ["features", "--config", config, "--out", out, "--batch", 6, *options]
+        assert main([*map(str, arguments)]) == 0
+        return out
+
+    return make
+
+
+@pytest.fixture
+def tower_of() -> Callable[[Path], torch.nn.Module]:
+    """The image tower as pretraining starts it."""
+
+    def make(config: Path) -> torch.nn.Module:
+        settings = load_config(config, PretrainConfig)
+        torch.manual_seed(settings.training.seed)
+        return VLPModel(settings.model).eval().image_encoder
+
+    return make
