@@ -129,23 +129,6 @@ def test_ranks_do_not_change_losses_gradients_queue_or_statistics(ranks, tmp_pat
             )
 
 
-def gather_backward(index: int, ranks: int, folder: str) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=index, world_size=ranks)
-    x = torch.randn(4, 5, 2, requires_grad=True)
-    weights = torch.randn(ranks, ranks * 4, 5, 2, generator=torch.Generator().manual_seed(0))
-    (gather(x) * weights[index]).sum().backward()
-    expected = weights.sum(0)[index * 4 : index * 4 + 4]
-    torch.testing.assert_close(x.grad, expected)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_gathered_row_has_the_gradients_of_all_ranks(ranks, tmp_path):
-    torch.multiprocessing.start_processes(
-        gather_backward, (ranks, str(tmp_path)), nprocs=ranks, start_method="forkserver"
-    )
-
-
 def test_one_process_needs_no_group():
     x = torch.randn(3, requires_grad=True)
     assert gather(x) is x

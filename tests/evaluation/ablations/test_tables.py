@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 
 from evaluation.ablations.config import AblationConfig, MeasuredConfig
 from evaluation.ablations.figures import evaluate_images, last_losses
-from evaluation.ablations.grid import results
 from evaluation.ablations.tables import (
     QUERIES,
     bootstrap,
@@ -28,10 +26,8 @@ from evaluation.ablations.tables import (
     to_frame,
     values_of,
 )
-from evaluation.commands import ablations as module
 from evaluation.latex import latex_table
 from launch.cli.main import main
-from vlp.config import load_config
 from vlp.training.run_folder import read_log
 
 T_TWO_DEGREES = 4.302652729911275
@@ -238,24 +234,3 @@ def test_stored_tables_are_printed_with_the_plan(capsys):
     assert said.splitlines()[-2:] == [
         "product/0 product/1 product/2", "3 runs, 2 side by side; above those to do"
     ]  # fmt: skip
-
-
-@pytest.mark.nightly
-def test_a_result_is_run_again_beside_its_stored_figures(
-    tiny_ablation, tmp_path, monkeypatch, capsys
-):
-    folder = tmp_path / "stored"
-    folder.mkdir()
-    entry = {"ablation": tiny_ablation.name, "about": "noise"}
-    (folder / "tables.yaml").write_text(yaml.safe_dump({"tables": {"tiny": entry}}))
-    (folder / "tiny.csv").write_text("variant,seed,loss,top1\nnone,0,1.0,40.0\nnone,1,1.0,60.0\n")
-    monkeypatch.setattr(module, "RESULTS", folder / "tables.yaml")
-    out = tmp_path / "again"
-    assert main(["reproduce", "tiny", "--out", str(out), "--seeds", "0,1", "--only", "none"]) == 0
-    said = capsys.readouterr().out
-    stored, now = (line.split() for line in said.splitlines() if line.startswith("None"))
-    config = load_config(tiny_ablation, AblationConfig, [f"output={out}"])
-    mean = statistics.mean(figures["top1"] for figures in results(config, tiny_ablation).values())
-    assert (stored[1], now[1]) == ("50.0", f"{mean:.1f}")
-    assert stored[-1] == now[-1] == "70"
-    assert (out / "report.md").is_file()
