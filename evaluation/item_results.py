@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,18 +21,7 @@ from vlp.metrics import bootstrap_means, percentile_interval
 Made = TypeVar("Made")
 
 
-class Pictured(Protocol):
-    """What is read of an item."""
-
-    def without_images(self) -> Self:
-        """Return what is left once its images are prepared."""
-
-
-Read = TypeVar("Read", bound=Pictured)
-Given = TypeVar("Given", bound=Pictured, covariant=True)
-
-
-class Readable(Protocol[Given]):
+class Readable(Protocol):
     """Items by number, such as `vlp.data.shards.shard_reader.Items`."""
 
     @property
@@ -42,8 +31,8 @@ class Readable(Protocol[Given]):
     def __len__(self) -> int:
         """Items."""
 
-    def read(self, number: int) -> Given:
-        """One item; a BadSample is counted."""
+    def read(self, number: int) -> Any:
+        """One item, which has `without_images`; a BadSample is counted."""
 
 
 class EvaluatedItems(NamedTuple):
@@ -54,13 +43,13 @@ class EvaluatedItems(NamedTuple):
 
 
 def _read(
-    items: Readable[Read],
+    items: Readable,
     blocks: Sequence[range],
-    make: Callable[[Read, int], Made],
+    make: Callable[[Any, int], Made],
     number: int,
-) -> tuple[list[tuple[Read, Made]], list[SkippedSample]]:
+) -> tuple[list[tuple[Any, Made]], list[SkippedSample]]:
     """Read and prepare the items of a block, in any process."""
-    made: list[tuple[Read, Made]] = []
+    made: list[tuple[Any, Made]] = []
     skipped: list[SkippedSample] = []
     for item_number in blocks[number]:
         try:
@@ -72,9 +61,9 @@ def _read(
 
 
 def evaluate_blocks(
-    items: Readable[Read],
-    make: Callable[[Read, int], Made],
-    evaluate: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
+    items: Readable,
+    make: Callable[[Any, int], Made],
+    evaluate: Callable[[Sequence[tuple[Any, Made]]], Sequence[Any]],
     options: EvalOptions,
     device: torch.device,
 ) -> EvaluatedItems:
