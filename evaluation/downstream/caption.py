@@ -35,7 +35,6 @@ from vlp.tasks.caption.metrics import (
     spice_scores,
 )
 from vlp.tasks.caption.task import CaptionTask
-from vlp.tasks.downstream.task import text_probability
 
 _WITHOUT_JAVA = "`task.java: false`, of a trained model `java` in its task.json, goes without both"
 _CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
@@ -100,7 +99,7 @@ class CaptionEvaluation(TaskEvaluation):
         memory = task.remember(batch.pixels)
         caption = task.write(memory)[0]
         words = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
-        return [(caption, text_probability(task, task.decoder, memory, words, caption))]
+        return [(caption, task.text_probability(memory, words, caption))]
 
 
 def _scores(

@@ -25,7 +25,6 @@ from evaluation.item_results import (
 )
 from evaluation.jobs import VqaJob
 from vlp.data.shards.shard_reader import Item
-from vlp.tasks.downstream.task import text_probability
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
 from vlp.tasks.vqa.task import Predict, Vqa
@@ -99,7 +98,7 @@ class VqaEvaluation(TaskEvaluation):
         ).to(device)
         memory = task.remember(batch)
         answer = task.answer(memory)[0]
-        return [(answer, text_probability(task, task.decoder, memory, task.answer_text, answer))]
+        return [(answer, task.text_probability(memory, task.answer_text, answer))]
 
 
 def _accuracy(prediction: str, row: Row, version: Version) -> float:

@@ -559,9 +559,8 @@ def _positions(word: WordBox, pieces: Sequence[str]) -> list[int] | None:
 
 
 def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
-    numbers = WordPointing._fields[:-2]
-    table = np.array([word[: len(numbers)] for word in words], dtype=np.float64)
-    column = {name: table[:, number] for number, name in enumerate(numbers)}
+    fields = zip(WordPointing._fields, zip(*words))
+    column = {name: np.array(values, float) for name, values in list(fields)[:-2]}
     _, scene = np.unique(column["scene"], return_inverse=True)
     with_anchors = column["anchors"] > 0
     share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)

@@ -137,7 +137,6 @@ def _row(model: str) -> str:
 
 
 _NOT_THE_MODEL = ("README.md", ".gitattributes")
-_CHUNK = 2**22
 
 
 BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
@@ -152,8 +151,7 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
 
     `sums` are those of model folders that were read before; it is filled.
     """
-    options = job.model_dump(mode="json", exclude={"name", "model"})
-    parts = [json.dumps(options, sort_keys=True)]
+    parts = [json.dumps(_options(job), sort_keys=True)]
     try:
         if folder not in sums:
             sums[folder] = (
@@ -250,11 +248,8 @@ def _stamps(place: Path) -> str:
 
 
 def _checksum(file: Path) -> str:
-    content = hashlib.sha256()
     with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            content.update(chunk)
-    return content.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 JOB = "job.json"

@@ -7,9 +7,9 @@ does there, and no text has to be made up to go through the cross-modal encoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,21 +17,12 @@ from torch import Tensor
 
 from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import OrderedData
-from vlp.models.decoder import AnswerDecoderConfig, Memory, answer_likelihood, generate
+from vlp.models.decoder import AnswerDecoderConfig, Memory, answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.caption.data import CaptionBatch, CaptionDataConfig, CaptionDataset, captions_in
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import (
-    SCORES,
-    Downstream,
-    DownstreamConfig,
-    Sentences,
-    create_decoder,
-    marks,
-    start,
-    trained_decoder_starts,
-)
+from vlp.tasks.downstream.task import SCORES, DownstreamConfig, WritingTask
 from vlp.tasks.task import Precision, StepOutput
 
 
@@ -53,7 +44,7 @@ class CaptionConfig(DownstreamConfig):
     )
 
 
-class CaptionTask(Downstream):
+class CaptionTask(WritingTask):
     """Cross-entropy of each next word piece of a caption."""
 
     metric: ClassVar[str] = "cider"
@@ -64,14 +55,9 @@ class CaptionTask(Downstream):
         self, config: CaptionConfig, parts: Loaded, precision: Precision = "float32"
     ) -> None:
         super().__init__(config, parts, precision)
-        self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
+        self.add_decoder(config.decoder, parts, config.data.max_caption)
         if self.decoder.embedding is not None:
             self.model.freeze_untrained({"text_encoder.embedding"})
-        self._sentences = Sentences(self.text)
-
-    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
-        """Return True unless the decoder's start is configured."""
-        return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
         """Return the images of shard folders, each once."""
@@ -91,7 +77,7 @@ class CaptionTask(Downstream):
     def forward(self, batch: CaptionBatch, step: int) -> StepOutput:
         """Compute cross-entropy per word piece in nats and the share of pieces predicted right."""
         with self.autocast(batch.pixels.device):
-            memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
+            memory = self.remember(batch.pixels)
             found = answer_likelihood(
                 self.decoder,
                 memory,
@@ -120,17 +106,7 @@ class CaptionTask(Downstream):
     @torch.no_grad()
     def write(self, memory: Memory) -> list[str]:
         """Write a caption for each image that is encoded."""
-        config = self.config
-        ids = generate(
-            self.decoder,
-            memory,
-            self.model.text_encoder.embedding,
-            marks(self.text),
-            config.data.max_caption - 1,
-            config.beams,
-            config.penalty,
-        )
-        return self._sentences(ids)
+        return self.write_texts(memory, self.config.beams, self.config.penalty)
 
 
 def build(
@@ -138,7 +114,7 @@ def build(
 ) -> tuple[CaptionTask, OrderedData]:
     """Build the task and its training data."""
     task = CaptionTask(config, parts, precision)
-    start(task.decoder, parts)
+    task.start_decoder(parts)
     dataset = task.training_dataset(config.data.train, config.data.limit)
     return task, dataset.batches(config.data, batch, seed)
 

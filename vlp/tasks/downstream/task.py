@@ -28,6 +28,7 @@ from vlp.models.decoder import (
     Marks,
     Memory,
     answer_likelihood,
+    generate,
     start_decoder,
 )
 from vlp.models.folder import (
@@ -256,70 +257,64 @@ logger = logging.getLogger(__name__)
 _PRETRAINED = "mlm_head."
 
 
-def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> AnswerDecoder:
-    """Create a decoder for a model."""
-    text = parts.model.config.text
-    if max_tokens > text.max_positions:
-        raise ConfigError(
-            f"task.data: texts of {max_tokens} tokens are to be written, and the model has "
-            f"{text.max_positions} positions"
-        )
-    return AnswerDecoder(config, parts.model.config, MLMHead(text.width, text.vocab_size))
+class WritingTask(Downstream):
+    """Base of tasks whose decoder writes texts; a subclass calls `add_decoder` when it is made."""
 
+    decoder: AnswerDecoder
 
-def start(decoder: AnswerDecoder, parts: Loaded) -> None:
-    """Initialise layers as configured, and with them the output, from pretraining's MLM head."""
-    try:
-        reports = start_decoder(decoder, parts.model)
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"task.decoder: {error}") from error
-    for report in reports:
-        logger.info("%s", report)
-    if decoder.config.start == "none" and decoder.config.weights is None:
-        return
-    head = decoder.head.state_dict()
-    found = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
-    fits = [own for name, own in found.items() if own is not None and own.shape == head[name].shape]
-    if len(fits) == len(head):
-        with torch.no_grad():
-            for here, own in zip(head.values(), fits):
-                here.copy_(own)
-        logger.info("the head of masked words -> answer decoder")
+    def add_decoder(self, config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> None:
+        """Create the decoder of texts of at most `max_tokens`, [CLS] and [SEP] in."""
+        text = parts.model.config.text
+        if max_tokens > text.max_positions:
+            raise ConfigError(
+                f"task.data: texts of {max_tokens} tokens are to be written, and the model has "
+                f"{text.max_positions} positions"
+            )
+        self.max_tokens = max_tokens
+        head = MLMHead(text.width, text.vocab_size)
+        self.decoder = AnswerDecoder(config, parts.model.config, head)
 
+    def start_decoder(self, parts: Loaded) -> None:
+        """Initialise layers as configured, and the output from pretraining's MLM head."""
+        decoder = self.decoder
+        try:
+            reports = start_decoder(decoder, parts.model)
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(f"task.decoder: {error}") from error
+        for report in reports:
+            logger.info("%s", report)
+        if decoder.config.start == "none" and decoder.config.weights is None:
+            return
+        head = decoder.head.state_dict()
+        found = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
+        fits = [w for name, w in found.items() if w is not None and w.shape == head[name].shape]
+        if len(fits) == len(head):
+            with torch.no_grad():
+                for here, own in zip(head.values(), fits):
+                    here.copy_(own)
+            logger.info("the head of masked words -> answer decoder")
 
-def trained_decoder_starts(config: AnswerDecoderConfig) -> bool:
-    """Return whether a decoder may start as the one of a folder that was fine-tuned before."""
-    return config.start != "none" and config.weights is None
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return True unless the decoder's start is configured."""
+        config = self.decoder.config
+        return config.start != "none" and config.weights is None
 
+    def write_texts(self, memory: Memory, beams: int, penalty: float = 0.6) -> list[str]:
+        """Write a text for each row of what the decoder attends to."""
+        text = self.text
+        # Special tokens are never said.
+        silent = tuple(one for one in text.special_ids if one != text.sep_id)
+        marks = Marks(text.cls_id, text.sep_id, silent)
+        embedding = self.model.text_encoder.embedding
+        ids = generate(self.decoder, memory, embedding, marks, self.max_tokens - 1, beams, penalty)
+        rows = [
+            row[: row.index(text.sep_id)] if text.sep_id in row else row for row in ids.tolist()
+        ]
+        return [text.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
-def marks(text: TextProcessor) -> Marks:
-    """Return what starts a text ([CLS]), ends it ([SEP]) and is never said (special tokens)."""
-    silent = tuple(one for one in text.special_ids if one != text.sep_id)
-    return Marks(text.cls_id, text.sep_id, silent)
-
-
-class Sentences:
-    """Decoder of rows of ids to texts, up to the first [SEP]."""
-
-    def __init__(self, text: TextProcessor) -> None:
-        self._tokenizer, self._end = text.tokenizer, text.sep_id
-
-    def __call__(self, ids: Tensor) -> list[str]:
-        """Decode (rows, L) ids to a text each."""
-        return [self._sentence(row) for row in ids.tolist()]
-
-    def _sentence(self, ids: Sequence[int]) -> str:
-        kept = list(ids)
-        kept = kept[: kept.index(self._end)] if self._end in kept else kept
-        said: str = self._tokenizer.decode(kept, skip_special_tokens=True)
-        return said
-
-
-def text_probability(
-    task: Downstream, decoder: AnswerDecoder, memory: Memory, words: TextProcessor, text: str
-) -> float:
-    """Compute the probability of all word pieces of a text and of its end."""
-    embedding = task.model.text_encoder.embedding
-    ids = words([text]).text_ids.to(next(task.parameters()).device)
-    found = answer_likelihood(decoder, memory, ids, embedding, task.text.pad_id)
-    return float(found.log_probability.exp())
+    def text_probability(self, memory: Memory, words: TextProcessor, text: str) -> float:
+        """Compute the probability of all word pieces of a text and of its end."""
+        embedding = self.model.text_encoder.embedding
+        ids = words([text]).text_ids.to(next(self.parameters()).device)
+        found = answer_likelihood(self.decoder, memory, ids, embedding, self.text.pad_id)
+        return float(found.log_probability.exp())

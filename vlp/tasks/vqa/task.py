@@ -27,20 +27,12 @@ from vlp.models.decoder import (
     Memory,
     answer_likelihood,
     answer_logits,
-    generate,
 )
 from vlp.models.folder import Loaded
 from vlp.models.vlp import pairs_of
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import (
-    SCORES,
-    Sentences,
-    create_decoder,
-    marks,
-    start,
-    trained_decoder_starts,
-)
+from vlp.tasks.downstream.task import SCORES, WritingTask
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.teacher import Distilled, DistilledConfig
 from vlp.tasks.vqa.data import (
@@ -76,7 +68,7 @@ class VqaConfig(DistilledConfig):
     accuracy: Version = Field("official", description="the evaluator; see vlp.tasks.vqa.metrics")
 
 
-class Vqa(Distilled):
+class Vqa(Distilled, WritingTask):
     """Likelihood of each answer, weighted by the share of people who gave it."""
 
     metric: ClassVar[str] = "accuracy"
@@ -92,9 +84,8 @@ class Vqa(Distilled):
     ) -> None:
         super().__init__(config, parts, precision)
         most = config.data.max_answer
-        self.decoder = create_decoder(config.decoder, parts, most)
+        self.add_decoder(config.decoder, parts, most)
         self.answer_text = TextProcessor(self.text.tokenizer, most)
-        self._sentences = Sentences(self.text)
         # What the tokenizer does not tell apart is one answer, the first that is listed.
         by_ids: dict[tuple[int, ...], str] = {}
         for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
@@ -109,10 +100,6 @@ class Vqa(Distilled):
     def restore(cls, config: VqaConfig, parts: Loaded, known: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with a fresh decoder."""
         return cls(config, parts, known["answers"])
-
-    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
-        """Return True unless the decoder's start is configured; lists of answers may differ."""
-        return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
         """Return the questions of shard folders."""
@@ -175,18 +162,10 @@ class Vqa(Distilled):
     @torch.no_grad()
     def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
         """Answer questions that are encoded with their images; None is as configured."""
-        config, words = self.config, self.model.text_encoder.embedding
+        config = self.config
         if (how or config.predict) == "rank":
             return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
-        ids = generate(
-            self.decoder,
-            memory,
-            words,
-            marks(self.text),
-            config.data.max_answer - 1,
-            config.beams,
-        )
-        return [self._as_listed(said) for said in self._sentences(ids)]
+        return [self._as_listed(said) for said in self.write_texts(memory, config.beams)]
 
     def ranking(self) -> AnswerRanking:
         """Return what ranks the listed answers, on the device of the model."""
@@ -221,7 +200,7 @@ def build(
             "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
             *(lost, len(answers), data.max_answer, told),
         )
-    start(task.decoder, parts)
+    task.start_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
 
 
