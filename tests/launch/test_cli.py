@@ -161,3 +161,10 @@ def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
     with pytest.raises(subprocess.CalledProcessError):
         demo._run_quietly([sys.executable, "-c", code % 3], dict(os.environ), log)
     assert "noise" in capfd.readouterr().err
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = str(ROOT / "configs/pretrain/small.yaml")
+    assert main(["train", "--config", config, "--ranks", "3"]) == 2
+    assert "cannot be shared equally by 3 ranks" in capsys.readouterr().err

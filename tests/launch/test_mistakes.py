@@ -35,7 +35,6 @@ MISTAKES = [
     ("train", "--config"),
     ("trian --config own.yaml", "train"),
     ("train --config tuned.yaml", "vlp finetune retrieval --config tuned.yaml"),
-    (TRAIN + "--ranks 5", "by 5 ranks"),
     ("app --model model --port 99999", "65535"),
     (TRAIN + "training.step=3", "training.steps"),
     (TRAIN + "lr=1e-4", "training.optimiser.learning_rate"),
