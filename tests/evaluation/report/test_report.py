@@ -207,8 +207,8 @@ def test_the_command_writes_page_markdown_and_latex(pretrained, tmp_path, capsys
     cell = found.recall("dual", "image_to_text", 5).percent()
     assert all(cell in files[name].read_text() for name in ("a.md", "a.tex"))
     assert cell in Page(files["a.html"].read_text()).text
-    assert main(["report", str(run)]) == 2
-    assert "--out FILE.html" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert main(["report", str(run), "--out", str(files["a.md"] / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     wrong = ["report", str(run), "--out", str(files["a.html"]), "--shards", str(tmp_path / "gone")]
