@@ -228,22 +228,6 @@ def test_checksums_tell_names_and_contents(tmp_path):
     assert len(sums) == 3
 
 
-def test_figures_of_every_kind_are_read(data, model_folder, scene_shards, tmp_path):
-    tasks = [
-        {"task": "pointing", "shards": [str(scene_shards)]},
-        {"task": "grounding", "shards": [str(scene_shards)], "limit": 5},
-        {"task": "foils", "shards": [str(scene_shards)], "limit": 5, "view": "blank"},
-    ]
-    config = {"models": [{"name": "m", "model": str(model_folder), "tasks": tasks}]}
-    result = run_suite(SuiteConfig.model_validate(config), tmp_path)
-    assert result.failures == {}
-    for (_, label), content in result.results.items():
-        saved = saved_figures(content)
-        assert saved.main in saved.figures, label
-    with pytest.raises(ValueError, match="not the figures of a result"):
-        saved_figures({"task": "vqa", "figures": {}})
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_data_without_an_index_are_known_by_their_files(data, tmp_path, packed):
     folder, classes = tmp_path / "images", tmp_path / "classes.txt"
