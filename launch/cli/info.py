@@ -141,11 +141,15 @@ def keys(
     """
     from pydantic_core import PydanticUndefined
 
-    from vlp.config import schema_fields
+    from vlp.config import Config, schema_fields
     from vlp.training.config import FinetuneConfig, PretrainConfig, VisionConfig
 
-    schema = {"pretrain": PretrainConfig, "finetune": FinetuneConfig, "vision": VisionConfig}[of]
-    for path, field in schema_fields(schema):
+    schemas: dict[str, type[Config]] = {
+        "pretrain": PretrainConfig,
+        "finetune": FinetuneConfig,
+        "vision": VisionConfig,
+    }
+    for path, field in schema_fields(schemas[of]):
         if pattern is None or re.search(pattern, path):
             default = field.get_default(call_default_factory=True, validated_data={})
             is_plain = isinstance(default, str | int | float | tuple | None)
