@@ -210,5 +210,10 @@ PROBES: dict[str, type[Job]] = {
 }
 """Evaluations that belong to no downstream task."""
 
-JOBS = {"retrieval": RetrievalJob, "vqa": VqaJob, "grounding": GroundingJob, **PROBES}
+JOBS: dict[str, type[Job]] = {
+    "retrieval": RetrievalJob,
+    "vqa": VqaJob,
+    "grounding": GroundingJob,
+    **PROBES,
+}
 """Evaluations with options of their own."""

@@ -60,7 +60,7 @@ class GroundingEvaluation(TaskEvaluation):
     ) -> EvaluatedItems:
         """Choose boxes for the expressions of shards."""
         result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
-        return EvaluatedItems(result.predictions, result.skipped)
+        return EvaluatedItems(result.predictions or [], result.skipped)
 
 
 register_evaluation(GroundingEvaluation())

@@ -47,8 +47,10 @@ from vlp.objectives.mlm import MLMHead
 from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.task import PlainTask, Precision
 
+logger = logging.getLogger(__name__)
+
 TASK = "task.json"
-_MODEL = "model."
+_MODEL, _PRETRAINED = "model.", "mlm_head."
 SCORES = frozenset(
     {
         *("image_encoder.projection", "text_encoder.projection", "temperature"),
@@ -250,11 +252,6 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     before = Preprocessing.load(folder)
     preprocess = Preprocessing(config.image.image_size, before.mean, before.std)
     return Loaded(model, text, preprocess, heads, folder), report
-
-
-logger = logging.getLogger(__name__)
-
-_PRETRAINED = "mlm_head."
 
 
 class WritingTask(Downstream):
