@@ -143,15 +143,6 @@ def test_sape_calls_it_mode():
         attach(vit(), "sape", "q", mode="key")
 
 
-def test_windows_are_grids_of_their_own():
-    model = attach(swin(window_size=(4, 2)), Recorder)
-    model(images())
-    for stage in model.layers:
-        for block in stage.blocks:
-            (context,) = block.attn.positions[0].contexts
-            assert (context.grid, context.prefix_tokens) == ((4, 2), 0)
-
-
 @pytest.mark.parametrize("make", [vit, distilled])
 @pytest.mark.parametrize("options", [{}, {"patch_drop_rate": 0.5}, {"pos_drop_rate": 0.5}])
 def test_tokens_are_encoded_once_after_the_absolute_positions(make, options):
@@ -253,31 +244,26 @@ def test_dynamic_padding():
     assert model.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
 
 
-def test_set_input_size_of_a_vision_transformer():
-    plain, model = vit(), vit()
+@pytest.mark.parametrize(
+    ("make", "sizes", "grid"),
+    [
+        (vit, ({"img_size": (32, 16)}, {"patch_size": 2}), (16, 8)),
+        (swin, ({"img_size": (32, 32), "window_size": (8, 4)},), (8, 4)),
+    ],
+)
+def test_set_input_size(make, sizes, grid):
+    plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
     attach(model, "irpe-product", on="qkv")
-    for changes in ({"img_size": (32, 16)}, {"patch_size": 2}):
+    for changes in sizes:
         for one in (plain, model):
             one.set_input_size(**changes)
-        x = images(32, 16)
+        x = images_of(model)
         assert torch.equal(model(x), plain(x))
-    recorder = attach(model, Recorder).blocks[0].attn.positions[1]
+    layer = [part for part in attach(model, Recorder).modules() if hasattr(part, "qkv")][1]
     fill(model)(x)
-    assert recorder.contexts[0].grid == (16, 8)
-
-
-def test_set_input_size_of_a_swin():
-    plain, model = swin(), swin()
-    model.load_state_dict(plain.state_dict())
-    attach(model, "irpe-product", on="qkv")
-    for one in (plain, model):
-        one.set_input_size(img_size=(32, 32), window_size=(8, 4))
-    x = images(32, 32)
-    assert torch.equal(model(x), plain(x))
-    recorder = attach(model, Recorder).layers[0].blocks[1].attn.positions[1]
-    fill(model)(x)
-    assert recorder.contexts[0].grid == (8, 4)
+    (context,) = layer.positions[1].contexts
+    assert (context.grid, context.prefix_tokens) == (grid, int(make is vit))
 
 
 def test_dynamic_swin():
@@ -368,8 +354,7 @@ def test_timm_and_our_optimiser_decay_the_same(name):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
-    [(vit, "irpe-product"), (distilled, "learned-2d"), (swin, "alibi-2d")],
+    ("make", "name"), [(vit, "irpe-product"), (distilled, "learned-2d"), (swin, "alibi-2d")]
 )
 @pytest.mark.filterwarnings("ignore")  # jit is deprecated, and says what it turns into constants
 def test_a_traced_model_is_the_same(make, name):

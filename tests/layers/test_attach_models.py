@@ -264,11 +264,7 @@ def test_images_of_different_grids_have_coordinates():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "eva02_tiny_patch14_224",
-        pytest.param("Dinov2Model", marks=pytest.mark.nightly),
-    ],
+    "name", ["eva02_tiny_patch14_224", pytest.param("Dinov2Model", marks=pytest.mark.nightly)]
 )
 def test_copies_pickles_and_compilation_keep_the_encoding(name):
     model = make(name)

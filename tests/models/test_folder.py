@@ -377,7 +377,7 @@ TOWER = {
                     "architecture": {
                         "name": "vit_tiny_patch16_224",
                         "checkpoint_path": "/etc/passwd",
-                    },
+                    }
                 }
             },
             "architecture.checkpoint_path",

@@ -10,13 +10,7 @@ from vlp.models import itm_scorer as module
 from vlp.models.config import ModelConfig
 from vlp.models.itm_scorer import ITMScorer, PreparedTexts
 from vlp.models.vlp import VLPModel
-from vlp.positions import (
-    CROSS_MODAL,
-    PositionEncoding,
-    list_positions,
-    register_position,
-    registry,
-)
+from vlp.positions import CROSS_MODAL, PositionEncoding, list_positions, register_position, registry
 
 LENGTHS = torch.tensor([6, 8, 4, 12, 3])
 ANCHORS = [

@@ -134,7 +134,7 @@ def test_empty_slots_count_nowhere(case):
 @given(
     seed=st.integers(0, 99), quantile=st.floats(0.05, 0.95), spread=st.sampled_from([0.01, 0.2, 1])
 )
-def test_equals_the_sorted_entries_to_one_bin(seed: int, quantile: float, spread: float) -> None:
+def test_equals_the_sorted_entries_to_one_bin(seed, quantile, spread):
     generator = torch.Generator().manual_seed(seed)
     similarity = (torch.randn(3, 6, 5, 2, generator=generator) * spread).clamp(-1, 1)
     word_mask = torch.rand(3, 5, generator=generator) < 0.6
@@ -154,14 +154,14 @@ def test_equals_the_sorted_entries_to_one_bin(seed: int, quantile: float, spread
 
 
 @pytest.mark.parametrize("nothing", ["words", "slots"])
-def test_without_entries_it_is_nan(nothing: str) -> None:
+def test_without_entries_it_is_nan(nothing):
     similarity = torch.zeros(2, 4, 3, 1)
     words = torch.full((2, 3), nothing != "words")
     valid = torch.full((2,), nothing != "slots")
     assert similarity_quantile(similarity, words, valid, 0.9).isnan()
 
 
-def test_ends_of_the_range_stay_inside() -> None:
+def test_ends_of_the_range_stay_inside():
     similarity = torch.tensor([-1.0, 1.0]).view(1, 2, 1, 1)
     words, valid = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
     assert float(similarity_quantile(similarity, words, valid, 0.25)) == pytest.approx(

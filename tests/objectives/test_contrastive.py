@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -210,7 +209,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_loss_and_gradients_are_those_of_all_pairs(ranks: int, tmp_path: Path) -> None:
+def test_loss_and_gradients_are_those_of_all_pairs(ranks, tmp_path):
     torch.multiprocessing.start_processes(
         run_rank, (ranks, str(tmp_path)), nprocs=ranks, start_method="fork"
     )

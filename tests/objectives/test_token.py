@@ -8,14 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlp.objectives.token import (
-    MARGIN,
-    REACH,
-    SCALE,
-    phrase_loss,
-    token_losses,
-    word_response,
-)
+from vlp.objectives.token import MARGIN, REACH, SCALE, phrase_loss, token_losses, word_response
 
 
 def unit(*shape, seed=0):

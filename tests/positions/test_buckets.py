@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.positions.buckets import (
-    bucket_ids,
-    clip_index,
-    piecewise_index,
-    table_size,
-    used_buckets,
-)
+from vlp.positions.buckets import bucket_ids, clip_index, piecewise_index, table_size, used_buckets
 
 METHODS = ("euclidean", "quantization", "cross", "product")
 GRIDS = [(3, 4), (5, 2), (1, 7), (7, 1), (1, 1), (9, 9)]
@@ -127,10 +121,7 @@ def test_bucket_counts_of_table_1(method, ratio, used, rows):
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    st.lists(st.floats(-300, 300), min_size=1, max_size=20),
-    st.floats(0.3, 40),
-)
+@given(st.lists(st.floats(-300, 300), min_size=1, max_size=20), st.floats(0.3, 40))
 def test_piecewise_index_is_eq_18(distances, ratio):
     found = piecewise_index(torch.tensor(distances).double(), ratio, 2 * ratio, 8 * ratio)
     expected = [g(x, ratio) for x in distances]

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.positions.clipped import (
-    ClippedPosition,
-    clipped_ids,
-    clipped_size,
-    ids_on,
-    longest_offset,
-)
+from vlp.positions.clipped import ClippedPosition, clipped_ids, clipped_size, ids_on, longest_offset
 
 
 def clip(offset, reach):

@@ -53,11 +53,7 @@ def test_contextual_bias_is_equations_15_and_16(method, roles, shared):
     for grid, prefix in CASES:
         for transposed in transpositions(method, roles):
             position = filled(
-                method,
-                grid=grid,
-                roles=roles,
-                shared_heads=shared,
-                q_ids_transposed=transposed,
+                method, grid=grid, roles=roles, shared_heads=shared, q_ids_transposed=transposed
             )
             query, key = states(prefix + grid[0] * grid[1])
             expected = 0

@@ -8,11 +8,7 @@ import torch
 from vlp.positions import PositionContext
 from vlp.positions.base import TokenEncoding, mix
 from vlp.positions.fourier import FourierPosition, MLPPosition
-from vlp.positions.learned import (
-    LearnedBoxPosition,
-    LearnedGridPosition,
-    LearnedPosition,
-)
+from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
 from vlp.positions.object import ObjectPosition
 from vlp.positions.sine import MDSinePosition, SinePosition
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from vlp.positions import PositionContext
-from vlp.positions.sine import (
-    MDSinePosition,
-    SinePosition,
-    md_sinusoid,
-    sinusoid,
-)
+from vlp.positions.sine import MDSinePosition, SinePosition, md_sinusoid, sinusoid
 
 
 def slow_sinusoid(position, channels, temperature=10_000.0, layout="halves"):

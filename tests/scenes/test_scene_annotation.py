@@ -15,7 +15,7 @@ from vlp.scenes.sample import sample_scene
 from vlp.scenes.snli_ve import sample_triple
 
 
-def test_everything_about_a_scene_survives_json() -> None:
+def test_everything_about_a_scene_survives_json():
     for index in range(30):
         scene = sample_scene(0, index)
         stored = Annotation.model_validate_json(annotation(scene).to_json())
@@ -30,7 +30,7 @@ def test_everything_about_a_scene_survives_json() -> None:
             assert relation_holds(scene, first, relation, second)
 
 
-def test_words_point_from_captions_to_boxes() -> None:
+def test_words_point_from_captions_to_boxes():
     for index in range(30):
         stored = annotation(sample_scene(0, index))
         for word in stored.words:
@@ -42,7 +42,7 @@ def test_words_point_from_captions_to_boxes() -> None:
         assert len(stored.words) == per_caption * len(stored.captions)
 
 
-def test_samples_of_the_other_tasks_are_typed() -> None:
+def test_samples_of_the_other_tasks_are_typed():
     pair = sample_swap(0, 0, "order")
     swap = Annotation.model_validate_json(swap_annotation(pair).to_json())
     assert captions_of(swap) == [pair.caption.text]

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.scenes.captions import (
-    MAX_WORDS,
-    captions,
-    fill,
-    words_of,
-)
+from vlp.scenes.captions import MAX_WORDS, captions, fill, words_of
 from vlp.scenes.graph import COLOURS, SHAPES, Meaning, ObjectPhrase, Scene, holds
 from vlp.scenes.sample import sample_scene
 
@@ -49,7 +44,7 @@ def _read(text: str, scene: Scene) -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_captions_are_true_short_and_mention_everything(index) -> None:
+def test_captions_are_true_short_and_mention_everything(index):
     scene = sample_scene(0, index)
     written = captions(scene)
     assert len({caption.text for caption in written}) == len(written) == 5
@@ -60,7 +55,7 @@ def test_captions_are_true_short_and_mention_everything(index) -> None:
         _read(caption.text, scene)
 
 
-def test_captions_are_fixed_by_the_scene_and_do_not_depend_on_the_image_size() -> None:
+def test_captions_are_fixed_by_the_scene_and_do_not_depend_on_the_image_size():
     for index in range(30):
         small, large = sample_scene(0, index), sample_scene(0, index, image_size=224)
         assert captions(small) == captions(small) == captions(large)
@@ -69,7 +64,7 @@ def test_captions_are_fixed_by_the_scene_and_do_not_depend_on_the_image_size() -
         captions(sample_scene(0, 0), 0)
 
 
-def test_claims_carry_what_the_pattern_says(make_scene) -> None:
+def test_claims_carry_what_the_pattern_says(make_scene):
     scene = make_scene("small red circle top", "large blue cross bottom right")
     caption = fill(scene, "N0 P0 , R01 N1", (1, 0), (True, False), [0] * 16)
     assert caption.text == "a blue cross at the bottom right, below a small red circle"

@@ -50,7 +50,7 @@ def _stands(scene, first, words, second) -> bool:
     return distance.get(word, -down) > 0
 
 
-def test_each_phrase_means_its_object_and_no_other() -> None:
+def test_each_phrase_means_its_object_and_no_other():
     kinds = Counter()
     for index in range(300):
         scene = sample_scene(0, index)
@@ -64,7 +64,7 @@ def test_each_phrase_means_its_object_and_no_other() -> None:
     assert len(kinds) == 6 - 1 or len(kinds) == 6
 
 
-def test_vague_phrases_are_not_unique(make_scene) -> None:
+def test_vague_phrases_are_not_unique(make_scene):
     scene = make_scene("small red circle top left", "small blue circle top", "small red star right")
     texts = [expression.text for expression in expressions(scene)]
     assert "the circle" not in texts

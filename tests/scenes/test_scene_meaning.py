@@ -10,13 +10,13 @@ from vlp.scenes.sample import sample_scene
 RED_CIRCLE = ObjectPhrase(shape="circle", colour="red")
 
 
-def test_each_noun_needs_an_object_of_its_own(make_scene) -> None:
+def test_each_noun_needs_an_object_of_its_own(make_scene):
     scene = make_scene("small red circle top left", "large red square right")
     assert holds(Meaning((ObjectPhrase(colour="red"), ObjectPhrase(colour="red"))), scene)
     assert not holds(Meaning((RED_CIRCLE, RED_CIRCLE)), scene)
 
 
-def test_relations_bind_the_nouns(make_scene) -> None:
+def test_relations_bind_the_nouns(make_scene):
     scene = make_scene("small red circle left", "small blue square right")
     square = ObjectPhrase(shape="square")
     assert truth(Meaning((RED_CIRCLE, square), ((0, "left", 1),)), scene) is True
@@ -25,7 +25,7 @@ def test_relations_bind_the_nouns(make_scene) -> None:
     assert truth(Meaning((square, RED_CIRCLE), ((1, "left", 0),)), scene) is True
 
 
-def test_vague_claims_are_neither_true_nor_false(make_scene) -> None:
+def test_vague_claims_are_neither_true_nor_false(make_scene):
     scene = make_scene("small red circle top left")
     assert truth(Meaning((ObjectPhrase(colour="red", place="top"),)), scene) is None
     assert truth(Meaning((ObjectPhrase(colour="red", place="left"),)), scene) is None
@@ -40,7 +40,7 @@ def test_vague_claims_are_neither_true_nor_false(make_scene) -> None:
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_subjects_against_trying_every_assignment(lenient) -> None:
+def test_subjects_against_trying_every_assignment(lenient):
     answers = set()
     for index in range(60):
         scene = sample_scene(3, index)

@@ -17,7 +17,7 @@ def _bag(caption) -> list[str]:
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
 @pytest.mark.parametrize("split", ["swaps", "unseen", "train"])
-def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
+def test_pairs_differ_only_in_what_they_should(kind, split):
     for index in range(40):
         pair = sample_swap(0, index, kind, split)
         assert pair == sample_swap(0, index, kind, split)
@@ -56,7 +56,7 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
-def test_pairs_for_training_hold_nothing_that_is_held_out(kind) -> None:
+def test_pairs_for_training_hold_nothing_that_is_held_out(kind):
     for index in range(60):
         pair = sample_swap(0, index, kind, "train")
         assert len(pair.scene.objects) >= (1 if kind == "place" else 2)
@@ -66,7 +66,7 @@ def test_pairs_for_training_hold_nothing_that_is_held_out(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
-def test_each_caption_is_true_of_one_image_only(kind) -> None:
+def test_each_caption_is_true_of_one_image_only(kind):
     for index in range(40):
         pair = sample_swap(1, index, kind)
         truths = [

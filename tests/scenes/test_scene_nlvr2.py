@@ -77,7 +77,7 @@ def _lies(obj, words, size) -> bool:
 
 
 @pytest.mark.nightly
-def test_labels_are_right_and_the_words_say_nothing() -> None:
+def test_labels_are_right_and_the_words_say_nothing():
     labels = defaultdict(list)
     for index in range(400):
         told = sample_statement(0, index)
@@ -89,7 +89,7 @@ def test_labels_are_right_and_the_words_say_nothing() -> None:
         assert abs(sum(values) / len(values) - 0.5) < 1.75 / len(values) ** 0.5, key
 
 
-def test_statements_are_fixed_and_their_images_are_of_the_split() -> None:
+def test_statements_are_fixed_and_their_images_are_of_the_split():
     told = sample_statement(3, 5, "val", 96)
     assert told == sample_statement(3, 5, "val", 96)
     assert told.left.image_size == told.right.image_size == 96

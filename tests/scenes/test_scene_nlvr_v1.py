@@ -82,7 +82,7 @@ def _true(text: str, boxes) -> bool | None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("same_items", [True, False])
-def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
+def test_labels_are_right_and_the_words_say_nothing(same_items):
     labels, read = defaultdict(list), 0
     for index in range(1000):
         told = sample_box_statement(0, index, same_items=same_items)
@@ -97,14 +97,14 @@ def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
 
 
-def test_a_number_is_a_statement_and_splits_differ() -> None:
+def test_a_number_is_a_statement_and_splits_differ():
     assert sample_box_statement(0, 5) == sample_box_statement(0, 5)
     told = [sample_box_statement(seed, 5, split) for seed in (0, 1) for split in ("train", "val")]
     assert len({(one.text, one.scene) for one in told}) == 4
 
 
 @pytest.mark.parametrize("towers", [True, False])
-def test_items_lie_in_their_box_and_apart(towers: bool) -> None:
+def test_items_lie_in_their_box_and_apart(towers):
     rng = np.random.default_rng(0)
     walls = []
     for _ in range(100):
@@ -125,7 +125,7 @@ def test_items_lie_in_their_box_and_apart(towers: bool) -> None:
         assert 0.2 < np.mean(walls) < 0.6
 
 
-def test_the_image_shows_each_item_in_its_colour() -> None:
+def test_the_image_shows_each_item_in_its_colour():
     rng = np.random.default_rng(1)
     for towers in (True, False):
         scene = sample_boxes(rng, towers)

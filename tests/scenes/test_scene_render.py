@@ -13,7 +13,7 @@ def _changed(scene) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [64, 96])
-def test_boxes_are_tight_around_their_objects(size) -> None:
+def test_boxes_are_tight_around_their_objects(size):
     for index in range(40):
         scene = sample_scene(0, index, image_size=size)
         changed = _changed(scene)
@@ -31,7 +31,7 @@ def test_boxes_are_tight_around_their_objects(size) -> None:
         assert not changed.any()
 
 
-def test_objects_have_the_colour_they_are_called() -> None:
+def test_objects_have_the_colour_they_are_called():
     names, values = list(PALETTE), np.array(list(PALETTE.values()))
     for index in range(40):
         scene = sample_scene(5, index)
@@ -42,7 +42,7 @@ def test_objects_have_the_colour_they_are_called() -> None:
             assert names[np.abs(values - middle).sum(axis=1).argmin()] == obj.colour
 
 
-def test_a_curtain_hides_its_place_only(make_scene) -> None:
+def test_a_curtain_hides_its_place_only(make_scene):
     scene = make_scene("small red circle top left")
     bare, covered = (
         np.asarray(render(each)) for each in (scene, scene._replace(cover="bottom right"))

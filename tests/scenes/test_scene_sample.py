@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlp.scenes.captions import captions
-from vlp.scenes.graph import (
-    PLACES,
-    Obj,
-    Scene,
-    holds,
-    main_relation,
-    relation_holds,
-)
+from vlp.scenes.graph import PLACES, Obj, Scene, holds, main_relation, relation_holds
 from vlp.scenes.negatives import SWAP_KINDS, swap_pair
 from vlp.scenes.sample import (
     SPLITS,
@@ -34,7 +27,7 @@ indices = st.integers(0, 10**9)
 
 
 @given(indices, st.integers(0, 10**6), st.sampled_from(SPLITS))
-def test_a_scene_is_a_function_of_its_arguments(index, seed, split) -> None:
+def test_a_scene_is_a_function_of_its_arguments(index, seed, split):
     scene = sample_scene(seed, index, split)
     assert scene == sample_scene(seed, index, split)
     assert scene._replace(key="") != sample_scene(seed, index + 1, split)._replace(key="")
@@ -43,7 +36,7 @@ def test_a_scene_is_a_function_of_its_arguments(index, seed, split) -> None:
 
 
 @given(indices, st.sampled_from([16, 33, 64, 96, 224]))
-def test_objects_lie_apart_inside_the_image_and_their_place(index, size) -> None:
+def test_objects_lie_apart_inside_the_image_and_their_place(index, size):
     scene = sample_scene(1, index, image_size=size)
     for obj in scene.objects:
         x, y, width, height = obj.box
@@ -66,7 +59,7 @@ def test_objects_lie_apart_inside_the_image_and_their_place(index, size) -> None
 
 
 @given(indices)
-def test_the_same_graph_at_every_image_size(index) -> None:
+def test_the_same_graph_at_every_image_size(index):
     small, large = sample_scene(0, index, image_size=64), sample_scene(0, index, image_size=256)
     assert [obj._replace(box=(0, 0, 0, 0)) for obj in small.objects] == [
         obj._replace(box=(0, 0, 0, 0)) for obj in large.objects
@@ -85,14 +78,14 @@ def _share(scenes) -> float:
     return sum(fits) / len(fits)
 
 
-def test_no_caption_fits_a_second_scene() -> None:
+def test_no_caption_fits_a_second_scene():
     scenes = list(distinct_scenes(0, 96))
     assert _share(scenes) == 0
     assert ambiguous_share(scenes) == 0
     assert {split_of(scene) for scene in scenes} == {"val"}
 
 
-def test_redrawing_keeps_the_number_of_objects_and_the_prefix() -> None:
+def test_redrawing_keeps_the_number_of_objects_and_the_prefix():
     scenes = list(distinct_scenes(0, 64))
     assert scenes[:20] == list(distinct_scenes(0, 20))
     for index, scene in enumerate(scenes):
@@ -117,14 +110,14 @@ def _families(scene) -> set:
     return found
 
 
-def test_training_never_shows_the_unseen_relations() -> None:
+def test_training_never_shows_the_unseen_relations():
     for index in range(400):
         assert not _families(sample_scene(index % 3, index)) & UNSEEN
     for index in range(60):
         assert _families(sample_scene(0, index, "unseen")) & UNSEEN
 
 
-def test_swapping_a_pair_stays_in_its_family() -> None:
+def test_swapping_a_pair_stays_in_its_family():
     rng = np.random.default_rng(0)
     swapped = 0
     for index in range(200):
@@ -140,14 +133,14 @@ def test_swapping_a_pair_stays_in_its_family() -> None:
     assert swapped > 200
 
 
-def test_contents_of_train_and_val_never_meet_whatever_the_seeds() -> None:
+def test_contents_of_train_and_val_never_meet_whatever_the_seeds():
     train = {content(sample_scene(seed, index)) for seed in (0, 1) for index in range(800)}
     val = {content(sample_scene(seed, index, "val")) for seed in (0, 7) for index in range(200)}
     assert not train & val
 
 
 @pytest.mark.parametrize("split", ["swaps", "unseen"])
-def test_held_out_splits_have_their_pairs(split) -> None:
+def test_held_out_splits_have_their_pairs(split):
     for index in range(40):
         scene = sample_scene(2, index, split)
         assert len(scene.objects) >= 2
@@ -172,7 +165,7 @@ def _scene(first: tuple[int, int, int], second: tuple[int, int, int], scale: flo
 
 
 @given(positions, positions)
-def test_relations_are_read_off_the_centres(first, second) -> None:
+def test_relations_are_read_off_the_centres(first, second):
     scene = _scene(first, second)
     right = (second[0] + second[2] / 2) - (first[0] + first[2] / 2)
     down = (second[1] + second[2] / 2) - (first[1] + first[2] / 2)
@@ -183,14 +176,14 @@ def test_relations_are_read_off_the_centres(first, second) -> None:
     assert relation_holds(scene, 0, "above", 1, lenient=True) == (down > 0)
 
 
-def test_main_relation_is_the_longer_axis() -> None:
+def test_main_relation_is_the_longer_axis():
     assert main_relation(_scene((0, 0, 10), (30, 20, 10)), 0, 1) == "left"
     assert main_relation(_scene((0, 0, 10), (20, 30, 10)), 0, 1) == "above"
     assert main_relation(_scene((20, 30, 10), (0, 0, 10)), 0, 1) == "below"
     assert main_relation(_scene((30, 20, 10), (0, 0, 10)), 0, 1) == "right"
 
 
-def test_contents_do_not_depend_on_the_order_of_objects() -> None:
+def test_contents_do_not_depend_on_the_order_of_objects():
     for index in range(50):
         scene = sample_scene(0, index)
         turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])

@@ -10,7 +10,7 @@ from vlp.scenes.render import render
 from vlp.scenes.snli_ve import LABELS, hides_nothing, label_of, sample_triple
 
 
-def test_labels_follow_from_what_can_be_seen() -> None:
+def test_labels_follow_from_what_can_be_seen():
     labels = Counter()
     for index in range(200):
         triple = sample_triple(0, index)
@@ -35,7 +35,7 @@ def test_labels_follow_from_what_can_be_seen() -> None:
     assert min(labels.values()) > 40
 
 
-def test_the_curtain_leaves_every_object_in_view() -> None:
+def test_the_curtain_leaves_every_object_in_view():
     for index in range(25):
         scene = sample_triple(1, index).scene
         bare, covered = (np.asarray(render(each)) for each in (scene._replace(cover=None), scene))
@@ -46,7 +46,7 @@ def test_the_curtain_leaves_every_object_in_view() -> None:
         assert not np.array_equal(bare, covered)
 
 
-def test_label_of(make_scene) -> None:
+def test_label_of(make_scene):
     scene = make_scene("small red circle top left")._replace(cover="bottom")
     assert label_of(ObjectPhrase(colour="red", place="top left"), scene) == "entailment"
     assert label_of(ObjectPhrase(colour="blue", place="top left"), scene) == "contradiction"

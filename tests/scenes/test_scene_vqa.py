@@ -24,7 +24,7 @@ def _relation(one, words, other) -> bool:
     return {"left of": x < u, "right of": x > u, "above": y < v, "over": y < v}.get(word, y > v)
 
 
-def test_answers_are_right() -> None:
+def test_answers_are_right():
     seen = Counter()
     for index in range(300):
         scene = sample_scene(0, index)

@@ -22,10 +22,7 @@ DETR = {"backbone": {"name": "test_resnet", "norm": "group", "stage": 2}, "queri
         "intermediate": 32, "encoder_layers": 1, "decoder_layers": 2}  # fmt: skip
 VISION = {
     "classification": ({"name": "vit_small_patch16_224", "options": VIT}, {"image_size": 16}),
-    "detection": (
-        PLAIN | DETR,
-        {"train": SCENES, "test": SCENES, "sizes": [32], "multiple": 8},
-    ),
+    "detection": (PLAIN | DETR, {"train": SCENES, "test": SCENES, "sizes": [32], "multiple": 8}),
     "grids": (
         PLAIN | {"encoder_layers": 1, "decoder_layers": 1, "feed_forward": 32},
         {"tasks": [{"name": "74dd1130"}], "size": 3},

@@ -69,9 +69,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_changes_right_after_a_save_is_not_in_it(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_what_changes_right_after_a_save_is_not_in_it(tmp_path, gate):
     config = toy_config()
     engine, task = trained(config)
     progress = Progress(step=3, skipped={"bad": 1})
@@ -98,7 +96,7 @@ def test_what_changes_right_after_a_save_is_not_in_it(
     assert verify(found) is None
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, gate: threading.Event) -> None:
+def test_the_next_save_waits_for_the_one_before(tmp_path, gate):
     config = toy_config()
     engine, task = trained(config)
     checkpoints = Checkpoints(tmp_path, config)
@@ -116,9 +114,7 @@ def full(path: Path, *rest: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_full_disk_is_reported_by_the_next_save_and_by_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_by_the_next_save_and_by_waiting(tmp_path, monkeypatch):
     config = toy_config()
     engine, task = trained(config)
     checkpoints = Checkpoints(tmp_path, config)
@@ -136,9 +132,7 @@ def test_a_full_disk_is_reported_by_the_next_save_and_by_waiting(
     assert names(tmp_path) == ["step_1", "step_4"]
 
 
-def test_a_file_that_the_system_cuts_off_in_the_background_is_the_same_error(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_the_system_cuts_off_in_the_background_is_the_same_error(tmp_path):
     config = toy_config()
     engine, task = trained(config)
     checkpoints = Checkpoints(tmp_path, config)
@@ -155,9 +149,7 @@ def test_a_file_that_the_system_cuts_off_in_the_background_is_the_same_error(
 
 
 @pytest.mark.parametrize("fails_at", [3, 8])
-def test_a_run_ends_with_a_fault_of_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
+def test_a_run_ends_with_a_fault_of_the_background(tmp_path, monkeypatch, fails_at):
     write = module._write_text
 
     def fails(path: Path, text: str) -> None:
@@ -172,9 +164,7 @@ def test_a_run_ends_with_a_fault_of_the_background(
     assert not (tmp_path / "model").exists()
 
 
-def test_a_run_that_fails_still_writes_what_it_has_copied(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_a_run_that_fails_still_writes_what_it_has_copied(tmp_path, gate):
     def fail(number: int) -> None:
         if number == 3:
             threading.Timer(0.2, gate.set).start()
@@ -193,9 +183,7 @@ def test_a_run_that_fails_still_writes_what_it_has_copied(
     assert verify(tmp_path / "checkpoints" / "step_3") is None
 
 
-def test_the_best_model_is_written_after_the_checkpoint(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_the_best_model_is_written_after_the_checkpoint(tmp_path, gate):
     def validate(_: object) -> dict[str, float]:
         assert not (tmp_path / "checkpoints" / "step_3").exists()  # it is being written meanwhile
         threading.Timer(0.2, gate.set).start()
@@ -222,7 +210,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in line.items() if key not in timeless} for line in lines]
 
 
-def test_writing_beside_the_training_changes_nothing_of_it(tmp_path: Path) -> None:
+def test_writing_beside_the_training_changes_nothing_of_it(tmp_path):
     quiet = run(tmp_path / "quiet", checkpoint_every=8, log_every=1)
     busy = run(tmp_path / "busy", checkpoint_every=1, log_every=1, keep_last=8)
     assert logged(tmp_path / "quiet") == logged(tmp_path / "busy")
@@ -259,10 +247,10 @@ def check_kills(tmp_path: Path, number: int) -> None:
         assert all(torch.equal(v, state[name]) for name, v in whole.state_dict().items())
 
 
-def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
     check_kills(tmp_path, 3)
 
 
 @pytest.mark.nightly
-def test_a_run_killed_anywhere_while_it_writes_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_anywhere_while_it_writes_goes_on(tmp_path):
     check_kills(tmp_path, 16)

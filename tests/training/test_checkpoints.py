@@ -48,7 +48,7 @@ def save(folder: Path, steps: range, config: PretrainConfig) -> dict[int, dict[s
     return saved
 
 
-def test_changed_data_is_named(tmp_path: Path) -> None:
+def test_changed_data_is_named(tmp_path):
     config = toy_config()
     engine, task = fresh(config)
     before = {"source 0": "a", "source 1": "b", "vocabulary": "c"}
@@ -59,7 +59,7 @@ def test_changed_data_is_named(tmp_path: Path) -> None:
         Checkpoints(tmp_path, config, now).load(*fresh(config))
 
 
-def test_a_checkpoint_that_knows_no_data_is_resumed_on_any(tmp_path: Path) -> None:
+def test_a_checkpoint_that_knows_no_data_is_resumed_on_any(tmp_path):
     config = toy_config()
     save(tmp_path, range(1, 2), config)
     state = json.loads((tmp_path / "step_1" / "state.json").read_text())
@@ -76,7 +76,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_save_then_load_gives_everything_back(tmp_path: Path) -> None:
+def test_save_then_load_gives_everything_back(tmp_path):
     config = toy_config()
     saved = save(tmp_path, range(3, 4), config)[3]
     engine, task = fresh(config)
@@ -87,7 +87,7 @@ def test_save_then_load_gives_everything_back(tmp_path: Path) -> None:
     assert torch.equal(task.average["a"], torch.full((3,), 3.0))
 
 
-def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
+def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path):
     config = toy_config(keep_last=2)
     save(tmp_path, range(8, 13), config)
     assert names(tmp_path) == ["step_11", "step_12"]
@@ -96,13 +96,13 @@ def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
     assert progress.step == 12
 
 
-def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
     config = toy_config()
     assert Checkpoints(tmp_path, config).load(*fresh(config)) is None
     assert Checkpoints(tmp_path / "absent", config).load(*fresh(config)) is None
 
 
-def test_a_folder_left_half_written_by_a_kill_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_left_half_written_by_a_kill_is_passed_over(tmp_path):
     config = toy_config()
     save(tmp_path, range(1, 3), config)
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_3.tmp")
@@ -127,9 +127,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["weights.safetensors", "extra.safetensors", "state.json", "SHA256SUMS"]
 )
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Any
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, file, damage):
     config = toy_config()
     save(tmp_path, range(1, 3), config)
     assert verify(tmp_path / "step_2") is None
@@ -142,7 +140,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert names(tmp_path) == ["step_1", "step_2.corrupt"]
 
 
-def test_when_all_are_damaged_nothing_is_guessed(tmp_path: Path) -> None:
+def test_when_all_are_damaged_nothing_is_guessed(tmp_path):
     config = toy_config()
     save(tmp_path, range(1, 3), config)
     flip(tmp_path / "step_1" / "weights.safetensors")
@@ -151,7 +149,7 @@ def test_when_all_are_damaged_nothing_is_guessed(tmp_path: Path) -> None:
         Checkpoints(tmp_path, config).load(*fresh(config))
 
 
-def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path):
     save(tmp_path, range(1, 2), toy_config())
     values = toy_config().model_dump()
     values["model"]["text"]["layers"] = 2
@@ -166,9 +164,7 @@ def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path: Path) ->
     assert names(tmp_path) == ["step_1"]
 
 
-def test_a_changed_schedule_resumes_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_schedule_resumes_with_a_warning(tmp_path, caplog):
     save(tmp_path, range(1, 2), toy_config())
     longer = toy_config(steps=99)
     with caplog.at_level(logging.WARNING):
@@ -176,7 +172,7 @@ def test_a_changed_schedule_resumes_with_a_warning(
     assert "training.steps: saved 8, now 99" in caplog.text
 
 
-def test_weights_of_another_model_are_an_error(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_an_error(tmp_path):
     config = toy_config()
     save(tmp_path, range(1, 2), config)
     wide = ToyTask(width=32)
@@ -184,9 +180,7 @@ def test_weights_of_another_model_are_an_error(tmp_path: Path) -> None:
         Checkpoints(tmp_path, config).load(PlainEngine(wide, config.training), wide)
 
 
-def test_an_unknown_format_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_format_version_is_refused(tmp_path, monkeypatch):
     config = toy_config()
     monkeypatch.setattr(module, "VERSION", 99)
     save(tmp_path, range(1, 2), config)
@@ -195,7 +189,7 @@ def test_an_unknown_format_version_is_refused(
         Checkpoints(tmp_path, config).load(*fresh(config))
 
 
-def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
+def test_a_step_reached_again_replaces_what_was_there(tmp_path):
     config = toy_config()
     save(tmp_path, range(2, 3), config)
     (tmp_path / "step_2" / "stray").write_text("old")
@@ -205,7 +199,7 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path: Path) -> None:
+def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path):
     """The same step is saved again after a validation; one of the two is always there."""
     config = toy_config(keep_last=1)
     save(tmp_path / "start", range(2, 3), config)
@@ -228,9 +222,7 @@ def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_path"])
-def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
-) -> None:
+def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(tmp_path, monkeypatch, write):
     config = toy_config(keep_last=1)
     save(tmp_path, range(1, 2), config)
 
@@ -248,9 +240,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(
 
 
 @pytest.mark.parametrize("limit", [0, 100, 4096])
-def test_a_write_that_the_system_refuses_is_the_same_clear_error(
-    tmp_path: Path, limit: int
-) -> None:
+def test_a_write_that_the_system_refuses_is_the_same_clear_error(tmp_path, limit):
     """No patched function here: the system itself cuts files off at `limit` bytes."""
     config = toy_config()
     save(tmp_path, range(1, 2), config)
@@ -265,7 +255,7 @@ def test_a_write_that_the_system_refuses_is_the_same_clear_error(
     assert verify(tmp_path / "step_1") is None
 
 
-def test_the_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
+def test_the_sums_are_those_of_sha256sum(tmp_path):
     save(tmp_path, range(1, 2), toy_config())
     folder = tmp_path / "step_1"
     lines = (folder / "SHA256SUMS").read_text().splitlines()
@@ -301,7 +291,7 @@ def judged_run(
     return train(config, task, ToyData(), engine, RunFolder(folder, resume), resume, selection)
 
 
-def test_the_best_model_on_the_validation_data_is_kept(tmp_path: Path) -> None:
+def test_the_best_model_on_the_validation_data_is_kept(tmp_path):
     report = judged_run(tmp_path / "run", [0.4, 0.7, math.nan, 0.6])
     assert report["best"] == {"step": 4, "accuracy": 0.7, "other": 0.5}
     best = dict(broadcast_tensors(tmp_path / "run" / "best" / "model.safetensors"))
@@ -313,7 +303,7 @@ def test_the_best_model_on_the_validation_data_is_kept(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
+def test_a_run_ends_when_it_no_longer_gets_better(tmp_path):
     report = judged_run(tmp_path / "run", [0.4, 0.3, 0.2, 0.9], patience=2)
     assert (report["ended"], report["step"], report["best"]["step"]) == ("finished", 6, 2)
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
@@ -322,14 +312,14 @@ def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
     assert (again["ended"], again["step"]) == ("finished", 6)
 
 
-def test_results_of_other_validation_data_do_not_compare(tmp_path: Path) -> None:
+def test_results_of_other_validation_data_do_not_compare(tmp_path):
     easy = judged_run(tmp_path / "run", [1.0, 0.9], patience=1, data="easy", steps=4)
     assert easy["best"]["step"] == 2
     whole = judged_run(tmp_path / "run", [0.3, 0.2], patience=1, resume=True, data="whole")
     assert (whole["best"]["step"], whole["best"]["accuracy"], whole["step"]) == (6, 0.3, 8)
 
 
-def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path: Path) -> None:
+def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(StopIteration):
         judged_run(folder, [0.4, 0.7])  # nothing to find after step 6

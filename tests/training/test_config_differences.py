@@ -39,7 +39,7 @@ def changed(key: str, value: Any, saved: dict[str, Any] = SAVED) -> dict[str, An
         ("training.seed", 1),
     ],
 )
-def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
+def test_what_is_trained_may_not_change(key, value):
     fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
     assert tolerated == []
     assert fatal
@@ -47,7 +47,7 @@ def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["text", "image", "cross"])
-def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> None:
+def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key):
     saved = changed(f"model.{key}.weights", "gone")
     said = [f"model.{key}.weights: saved 'gone', now None"]
     assert compare(saved, SAVED, CONFIG) == ([], said)
@@ -64,7 +64,7 @@ def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> N
         ("data.vocabulary", "moved"),
     ],
 )
-def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> None:
+def test_how_a_run_goes_on_may_change_with_a_warning(key, value):
     fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
     assert fatal == []
     assert [line.split(":")[0] for line in tolerated] == [key]
@@ -73,11 +73,11 @@ def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep_last", 9)]
 )
-def test_convenience_is_free(key: str, value: Any) -> None:
+def test_convenience_is_free(key, value):
     assert compare(SAVED, changed(key, value), CONFIG) == ([], [])
 
 
-def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
+def test_tasks_may_be_moved_and_judged_otherwise_too():
     data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
     saved = {"init_from": "model", "task": {"kind": "vqa", "data": data}}
     now = {"init_from": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
@@ -94,7 +94,7 @@ def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
     assert compare(screens[0], screens[1], config).fatal == ["task.data.train: saved 2000, now 300"]
 
 
-def test_an_added_or_removed_key_is_a_difference() -> None:
+def test_an_added_or_removed_key_is_a_difference():
     older = deepcopy(SAVED)
     del older["model"]["embed_dim"]
     now = changed("model.embed_dim", 128)
@@ -135,7 +135,7 @@ class Outside(Config):
         ("cache.x.y", "free"),
     ],
 )
-def test_fields_say_what_may_differ(key: str, rule: str) -> None:
+def test_fields_say_what_may_differ(key, rule):
     assert resume_rule(Outside(parts=(Parts(),)), key) == rule
 
 
@@ -168,9 +168,7 @@ FINE_TUNING = FinetuneConfig.model_validate(
         (FINE_TUNING, "task.label_smoothing", 0.5, True),
     ],
 )
-def test_a_node_may_have_its_own_places_alone(
-    monkeypatch: pytest.MonkeyPatch, config: Any, key: str, value: Any, refused: bool
-) -> None:
+def test_a_node_may_have_its_own_places_alone(monkeypatch, config, key, value, refused):
     values = changed(key, value, config.model_dump(mode="json"))
     other = dict(_leaves(values)), {"source 0": "a"}
     monkeypatch.setattr(distributed, "from_rank_0", lambda value: other)

@@ -53,7 +53,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     )
 
 
-def test_a_run_leaves_its_folder_as_documented(tmp_path: Path) -> None:
+def test_a_run_leaves_its_folder_as_documented(tmp_path):
     task, report = run(tmp_path / "run")
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} - {"git"} == {  # of changed code
@@ -71,7 +71,7 @@ def test_a_run_leaves_its_folder_as_documented(tmp_path: Path) -> None:
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_log_lines_hold_means_over_their_steps(tmp_path: Path) -> None:
+def test_log_lines_hold_means_over_their_steps(tmp_path):
     run(tmp_path)
     run(tmp_path / "each", log_every=1)
     pairs, each = lines(tmp_path), lines(tmp_path / "each")
@@ -91,7 +91,7 @@ def test_log_lines_hold_means_over_their_steps(tmp_path: Path) -> None:
     assert each[-1]["loss/total"] < each[0]["loss/total"]
 
 
-def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
+def test_epochs_or_steps_say_how_long(tmp_path):
     data = ToyData(epoch=30)  # 4 batches of 8, the last one not full
     start = Progress()
     assert total_steps(toy_config(steps=7, epochs=2), data, start) == 7
@@ -108,7 +108,7 @@ def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
         toy_config(steps=None, epochs=None)
 
 
-def test_accumulation_of_two_halves_is_one_large_batch(tmp_path: Path) -> None:
+def test_accumulation_of_two_halves_is_one_large_batch(tmp_path):
     # Equal batches, so the mean of their means is the mean of the whole.
     small, _ = run(tmp_path / "small", ToyData(batch=4), batch=4, gradient_accumulation_steps=2)
     whole = ToyData(batch=8)
@@ -131,7 +131,7 @@ def test_accumulation_of_two_halves_is_one_large_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, stop):
     run(tmp_path / "whole")
 
     class Killed(BaseException):
@@ -157,9 +157,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, stop: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path, number):
     run(tmp_path / "whole")
     before = signal.getsignal(number)
 
@@ -179,7 +177,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
 
 
-def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_to_nothing(tmp_path):
     run(tmp_path)
     before = state(tmp_path, 8)
     _, report = run(tmp_path, ToyData(before=lambda number: pytest.fail("trained")), resume=True)
@@ -188,18 +186,14 @@ def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
     assert same(before, state(tmp_path, 8))
 
 
-def test_resume_without_a_checkpoint_begins_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_without_a_checkpoint_begins_anew(tmp_path, capsys):
     _, report = run(tmp_path, resume=True)
     assert report["ended"] == "finished"
     assert report["resumed_at_steps"] == []
     assert "no checkpoint; starting from the beginning" in capsys.readouterr().err
 
 
-def test_a_skipped_step_changes_nothing_but_the_counters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, capsys):
     kept: list[dict[str, torch.Tensor]] = []
     torch.manual_seed(0)
     config, task = toy_config(tmp_path, log_every=1), ToyTask()
@@ -227,9 +221,7 @@ def test_a_skipped_step_changes_nothing_but_the_counters(
     assert "step 4 skipped: loss total not finite" in capsys.readouterr().err
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_too(tmp_path, capsys):
     torch.manual_seed(0)
     config, task = toy_config(tmp_path), ToyTask()
     engine = PlainEngine(task, config.training)
@@ -242,9 +234,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(
 
 
 @pytest.mark.parametrize("most", [0, 2])
-def test_too_many_skips_in_a_row_end_the_run(
-    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_skips_in_a_row_end_the_run(tmp_path, most, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", most)
     with pytest.raises(NonFiniteError, match=rf"{most + 1} steps in a row .*loss total"):
         run(tmp_path, ToyData(bad=frozenset(range(3, 99))), steps=99)
@@ -254,18 +244,14 @@ def test_too_many_skips_in_a_row_end_the_run(
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
 
 
-def test_skips_that_are_not_in_a_row_do_not_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skips_that_are_not_in_a_row_do_not_end_it(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", 2)
     _, report = run(tmp_path, ToyData(bad=frozenset({0, 1, 3, 4, 6})))
     assert report["ended"] == "finished"
     assert report["non_finite_steps"] == 5
 
 
-def test_the_row_of_skips_survives_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_row_of_skips_survives_a_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", 2)
     data = ToyData(bad=frozenset(range(2, 99)))
     run(tmp_path, data, steps=4)
@@ -274,14 +260,14 @@ def test_the_row_of_skips_survives_a_resume(
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_poisoned_loss_has_gradients_that_are_not_finite(value: float) -> None:
+def test_a_poisoned_loss_has_gradients_that_are_not_finite(value):
     weight = torch.tensor(2.0, requires_grad=True)
     poisoned(weight + value).backward()
     assert weight.grad is not None
     assert weight.grad.isnan()
 
 
-def test_a_finite_loss_is_not_touched() -> None:
+def test_a_finite_loss_is_not_touched():
     weight = torch.tensor(0.1, requires_grad=True)
     loss = weight * 3
     assert torch.equal(poisoned(loss), loss)
@@ -289,7 +275,7 @@ def test_a_finite_loss_is_not_touched() -> None:
     assert weight.grad == 3
 
 
-def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_used_folder_is_refused_and_left_alone(tmp_path):
 
     (tmp_path / "something").write_text("precious")
     with pytest.raises(ConfigError, match="not empty; continue its run with --resume"):
@@ -300,9 +286,7 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file", resume=False)
 
 
-def test_dead_features_are_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
     from vlp.tasks.pretraining import statistics as collapse
 
     monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
@@ -324,9 +308,7 @@ def test_dead_features_are_warned_about(
     assert "image_token_cosine is 0.990" in warned[0]
 
 
-def test_dropout_is_the_same_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_is_the_same_after_a_resume(tmp_path, monkeypatch):
     forward = ToyTask.forward
 
     def dropping(self: ToyTask, *arguments: Any) -> Any:
@@ -341,9 +323,7 @@ def test_dropout_is_the_same_after_a_resume(
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "resumed", 8))
 
 
-def test_outcomes_that_are_read_late_change_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outcomes_that_are_read_late_change_nothing(tmp_path, capsys):
     found = {}
     for kind in (PlainEngine, UnreadEngine):
         torch.manual_seed(0)
@@ -363,9 +343,7 @@ def test_outcomes_that_are_read_late_change_nothing(
     assert len(said) == len(late_said) == 2
 
 
-def test_a_row_of_skips_that_is_read_late_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", 1)
     config, task = toy_config(tmp_path, log_every=4), ToyTask()
     data, engine = ToyData(bad=frozenset({1, 2})), UnreadEngine(task, config.training)
@@ -376,7 +354,7 @@ def test_a_row_of_skips_that_is_read_late_ends_the_run(
 SCRIPT = Path(__file__).with_name("meter_ranks.py")
 
 
-def test_a_rank_without_samples_does_not_count() -> None:
+def test_a_rank_without_samples_does_not_count():
     output = ranks.run([SCRIPT], 2)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert found == {"loss/total": 2.0, "loss/words": 3.0, "statistics/bits": 3.0}

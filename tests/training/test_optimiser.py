@@ -41,7 +41,7 @@ def task() -> Pretraining:
         return Pretraining(ModelConfig(), ObjectivesConfig(), vocabulary="unused")
 
 
-def test_the_two_groups_of_the_real_task_by_name(task: Pretraining) -> None:
+def test_the_two_groups_of_the_real_task_by_name(task):
     named = dict(task.named_parameters())
     plain = undecayed(task)
     matrices = {name for name in plain if named[name].ndim > 1}
@@ -78,7 +78,7 @@ CHOSEN = [(name, {}) for name in list_positions()] + [
 
 
 @pytest.mark.parametrize(("name", "options"), CHOSEN)
-def test_encodings_declare_their_tables_and_vectors(name: str, options: dict[str, Any]) -> None:
+def test_encodings_declare_their_tables_and_vectors(name, options):
     """By name they are tables, or Transformer-XL's two biases and prefix vector."""
     sizes = {"width": 48, "heads": 4, "grid": (3, 3)}
     position = create_fitting_position(name, sizes, **options)
@@ -100,19 +100,19 @@ class Slope(PositionEncoding):
         self.matrix = nn.Parameter(torch.zeros(2, 2))
 
 
-def test_an_encoding_from_outside_declares_its_own() -> None:
+def test_an_encoding_from_outside_declares_its_own():
     model = nn.Sequential(nn.Linear(2, 2), Slope())
     assert undecayed(model) == {"0.bias", "1.slope"}
 
 
-def test_groups_hold_every_trainable_parameter_once(task: Pretraining) -> None:
+def test_groups_hold_every_trainable_parameter_once(task):
     groups = parameter_groups(task, weight_decay=0.02)
     assert [group["weight_decay"] for group in groups] == [0.02, 0.0]
     members = [id(p) for group in groups for p in group["params"]]
     assert sorted(members) == sorted(id(p) for p in task.parameters())
 
 
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+def test_frozen_parameters_and_empty_groups_are_left_out():
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
     (group,) = parameter_groups(layer, 0.1)
@@ -120,7 +120,7 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     assert group["weight_decay"] == 0.1
 
 
-def test_scales_follow_the_longest_prefix_of_whole_parts() -> None:
+def test_scales_follow_the_longest_prefix_of_whole_parts():
     lr_multipliers = {"text": 0.5, "text.layers.0": 0.1}
     assert lr_multiplier("text.layers.0.weight", lr_multipliers) == 0.1
     assert lr_multiplier("text.layers.01.weight", lr_multipliers) == 0.5
@@ -128,7 +128,7 @@ def test_scales_follow_the_longest_prefix_of_whole_parts() -> None:
     assert lr_multiplier("texts.bias", lr_multipliers) == 1.0
 
 
-def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> None:
+def test_scales_multiply_the_learning_rate_of_every_step(task):
     named = dict(task.named_parameters())
     lr_multipliers = {"model.text_encoder": 0.2, "model.text_encoder.projection": 0.5}
     adamw = build_adamw(task, OptimiserConfig(lr_multipliers=lr_multipliers))
@@ -146,12 +146,12 @@ def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> N
         assert decays[id(parameter)] == (0.0 if name in without else 0.02), name
 
 
-def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task: Pretraining) -> None:
+def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task):
     with pytest.raises(ConfigError, match=r"'model\.txt'.*model\.text_encoder"):
         build_adamw(task, OptimiserConfig(lr_multipliers={"model.txt": 0.1}))
 
 
-def test_adamw_takes_its_settings_from_the_configuration() -> None:
+def test_adamw_takes_its_settings_from_the_configuration():
     config = OptimiserConfig(learning_rate=3e-4, betas=(0.8, 0.9), epsilon=1e-6)
     adamw = build_adamw(nn.Linear(2, 2), config)
     assert adamw.defaults["lr"] == 3e-4
@@ -159,7 +159,7 @@ def test_adamw_takes_its_settings_from_the_configuration() -> None:
     assert adamw.defaults["eps"] == 1e-6
 
 
-def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate() -> None:
+def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate():
     rates = [learning_rate(step, 100, 1e-4, 1e-6, 10) for step in range(100)]
     assert rates[0] == pytest.approx(1e-5)
     assert rates[9] == rates[10] == pytest.approx(1e-4)
@@ -169,7 +169,7 @@ def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate() -> None:
     assert rates[54] > (1e-4 + 1e-6) / 2 > rates[55]
 
 
-def test_a_run_of_one_step_moves() -> None:
+def test_a_run_of_one_step_moves():
     assert learning_rate(0, 1, 1.0, 0.0, 0) == 1.0
     assert learning_rate(0, 1, 1.0, 0.0, 1000) == pytest.approx(1e-3)
 
@@ -180,9 +180,7 @@ def test_a_run_of_one_step_moves() -> None:
     peak=st.floats(1e-6, 1.0),
     share=st.floats(0.0, 1.0),
 )
-def test_rates_rise_once_then_fall_and_stay_within_bounds(
-    total: int, warmup: int, peak: float, share: float
-) -> None:
+def test_rates_rise_once_then_fall_and_stay_within_bounds(total, warmup, peak, share):
     final = peak * share
     rates = [learning_rate(step, total, peak, final, warmup) for step in range(total + 5)]
     assert all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
@@ -194,6 +192,6 @@ def test_rates_rise_once_then_fall_and_stay_within_bounds(
         assert rates[total - 1] == pytest.approx(final, rel=1e-9, abs=1e-18)
 
 
-def test_a_task_without_parameters_is_refused() -> None:
+def test_a_task_without_parameters_is_refused():
     with pytest.raises(ValueError, match="no trainable parameters"):
         build_adamw(nn.Identity(), OptimiserConfig())

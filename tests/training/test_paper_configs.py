@@ -53,7 +53,7 @@ def at(config: Any, path: str) -> Any:
     return config
 
 
-def test_paper_yaml_has_the_papers_settings() -> None:
+def test_paper_yaml_has_the_papers_settings():
     config = load_config(CONFIGS / "pretrain/paper.yaml", PretrainConfig)
     assert {path: at(config, path) for path in PAPER} == PAPER
     assert 8 in config.world_sizes()
@@ -64,7 +64,7 @@ def test_paper_yaml_has_the_papers_settings() -> None:
 
 
 @pytest.mark.parametrize("name", FINETUNED)
-def test_fine_tunings_have_albefs_settings(name: str) -> None:
+def test_fine_tunings_have_albefs_settings(name):
     config = load_config(CONFIGS / f"finetune/{name}.yaml", FinetuneConfig)
     training = config.training
     pixels = config.model.get("image", {}).get("image_size", 256)
@@ -72,12 +72,12 @@ def test_fine_tunings_have_albefs_settings(name: str) -> None:
     assert (training.epochs, training.batch, rate, pixels) == FINETUNED[name]
 
 
-def test_grounding_does_not_crop() -> None:
+def test_grounding_does_not_crop():
     config = load_config(CONFIGS / "finetune/refcoco_plus.yaml", FinetuneConfig)
     assert at(config.task, "data.augment.crop_scale") == (1.0, 1.0)
 
 
-def test_seven_rows_of_table_1() -> None:
+def test_seven_rows_of_table_1():
     source = CONFIGS / "ablation/paper_table1.yaml"
     config = load_config(source, AblationConfig)
     runs = plan(config, source)
@@ -98,7 +98,7 @@ def test_seven_rows_of_table_1() -> None:
     }
 
 
-def test_sapes_table_1_as_printed() -> None:
+def test_sapes_table_1_as_printed():
     """SaPE^2, section 4: ViT with hidden size 384, patches of 4, batch 128, 400 epochs."""
     registry = load_config(CONFIGS / "ablation/results/tables.yaml", ResultsConfig).tables
     for name in ("sape_cifar10_400", "sape_cifar100_400"):

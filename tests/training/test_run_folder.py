@@ -6,8 +6,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import pytest
-
 from vlp.training.run_folder import RunFolder, read_record, record_start
 
 
@@ -17,9 +15,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_starts_with_commit_changes_and_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_with_commit_changes_and_no_secret(tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
     git(own, "init", "-q")
@@ -60,9 +56,7 @@ def test_starts_with_commit_changes_and_no_secret(
     assert "user:secret" not in (folder.path / "run.json").read_text()
 
 
-def test_a_folder_without_git_and_a_damaged_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_git_and_a_damaged_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     folder = RunFolder(tmp_path / "run", resume=False)

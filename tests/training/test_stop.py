@@ -63,10 +63,9 @@ def waiting(phase: str) -> Iterator[subprocess.Popen[str]]:
     ],
 )
 @pytest.mark.parametrize(
-    ("phase", "told"),
-    [("start", "before its first step"), ("training", "in the midst of a step")],
+    ("phase", "told"), [("start", "before its first step"), ("training", "in the midst of a step")]
 )
-def test_a_blocked_process_ends_itself(phase: str, told: str, number: signal.Signals) -> None:
+def test_a_blocked_process_ends_itself(phase, told, number):
     with waiting(phase) as process:
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
@@ -74,7 +73,7 @@ def test_a_blocked_process_ends_itself(phase: str, told: str, number: signal.Sig
         assert said == f"rank 0 stopped by {number.name} {told}\n"
 
 
-def test_a_run_that_is_being_saved_takes_its_time() -> None:
+def test_a_run_that_is_being_saved_takes_its_time():
     with StopSignals(grace=0.1) as stop:
         stop.look()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -84,7 +83,7 @@ def test_a_run_that_is_being_saved_takes_its_time() -> None:
     assert stop.reason == "SIGTERM"
 
 
-def test_the_grace_begins_anew_after_validating_or_saving() -> None:
+def test_the_grace_begins_anew_after_validating_or_saving():
     with StopSignals(grace=0.5) as stop:
         stop.look()
         with stop.patient():
@@ -110,13 +109,13 @@ with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
     ("patience", "inside", "told"),
     [(0.5, 60.0, "while it validated or saved"), (60.0, 0.5, "in the midst of a step")],
 )
-def test_patience_ends(patience: float, inside: float, told: str) -> None:
+def test_patience_ends(patience, inside, told):
     command = [sys.executable, "-c", IN_PATIENCE, str(patience), str(inside)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stderr) == (REQUEUE, f"rank 0 stopped by SIGTERM {told}\n")
 
 
-def test_a_process_with_many_open_files_is_watched() -> None:
+def test_a_process_with_many_open_files_is_watched():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     files = [os.open(os.devnull, os.O_RDONLY)]
@@ -135,7 +134,7 @@ def test_a_process_with_many_open_files_is_watched() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_forked_process_does_not_stop_the_one_it_came_from() -> None:
+def test_a_forked_process_does_not_stop_the_one_it_came_from():
     with StopSignals() as stop:
         stop.look()
         child = os.fork()
@@ -148,7 +147,7 @@ def test_a_forked_process_does_not_stop_the_one_it_came_from() -> None:
         assert not stop.look()
 
 
-def test_what_was_there_before_is_there_after() -> None:
+def test_what_was_there_before_is_there_after():
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) != handlers[0]
@@ -169,7 +168,7 @@ with StopSignals() as stop:
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_rank_ends_with_its_launcher_but_not_with_a_shell(launched: bool) -> None:
+def test_a_rank_ends_with_its_launcher_but_not_with_a_shell(launched):
     parent = subprocess.Popen(
         ["bash", "-c", f"{sys.executable} -c '{CHILD}'; true"],
         stdout=subprocess.PIPE,
@@ -192,7 +191,7 @@ SCRIPT = Path(__file__).with_name("together_ranks.py")
 
 
 @pytest.mark.nightly
-def test_a_step_has_no_collective_call_but_the_engine_s(tmp_path: Path) -> None:
+def test_a_step_has_no_collective_call_but_the_engine_s(tmp_path):
     """Gradients and the map of unused parameters; a look at the others after 1, 2, 4, 8 steps."""
     results = ranks.finish(ranks.start([SCRIPT, tmp_path / "run"], 2))
     assert [code for code, _ in results] == [0, 0], results
@@ -255,16 +254,12 @@ def family(tmp_path: Path) -> Callable[..., list[psutil.Process]]:
 
 
 @pytest.mark.parametrize("dies", [1, 2])
-def test_a_shell_between_and_the_launcher_are_missed(
-    dies: int, family: Callable[..., list[psutil.Process]], tmp_path: Path
-) -> None:
+def test_a_shell_between_and_the_launcher_are_missed(dies, family, tmp_path):
     family("torchrun")[dies].kill()
     until((tmp_path / "lost").exists)
 
 
-def test_a_shell_above_the_launcher_is_not_missed(
-    family: Callable[..., list[psutil.Process]], tmp_path: Path
-) -> None:
+def test_a_shell_above_the_launcher_is_not_missed(family, tmp_path):
     _, _, launcher, shell = family("torchrun")
     shell.kill()
     time.sleep(0.5)
@@ -273,9 +268,7 @@ def test_a_shell_above_the_launcher_is_not_missed(
     until((tmp_path / "lost").exists)
 
 
-def test_without_a_launcher_nothing_is_missed(
-    family: Callable[..., list[psutil.Process]], tmp_path: Path
-) -> None:
+def test_without_a_launcher_nothing_is_missed(family, tmp_path):
     child, *above = family("script")
     for process in reversed(above):  # from the top: whoever's child dies ends by itself
         process.kill()
@@ -285,7 +278,7 @@ def test_without_a_launcher_nothing_is_missed(
     child.kill()
 
 
-def test_a_launcher_that_ends_early_is_missed(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_early_is_missed(tmp_path):
     first = psutil.Process(1).name()
     if first in ("sh", "bash", "dash") or first.startswith("python"):
         pytest.skip(f"the first process, {first}, may start ranks itself")

@@ -38,7 +38,7 @@ def two_starts(folder: RunFolder, name: TrackerName) -> None:
 
 
 @pytest.mark.nightly
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
@@ -87,7 +87,7 @@ def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 @pytest.mark.nightly
-def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
@@ -115,9 +115,7 @@ def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert client.get_metric_history(one, "loss/total") == []
 
 
-def test_a_tracker_that_fails_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_fails_is_left_out(tmp_path, capsys):
     class Lost:
         def log(self, figures: Any, step: int) -> None:
             raise ConnectionError("no network")
@@ -133,9 +131,7 @@ def test_a_tracker_that_fails_is_left_out(
     assert len(folder.log.read_text().splitlines()) == 2
 
 
-def test_what_cannot_be_used_is_said_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_used_is_said_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"mlflow is not installed: pip install 'vlp\[track\]'"):
         require_trackers(["mlflow"])
@@ -148,14 +144,14 @@ def test_what_cannot_be_used_is_said_before_the_training(
         open_trackers(["mlflow"], folder, 0)
 
 
-def test_nested_names_are_joined_and_what_json_lacks_is_null() -> None:
+def test_nested_names_are_joined_and_what_json_lacks_is_null():
     record = {"step": 1, "skipped": {"total": 2, "no text": 2}, "norm": float("inf"), "x": 0.5}
     flat = flatten(record)
     assert flat == {"step": 1, "skipped/total": 2, "skipped/no text": 2, "norm": None, "x": 0.5}
     assert json.loads(json.dumps(flat, allow_nan=False)) == flat
 
 
-def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:
+def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path):
     folder = RunFolder(tmp_path, resume=False)
     whole = [json.dumps({"step": step}) for step in (2, 4, 6, 8)]
     folder.log.write_text("\n".join([*whole, '{"step": 10, "lo']))
@@ -165,7 +161,7 @@ def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path
     assert steps == [2, 4, 5]
 
 
-def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path: Path) -> None:
+def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path):
     folder = RunFolder(tmp_path, resume=False)
     with RunLog(folder, 0, 8) as log:
         for step in (2, 4):
@@ -178,7 +174,7 @@ def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path:
     assert [line["step"] for line in lines if "samples" not in line] == [2, 4]
 
 
-def test_tensorboard_has_every_number(tmp_path: Path) -> None:
+def test_tensorboard_has_every_number(tmp_path):
     folder = RunFolder(tmp_path, resume=False)
     with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, 0)) as log:
         log.write({"step": 1, "loss/total": 3.0, "skipped": {"total": 0}, "norm": float("nan")})
@@ -191,7 +187,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed_at", [0, 1])
-def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path: Path, resumed_at: int) -> None:
+def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path, resumed_at):
     folder = RunFolder(tmp_path, resume=False)
     for step in (0, resumed_at):
         with RunLog(folder, step, 2, open_trackers(["tensorboard"], folder, step)) as log:
@@ -202,7 +198,7 @@ def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path: Path, resumed_a
     assert [scalar.step for scalar in events.Scalars("loss")] == [1, 2]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(tmp_path):
     with RunLog(None, step=0, total=1) as log:
         log.write({"step": 1})
         log.advance()

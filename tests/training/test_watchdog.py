@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from vlp.training.watchdog import Judge, Sign, Watchdog
 
@@ -14,7 +13,7 @@ def after(sign: Sign, seconds: float, number: int = 2) -> Sign:
     return sign._replace(number=number, seconds=sign.seconds + seconds, stands=seconds > 10)
 
 
-def test_a_rank_without_signs_is_named_once_and_when_it_is_back() -> None:
+def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
     judge = Judge(10)
     other = FIRST._replace(host="node-b", moves=19, phase="data", waits=False)
     assert judge.see([FIRST, other], 0.0) == ([], False)
@@ -30,7 +29,7 @@ def test_a_rank_without_signs_is_named_once_and_when_it_is_back() -> None:
     )
 
 
-def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody() -> None:
+def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
     for behind, told in (
         ({"moves": 19, "phase": "data", "waits": False}, "rank 2 (node-a) in data; the others"),
         ({"waits": False}, "rank 2 (node-a) in forward; the others wait"),
@@ -46,7 +45,7 @@ def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody() -> None:
         assert judge.see([after(sign, 12, 3) for sign in signs], 12.0) == ([], False)
 
 
-def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang() -> None:
+def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang():
     judge = Judge(10)
     for signs in ([after(FIRST, 50), FIRST], []):
         assert judge.see(signs, 1.0) == ([], False)
@@ -55,7 +54,7 @@ def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang() -> None
         assert judge.see(ended, now) == ([], False)
 
 
-def test_phases_are_moves_with_their_longest_time(tmp_path: Path) -> None:
+def test_phases_are_moves_with_their_longest_time(tmp_path):
     watchdog = Watchdog(None, print, tmp_path)
     for phase in ("data", "forward", "data"):
         watchdog.enter(phase)
@@ -70,7 +69,7 @@ def test_phases_are_moves_with_their_longest_time(tmp_path: Path) -> None:
     assert not watchdog._exchange(None, 7, 30.0)[0].stands
 
 
-def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path: Path) -> None:
+def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path):
     said: list[str] = []
     with Watchdog(1.0, said.append, tmp_path / "hang") as watchdog:
         watchdog.step = 6

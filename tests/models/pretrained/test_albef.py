@@ -189,11 +189,7 @@ def test_positions_of_another_image_size_are_resampled():
 
 @pytest.mark.parametrize(
     "anchor",
-    [
-        {"mode": "contextual"},
-        {"mode": "contextual", "roles": ("query", "key")},
-        {"mode": "bias"},
-    ],
+    [{"mode": "contextual"}, {"mode": "contextual", "roles": ("query", "key")}, {"mode": "bias"}],
 )
 @pytest.mark.parametrize(
     ("fused", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float64)]

@@ -18,7 +18,7 @@ from vlp.training.optimiser import parameter_groups
 
 TIMM = {
     "architecture": {
-        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2, "num_heads": 2},
+        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2, "num_heads": 2}
     },
     **{"patch_size": 14, "image_size": 28, "width": 16, "trainable": "lora-2"},
 }

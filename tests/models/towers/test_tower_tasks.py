@@ -23,7 +23,7 @@ TEXT = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
 IMAGE = {
     "architecture": {
-        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2, "num_heads": 2},
+        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2, "num_heads": 2}
     },
     **{"patch_size": 14, "image_size": 56, "width": 16, "pool": 2},
 }

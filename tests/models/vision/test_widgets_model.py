@@ -66,7 +66,7 @@ def batch(screens=2, widgets=5, seed=0):
 class TestModel:
     @pytest.mark.parametrize("combine", ["concat", "add"])
     @pytest.mark.parametrize("name", [*BOXES, *ATTENTION])
-    def test_every_encoding_of_boxes_sees_them(self, name, combine) -> None:
+    def test_every_encoding_of_boxes_sees_them(self, name, combine):
         net = model(named(name), combine=combine)
         given = batch()
         moved = given._replace(boxes=given.boxes * 0.5)
@@ -79,7 +79,7 @@ class TestModel:
             assert parameter.grad.isfinite().all(), key
 
     @pytest.mark.parametrize("name", ["fourier", "rope-axial"])
-    def test_the_order_of_widgets_means_nothing(self, name) -> None:
+    def test_the_order_of_widgets_means_nothing(self, name):
         net, given = model(named(name), trees=10).double(), batch()
         order = torch.tensor([3, 0, 4, 1, 2])
         fields = ("boxes", "kinds", "clickable", "words", "resources", "trees", "real")
@@ -88,7 +88,7 @@ class TestModel:
         other = other._replace(targets=torch.stack([given.targets[:, 0], places], -1))
         torch.testing.assert_close(net(given), net(other), rtol=0, atol=1e-9)
 
-    def test_padding_is_not_seen(self) -> None:
+    def test_padding_is_not_seen(self):
         net, given = model(named("fourier")), batch()
         real = torch.tensor([[True, True, True, False, False], [True] * 5])
         changed = given.boxes.clone()
@@ -98,7 +98,7 @@ class TestModel:
         )
         assert not torch.allclose(net(given), net(given._replace(boxes=changed)))
 
-    def test_words_are_pooled_by_their_largest(self) -> None:
+    def test_words_are_pooled_by_their_largest(self):
         net, given = model(), batch()
         pooled = net.encoder._spoken(given.words, net.words)
         for screen, widget in itertools.product(range(2), range(5)):
@@ -106,7 +106,7 @@ class TestModel:
             wanted = net.words.weight[ids].amax(0) if ids else torch.zeros(16)
             torch.testing.assert_close(pooled[screen, widget], wanted)
 
-    def test_trees_are_read_and_large_numbers_unknown(self) -> None:
+    def test_trees_are_read_and_large_numbers_unknown(self):
         net, given = model(trees=5), batch()
         beyond = given._replace(trees=torch.where(given.trees >= 5, 7, given.trees))
         unknown = given._replace(trees=torch.where(given.trees >= 5, 0, given.trees))
@@ -115,7 +115,7 @@ class TestModel:
         assert not torch.equal(net(given), net(given._replace(trees=given.trees + 1)))
         assert torch.equal(model()(given), model()(given._replace(trees=given.trees + 1)))
 
-    def test_decoding_looks_back_alone(self) -> None:
+    def test_decoding_looks_back_alone(self):
         net, given = model(named("fourier")), batch()
         captions = given.captions.clone()
         captions[:, 3:] = 5
@@ -123,7 +123,7 @@ class TestModel:
         torch.testing.assert_close(first[:, :3], other[:, :3])
         assert not torch.allclose(first[:, 3:], other[:, 3:])
 
-    def test_generated_captions_are_the_greedy_ones(self) -> None:
+    def test_generated_captions_are_the_greedy_ones(self):
         net, given = model(named("fourier")).eval(), batch()
         said = net.generate(given, 6)
         states = net.widgets(given)
@@ -138,7 +138,7 @@ class TestModel:
         assert torch.equal(said, ids[:, 1:])
 
     @pytest.mark.parametrize("beams", [1, 3])
-    def test_specials_are_never_said(self, beams) -> None:
+    def test_specials_are_never_said(self, beams):
         net = model(seed=3).eval()
         with torch.no_grad():
             net.output.bias[:5] = 50
@@ -156,11 +156,11 @@ class TestModel:
             ({"positions": [{"name": "fourier", "options": {"groups": 3}}]}, "3 groups"),
         ],
     )
-    def test_refused_configurations(self, options, message) -> None:
+    def test_refused_configurations(self, options, message):
         with pytest.raises(ConfigError, match=message):
             model(**options)
 
-    def test_boxes_outside_the_screen_are_refused(self) -> None:
+    def test_boxes_outside_the_screen_are_refused(self):
         with pytest.raises(ValueError, match=r"\[0, 1\]"):
             model(named("fourier"))(batch()._replace(boxes=torch.full((2, 5, 4), 1.5)))
 

@@ -32,7 +32,7 @@ def said(own, batch):
     return [text.decode(row, skip_special_tokens=True) for row in batch.caption_ids.tolist()]
 
 
-def test_all_captions_come_once_an_epoch(tmp_path) -> None:
+def test_all_captions_come_once_an_epoch(tmp_path):
     own = captions(write_shards(tmp_path, coloured(3)))
     (batch,) = batches(own, 6)
     wanted = {
@@ -42,7 +42,7 @@ def test_all_captions_come_once_an_epoch(tmp_path) -> None:
     assert batch.valid.all()
 
 
-def test_one_caption_is_drawn_per_image_and_visit(tmp_path) -> None:
+def test_one_caption_is_drawn_per_image_and_visit(tmp_path):
     own = captions(write_shards(tmp_path, coloured(3)), None, captions="one")
     assert len(own.items) == 3
     seen = {one for batch in batches(own, 3, 8) for one in said(own, batch)}
@@ -52,21 +52,21 @@ def test_one_caption_is_drawn_per_image_and_visit(tmp_path) -> None:
     ]
 
 
-def test_a_image_to_be_captioned_needs_no_caption(tmp_path) -> None:
+def test_a_image_to_be_captioned_needs_no_caption(tmp_path):
     own = captions(write_shards(tmp_path, [(photo(), Annotation(image_id="7"))]), None)
     sample = own.make(own.items.read(0), 0)
     assert sample.captions == ()
     assert own.collate([sample]).pixels.shape == (1, 3, 16, 16)
 
 
-def test_bad_samples_are_skipped_and_named(tmp_path) -> None:
+def test_bad_samples_are_skipped_and_named(tmp_path):
     samples = [(photo(), Annotation()), (b"", Annotation(caption="a red picture")), *coloured(1)]
     (batch,) = batches(captions(write_shards(tmp_path, samples)), 4)
     assert batch.valid.tolist() == [True, True]
     assert sorted(skip.kind for skip in batch.skipped) == ["no text", "unreadable image"]
 
 
-def test_long_captions_are_cut(tmp_path) -> None:
+def test_long_captions_are_cut(tmp_path):
     own = captions(write_shards(tmp_path, coloured(1)), max_caption=4)
     (batch,) = batches(own, 2)
     assert batch.caption_ids.shape == (2, 4)

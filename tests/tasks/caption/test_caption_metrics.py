@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ def plain(candidates, references):
 
 
 @pytest.mark.nightly
-def test_published_scores_of_coco_captions(shared: Path) -> None:
+def test_published_scores_of_coco_captions(shared):
     folder = shared / "data/caption_metrics/coco_val2014_973"
     said: dict[int, list[str]] = {}
     for row in json.loads((folder / "captions_val2014_973.json").read_text())["annotations"]:
@@ -35,7 +34,7 @@ def test_published_scores_of_coco_captions(shared: Path) -> None:
         assert scores[ours] == pytest.approx(published[theirs], abs=5.1e-4), ours
 
 
-def test_figures_by_hand() -> None:
+def test_figures_by_hand():
     scores = plain(["delete the second row", "go home"], [["Delete the first row!"], ["go home"]])
     # 5 of 6 words; of word pairs "delete the" and "go home" of 4. Lengths agree: no penalty.
     assert scores.corpus["bleu1"] == pytest.approx(5 / 6, abs=1e-6)
@@ -46,7 +45,7 @@ def test_figures_by_hand() -> None:
     assert "meteor" not in scores.corpus
 
 
-def test_empty_captions_score_nothing_and_shift_nobody() -> None:
+def test_empty_captions_score_nothing_and_shift_nobody():
     scores = caption_scores(["", "a ||| dog", ""], [["...", "x y"], ["a ||| dog"], ["a cat"]])
     assert scores.each["rouge_l"].tolist() == [0, 1, 0]
     assert scores.each["meteor"].tolist() == [0, 1, 0]
@@ -63,7 +62,7 @@ def test_empty_captions_score_nothing_and_shift_nobody() -> None:
         (["a"], [["..."]], "no reference has a word"),
     ],
 )
-def test_refusals(candidates, references, message) -> None:
+def test_refusals(candidates, references, message):
     with pytest.raises(ValueError, match=message):
         plain(candidates, references)
 
@@ -96,7 +95,7 @@ def scorer(monkeypatch, tmp_path):
     return folder
 
 
-def test_scores_stand_in_the_order_of_the_captions(scorer) -> None:
+def test_scores_stand_in_the_order_of_the_captions(scorer):
     said = [f"a {n}" for n in range(11)] + [""]
     found = spice_scores(said, [["a 0", "one\n 1"]] * 12)
     assert found.tolist() == [1.0, 1.0, *[0.5] * 9, 0.0]

@@ -32,7 +32,7 @@ def first_batch(data):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_the_loss_is_smoothed_cross_entropy_per_word(shards, smoothing) -> None:
+def test_the_loss_is_smoothed_cross_entropy_per_word(shards, smoothing):
     task, data = built(shards, label_smoothing=smoothing)
     batch = first_batch(data)
     batch = batch._replace(valid=torch.tensor([True] * 6 + [False] * 2))
@@ -52,7 +52,7 @@ def test_the_loss_is_smoothed_cross_entropy_per_word(shards, smoothing) -> None:
     torch.testing.assert_close(task.eval()(batch, 0).loss, plain)
 
 
-def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path) -> None:
+def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path):
     torch.manual_seed(0)
     task, data = built(shards, batch=12, data={"captions": "one"}, label_smoothing=0.0)
     optimiser = torch.optim.Adam(task.parameters(), 5e-3)

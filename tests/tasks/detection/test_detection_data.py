@@ -90,9 +90,7 @@ def write(folder, content, **sizes):
         Image.new("RGB", size).save(folder / "images" / name)
     (folder / "instances.json").write_text(json.dumps(content))
     return CocoSource(
-        format="coco",
-        annotations=str(folder / "instances.json"),
-        images=str(folder / "images"),
+        format="coco", annotations=str(folder / "instances.json"), images=str(folder / "images")
     )
 
 

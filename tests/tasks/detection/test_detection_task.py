@@ -10,7 +10,6 @@ from vlp.data.shards.sample_files import SkippedSample
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build
-from vlp.tasks.vision_only import read_task
 
 CLASSES = ("circle", "square", "triangle", "cross", "star")
 MODEL = {
@@ -54,7 +53,7 @@ def trained(settings, steps, rate=2e-3):
         torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
         optimiser.step()
         outputs.append(out)
-    return task, outputs
+    return outputs
 
 
 def test_the_loss_is_the_sum_over_layers():
@@ -106,22 +105,13 @@ def test_batches_without_images_or_objects_have_finite_gradients(counts):
     assert set(out.statistics) == set(task(batch(1), 0).statistics)
 
 
-def test_it_learns_and_its_folder_is_the_same_model(tmp_path):
-    task, outputs = trained(config([PLACES]), 80)
+def test_it_learns():
+    outputs = trained(config([PLACES]), 80)
     first = sum(float(out.loss.detach()) for out in outputs[:5]) / 5
     last = sum(float(out.loss.detach()) for out in outputs[-5:]) / 5
     assert last < 0.3 * first
     assert outputs[-1].statistics["overlap"] > 0.6
     assert outputs[-1].statistics["right_class"] > 0.9
-
-    task.save_model(tmp_path / "model", dict(task.state_dict()))
-    plain, known, state = read_task(tmp_path / "model")
-    assert known == {"classes": list(CLASSES)}
-    loaded = DetectionTask.restore(DetectionConfig.model_validate(plain), known)
-    loaded.load_state_dict(state)
-    given = batch(1, 1)
-    for one, other in zip(task.eval().model(given.pixels), loaded.eval().model(given.pixels)):
-        assert torch.equal(one, other)
 
 
 def test_a_loaded_folder_asks_for_no_public_weights():

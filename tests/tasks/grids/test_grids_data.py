@@ -100,20 +100,8 @@ def test_a_wrong_token_is_another_grid_or_none_unless_it_is_padding(grid, place,
 
 
 def test_objects_are_groups_of_one_colour_and_diagonals_join():
-    grid = np.array(
-        [
-            [0, 3, 0, 0, 2],
-            [3, 0, 0, 0, 2],
-            [0, 0, 1, 0, 0],
-            [0, 0, 0, 0, 3],
-        ]
-    )
-    assert object_boxes(grid).tolist() == [
-        [2, 2, 1, 1],
-        [4, 0, 1, 2],
-        [0, 0, 2, 2],
-        [4, 3, 1, 1],
-    ]
+    grid = np.array([[0, 3, 0, 0, 2], [3, 0, 0, 0, 2], [0, 0, 1, 0, 0], [0, 0, 0, 0, 3]])
+    assert object_boxes(grid).tolist() == [[2, 2, 1, 1], [4, 0, 1, 2], [0, 0, 2, 2], [4, 3, 1, 1]]
     ids = object_ids(torch.from_numpy(object_boxes(grid))[None], (4, 5))[0]
     assert ids.tolist() == [[3, 3, 0, 0, 2], [3, 3, 0, 0, 2], [0, 0, 1, 0, 0], [0, 0, 0, 0, 4]]
 

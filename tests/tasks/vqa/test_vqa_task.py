@@ -40,7 +40,7 @@ def collated(task, shards, numbers):
 
 
 class TestLoss:
-    def test_answers_count_by_their_people(self, shards) -> None:
+    def test_answers_count_by_their_people(self, shards):
         """Against one answer after the other, without batches."""
         task, _ = built(shards)
         task.double().eval()
@@ -83,7 +83,7 @@ class TestTask:
             losses.append(output.loss.item())
         return task.eval(), losses
 
-    def test_it_learns_to_answer(self, trained, shards) -> None:
+    def test_it_learns_to_answer(self, trained, shards):
         task, losses = trained
         # Where three of ten say something else, 0.61 nats of every second question remain.
         assert 0.3 < losses[-1] < 1.2 < losses[0]
@@ -92,7 +92,7 @@ class TestTask:
         assert task.predict(batch) == wanted
         assert task.predict(batch, "generate") == wanted
 
-    def test_the_folder_answers_as_the_task_does(self, trained, shards, tmp_path) -> None:
+    def test_the_folder_answers_as_the_task_does(self, trained, shards, tmp_path):
         task, _ = trained
         task.save_model(tmp_path, task.state_dict())
         known = json.loads((tmp_path / "task.json").read_text())["known"]
@@ -106,7 +106,7 @@ class TestTask:
         assert from_pretrained(tmp_path).model.config == task.model.config
 
 
-def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(shards) -> None:
+def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(shards):
     parts = toy_parts()
     task, _ = built(shards, parts)
     for number in range(2):
@@ -119,7 +119,7 @@ def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(
         assert fresh.decoder.head.bias.eq(0).all()
 
 
-def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path, caplog) -> None:
+def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path, caplog):
     file = tmp_path / "answers.txt"
     file.write_text("10:30\nYes\nyes\n10 : 30\n")
     task, _ = built(shards, data={"answers": str(file), "max_answer": 12})
@@ -139,16 +139,15 @@ def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path
         ({"decoder": {"weights": "./no-bert"}}, "task.decoder: .*no-bert"),
     ],
 )
-def test_what_does_not_fit_is_refused(shards, options, message) -> None:
+def test_what_does_not_fit_is_refused(shards, options, message):
     with pytest.raises(ConfigError, match=message):
         built(shards, **options)
 
 
 @pytest.mark.parametrize(
-    ("decoder", "taken"),
-    [({}, True), ({"start": "none"}, False), ({"layers": 1}, False)],
+    ("decoder", "taken"), [({}, True), ({"start": "none"}, False), ({"layers": 1}, False)]
 )
-def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decoder, taken) -> None:
+def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decoder, taken):
     before, _ = built(shards)
     before.save_model(tmp_path, before.state_dict())
     torch.manual_seed(1)
@@ -160,7 +159,7 @@ def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decode
     assert same == taken
 
 
-def test_questions_of_a_folder_weigh_less(shards, tmp_path) -> None:
+def test_questions_of_a_folder_weigh_less(shards, tmp_path):
     half = write_shards(tmp_path / "half", coloured(3))
     weights = {"train": [str(shards), str(half)], "folder_weights": {str(half): 0.5}}
     task, _ = built(shards, data=weights)
@@ -173,7 +172,7 @@ def test_questions_of_a_folder_weigh_less(shards, tmp_path) -> None:
         built(shards, data={"folder_weights": {"gone": 0.5}})
 
 
-def test_shards_without_questions(tmp_path) -> None:
+def test_shards_without_questions(tmp_path):
     write_shards(tmp_path, [(photo(), Annotation(caption="a red picture"))])
     with pytest.raises(ConfigError, match="no question in these shards is answered"):
         built(tmp_path)

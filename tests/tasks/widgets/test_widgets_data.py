@@ -72,7 +72,7 @@ def small(**options):
 
 
 class TestHierarchy:
-    def test_widgets_of_a_small_tree(self) -> None:
+    def test_widgets_of_a_small_tree(self):
         screen = read_screen({"activity": {"root": tree()}}, "one", {})
         assert [widget.path for widget in screen.widgets] == ["0", "0.0", "0.0.0", "0.0.2", "0.1"]
         boxes = {widget.path: widget.box for widget in screen.widgets}
@@ -89,7 +89,7 @@ class TestHierarchy:
         leaves = read_screen(tree(), "one", {}, "leaves")
         assert [widget.path for widget in leaves.widgets] == ["0.0.0", "0.0.2", "0.1"]
 
-    def test_captions_keep_their_widgets(self) -> None:
+    def test_captions_keep_their_widgets(self):
         captions = {"0.3": ["hidden ", " "], "0.0": ["inner"], "0.2": ["flat"], "0.1": [""]}
         screen = read_screen(tree(), "one", captions, "leaves")
         said = {screen.widgets[number].path: said for number, said in screen.captions.items()}
@@ -97,7 +97,7 @@ class TestHierarchy:
         with pytest.raises(BadSample, match=r"captions without their widget: one \(nodes 0.0.1\)"):
             read_screen(tree(), "one", {"0.0.1": ["a null child"]})
 
-    def test_kind_and_resource(self) -> None:
+    def test_kind_and_resource(self):
         root = node((0, 0, 1440, 2560), [
             node(**{"class": "x.MyButton", "ancestors": ["a.TextView", "android.widget.Button"]}),
             node(**{"class": None, "resource-id": "com.app:id/btnShareURL_2go"}),
@@ -108,7 +108,7 @@ class TestHierarchy:
         assert (KINDS[second.kind], second.resource) == ("unknown", "btn share url 2 go")
         assert (KINDS[third.kind], third.clickable) == ("imagebutton", True)
 
-    def test_a_wide_screen_swaps_its_sides(self) -> None:
+    def test_a_wide_screen_swaps_its_sides(self):
         root = node((0, 0, 2560, 1440), [node((1280, 720, 2560, 1440))])
         assert read_screen(root, "one", {}).widgets[1].box == (0.5, 0.5, 1, 1)
 
@@ -125,11 +125,11 @@ class TestHierarchy:
             ({**node(), "children": 5}, r"bad children: one, node 0 \(5\)"),
         ],
     )
-    def test_bad_hierarchies(self, hierarchy, message) -> None:
+    def test_bad_hierarchies(self, hierarchy, message):
         with pytest.raises(BadSample, match=message):
             read_screen(hierarchy, "one", {})
 
-    def test_leaves_of_rico_as_they_were_derived(self, shared, tmp_path) -> None:
+    def test_leaves_of_rico_as_they_were_derived(self, shared, tmp_path):
         """The derived table was made from the same files by other code."""
         folder = shared / "data_tasks/rico_widget"
         with tarfile.open(folder / "rico_view_hierarchies.tar.xz") as archive:
@@ -166,7 +166,7 @@ class TestGenerated:
 
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 2**31))
-    def test_every_screen_is_sound(self, number) -> None:
+    def test_every_screen_is_sound(self, number):
         hierarchy, captions = generate_screen(np.random.default_rng(number))
         screen = read_screen(hierarchy, str(number), captions)
         assert len(screen.captions) == len(captions) >= 2
@@ -179,7 +179,7 @@ class TestGenerated:
             assert 0 <= y0 < y1 <= 1
         assert not any(screen.widgets[place].text for place in screen.captions)
 
-    def test_names_stand_in_the_same_row(self) -> None:
+    def test_names_stand_in_the_same_row(self):
         """An independent reading of a caption: the text that overlaps the button vertically."""
         seen = 0
         for number in range(100):
@@ -194,7 +194,7 @@ class TestGenerated:
                 seen += 1
         assert seen > 20
 
-    def test_parts_are_different_and_repeatable(self) -> None:
+    def test_parts_are_different_and_repeatable(self):
         config = GeneratedScreensConfig(train=5, test=4)
         train, test = (open_screens(config, part) for part in ("train", "test"))
         assert (len(train), len(test)) == (5, 4)
@@ -222,7 +222,7 @@ class TestRico:
         files = {key: str(tmp_path / name) for key, name in names}
         return RicoScreensConfig(hierarchies=str(place), **files)
 
-    def test_written_screens_come_back(self, tmp_path) -> None:
+    def test_written_screens_come_back(self, tmp_path):
         config = self.folder(tmp_path)
         train, test = open_screens(config, "train"), open_screens(config, "test")
         assert (len(train), len(test)) == (4, 2)
@@ -230,7 +230,7 @@ class TestRico:
         wanted = read_screen(hierarchy, "", captions)
         assert test.read(1)._replace(name="") == wanted
 
-    def test_a_tar_gives_the_same(self, tmp_path) -> None:
+    def test_a_tar_gives_the_same(self, tmp_path):
         config = self.folder(tmp_path)
         with tarfile.open(tmp_path / "rico.tar.xz", "w:xz") as archive:
             archive.add(config.hierarchies, "combined")
@@ -238,7 +238,7 @@ class TestRico:
         here, there = open_screens(packed, "test"), open_screens(config, "test")
         assert here.read(0)._replace(name="") == there.read(0)._replace(name="")
 
-    def test_bad_screens_are_named(self, tmp_path) -> None:
+    def test_bad_screens_are_named(self, tmp_path):
         config = self.folder(tmp_path)
         (tmp_path / "rico/1.json").write_text("{")
         (tmp_path / "rico/2.json").unlink()
@@ -261,7 +261,7 @@ class TestRico:
             (lambda f: (f / "rico").rename(f / "gone"), "neither a folder nor a tar file"),
         ],
     )
-    def test_files_that_do_not_fit(self, tmp_path, spoil, message) -> None:
+    def test_files_that_do_not_fit(self, tmp_path, spoil, message):
         config = self.folder(tmp_path)
         spoil(tmp_path)
         with pytest.raises(ConfigError, match=message):
@@ -269,7 +269,7 @@ class TestRico:
 
 
 class TestBatches:
-    def test_what_a_screen_becomes(self) -> None:
+    def test_what_a_screen_becomes(self):
         screens, text, config = small()
         screen = screens.read(0)
         place = next(iter(screen.captions))
@@ -283,7 +283,7 @@ class TestBatches:
         assert text.sep_id in encoded.captions[0]
         assert config.max_caption + 2 == encoded.captions.shape[1]
 
-    def test_spoken_widgets_stay_where_a_screen_is_cut(self) -> None:
+    def test_spoken_widgets_stay_where_a_screen_is_cut(self):
         screens, text, _ = small()
         screen = screens.read(0)
         last = len(screen.widgets) - 1
@@ -296,7 +296,7 @@ class TestBatches:
         with pytest.raises(BadSample, match="no widgets"):
             encode_screen(screen._replace(widgets=()), text, [], 3)
 
-    def test_padding_is_marked(self) -> None:
+    def test_padding_is_marked(self):
         screens, text, _ = small()
         several = [screens.read(number) for number in range(3)]
         encoded = [
@@ -311,7 +311,7 @@ class TestBatches:
         assert batch.real[rows, widgets].all()
         assert widgets.tolist() == [n for one in several for n in one.captions]
 
-    def test_worker_processes_give_the_same(self) -> None:
+    def test_worker_processes_give_the_same(self):
         screens, text, config = small()
         there = config.model_copy(update={"workers": 2})
         both = [widget_data(screens, text, one, 8, 5) for one in (config, there)]
@@ -319,7 +319,7 @@ class TestBatches:
             for name in FIELDS:
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
 
-    def test_a_screen_without_captions_is_skipped(self) -> None:
+    def test_a_screen_without_captions_is_skipped(self):
         screens, text, config = small()
 
         class Bare:
@@ -335,7 +335,7 @@ class TestBatches:
         assert [skip.kind for skip in batch.skipped] == ["no captions"]
         assert int(batch.valid.sum()) == 23
 
-    def test_vocabularies(self, tmp_path) -> None:
+    def test_vocabularies(self, tmp_path):
         _, text, _ = small()
         again = read_tokenizer(text.to_json())
         assert again.get_vocab() == small()[1]._tokenizer.get_vocab()

@@ -43,7 +43,7 @@ def batches(data, count):
     return [batch for (batch, _), _ in zip(data.batches(), range(count))]
 
 
-def test_the_task_is_one_and_its_loss_the_cross_entropy_of_words() -> None:
+def test_the_task_is_one_and_its_loss_the_cross_entropy_of_words():
     task, data = build(settings(), 8, 0, "float32")
     assert isinstance(task, Task)
     (batch,) = batches(data, 1)
@@ -63,7 +63,7 @@ def test_the_task_is_one_and_its_loss_the_cross_entropy_of_words() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
 
 
-def test_the_regulariser_pulls_on_regularised_encodings() -> None:
+def test_the_regulariser_pulls_on_regularised_encodings():
     options = {**FOURIER, "regularised": True}
     task, data = build(settings(options=options, regulariser=0.5), 8, 0, "float32")
     (batch,) = batches(data, 1)
@@ -92,13 +92,13 @@ def train(config, steps=150):
 
 
 @pytest.mark.nightly
-def test_training_learns_captions_and_places() -> None:
+def test_training_learns_captions_and_places():
     blind, seeing = train(settings(None)), train(settings())
     # Captions alone give much of their words away; which widget it is takes places.
     assert sum(seeing[-10:]) / 10 < 0.25 * seeing[0]
     assert sum(seeing[-10:]) < 0.8 * sum(blind[-10:])
 
 
-def test_the_seed_does_not_change_the_vocabulary() -> None:
+def test_the_seed_does_not_change_the_vocabulary():
     one, other = (build(settings(), 8, seed, "float32")[0] for seed in (0, 1))
     assert one.text.to_json() == other.text.to_json()

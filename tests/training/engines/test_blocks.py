@@ -15,7 +15,7 @@ from vlp.training.engines.compile import block_stacks, checkpoint_activations
 TOWERS = {
     "image": {
         "architecture": {
-            **{"name": "vit_tiny_patch16_224", "depth": 2, "embed_dim": 24, "num_heads": 2},
+            **{"name": "vit_tiny_patch16_224", "depth": 2, "embed_dim": 24, "num_heads": 2}
         },
         "image_size": 32,
         "patch_size": 16,
@@ -30,7 +30,7 @@ TOWERS = {
             "n_heads": 2,
             "hidden_dim": 48,
             "max_position_embeddings": 16,
-        },
+        }
     },
 }
 

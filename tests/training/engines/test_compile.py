@@ -66,7 +66,7 @@ def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]
         ("step", 1 + 2 + 2 + 12),
     ],
 )
-def test_graphs_are_few_whole_and_of_all_lengths(how: Any, graphs: int, counters: Any) -> None:
+def test_graphs_are_few_whole_and_of_all_lengths(how, graphs, counters):
     config = configuration(layers=2 if how == "blocks" else 1)
     plain = task_of(config)
     expected = losses(plain, config, 3)
@@ -89,7 +89,7 @@ def test_graphs_are_few_whole_and_of_all_lengths(how: Any, graphs: int, counters
 
 
 @pytest.mark.nightly
-def test_sizes_that_change_become_symbols(counters: Any) -> None:
+def test_sizes_that_change_become_symbols(counters):
     """Of tasks whose texts are as long as the longest of a batch."""
 
     class Texts(nn.Module):
@@ -113,7 +113,7 @@ def test_sizes_that_change_become_symbols(counters: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_inductor_changes_losses_by_rounding_alone() -> None:
+def test_inductor_changes_losses_by_rounding_alone():
     config = configuration(masked=False)
     task = task_of(config)
     compile_task(task, "blocks", CPU)
@@ -121,13 +121,13 @@ def test_inductor_changes_losses_by_rounding_alone() -> None:
     assert losses(task, config, 3) == pytest.approx(expected, abs=1e-5)
 
 
-def test_blocks_of_a_task_are_those_of_its_encoders() -> None:
+def test_blocks_of_a_task_are_those_of_its_encoders():
     task = task_of(configuration(layers=2))
     kinds = [type(block).__name__ for block in transformer_blocks(task)]
     assert kinds == ["PostNormLayer"] * 2 + ["Block"] * 2 + ["CrossLayer"] * 2
 
 
-def test_a_cpu_compiles_nothing_unless_told(counters: Any) -> None:
+def test_a_cpu_compiles_nothing_unless_told(counters):
     task = task_of(configuration(masked=False))
     compile_task(task, "auto", CPU)
     losses(task, configuration(masked=False), 1)
@@ -135,14 +135,14 @@ def test_a_cpu_compiles_nothing_unless_told(counters: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_one_graph_needs_texts_of_one_length() -> None:
+def test_one_graph_needs_texts_of_one_length():
     task = task_of(configuration(masked=False, length_groups=2))
     with pytest.raises(ConfigError, match="length_groups"):
         compile_task(task, "step", CPU)
 
 
 @pytest.mark.nightly  # a minute and a half of compiling
-def test_engines_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+def test_engines_go_on_from_each_others_checkpoints(tmp_path):
     output = ranks.run([SCRIPT, tmp_path], 2)
     for kind in ("ddp", "1", "3"):
         assert f"{kind} holds" in output

@@ -17,7 +17,7 @@ def write(folder: Path, values: Any) -> TrainingConfig:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_shipped_files_take_batch_and_clipping_from_the_yaml(stage: int) -> None:
+def test_shipped_files_take_batch_and_clipping_from_the_yaml(stage):
     config = TrainingConfig(
         batch=12,
         gradient_accumulation_steps=2,
@@ -33,7 +33,7 @@ def test_shipped_files_take_batch_and_clipping_from_the_yaml(stage: int) -> None
     assert not {"fp16", "bf16", "optimizer", "scheduler"} & merged.keys()
 
 
-def test_no_clipping_is_zero_for_deepspeed() -> None:
+def test_no_clipping_is_zero_for_deepspeed():
     config = TrainingConfig(batch=4, optimiser=OptimiserConfig(clip=None))
     assert deepspeed_config(config, 1)["gradient_clipping"] == 0.0
 
@@ -52,12 +52,12 @@ def test_no_clipping_is_zero_for_deepspeed() -> None:
         ("{", "not valid JSON"),
     ],
 )
-def test_other_bad_files_are_refused(tmp_path: Path, values: Any, message: str) -> None:
+def test_other_bad_files_are_refused(tmp_path, values, message):
     with pytest.raises(ConfigError, match=message):
         deepspeed_config(write(tmp_path, values), 1)
 
 
-def test_ranks_must_divide_the_batch(tmp_path: Path) -> None:
+def test_ranks_must_divide_the_batch(tmp_path):
     config = write(tmp_path, {"zero_optimization": {"stage": 1}})
     with pytest.raises(ConfigError, match=r"training\.batch 12 .* 5 ranks"):
         deepspeed_config(config, 5)

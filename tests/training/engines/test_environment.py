@@ -29,7 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_plain_process_is_rank_0_of_1(clean: pytest.MonkeyPatch) -> None:
+def test_a_plain_process_is_rank_0_of_1(clean):
     prepare_environment()
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
@@ -38,7 +38,7 @@ def test_a_plain_process_is_rank_0_of_1(clean: pytest.MonkeyPatch) -> None:
     assert distributed.threads == [8]  # type: ignore[attr-defined]
 
 
-def test_a_launcher_is_not_overruled(clean: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_not_overruled(clean):
     given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "7"}
     for name, value in given.items():
         clean.setenv(name, value)
@@ -50,7 +50,7 @@ def test_a_launcher_is_not_overruled(clean: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "address"), [("1", "127.0.0.1"), ("2", None)])
-def test_tasks_of_srun_are_ranks(clean: pytest.MonkeyPatch, nodes: str, address: str) -> None:
+def test_tasks_of_srun_are_ranks(clean, nodes, address):
     clean.setenv("SLURM_STEP_NUM_TASKS", "6")
     clean.setenv("SLURM_PROCID", "5")
     clean.setenv("SLURM_LOCALID", "1")
@@ -64,13 +64,13 @@ def test_tasks_of_srun_are_ranks(clean: pytest.MonkeyPatch, nodes: str, address:
     assert distributed.threads == [2]  # type: ignore[attr-defined]
 
 
-def test_one_task_of_slurm_may_start_a_launcher(clean: pytest.MonkeyPatch) -> None:
+def test_one_task_of_slurm_may_start_a_launcher(clean):
     clean.setenv("SLURM_PROCID", "0")
     prepare_environment()
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-def test_without_a_process_group_one_process_agrees_with_itself() -> None:
+def test_without_a_process_group_one_process_agrees_with_itself():
     assert (distributed.rank(), distributed.world_size()) == (0, 1)
     distributed.barrier()
     assert distributed.from_rank_0("value") == "value"

@@ -16,7 +16,7 @@ from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
 
 
-def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_moves_as_that_of_gradscaler(monkeypatch):
     monkeypatch.setattr(module, "INTERVAL", 3)
     reference = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     weight = torch.nn.Parameter(torch.zeros(()))
@@ -34,7 +34,7 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
     assert ours.value == reference.get_scale() != 2.0**16
 
 
-def test_the_scale_does_not_fall_below_one() -> None:
+def test_the_scale_does_not_fall_below_one():
     scale = LossScale("fp16")
     for _ in range(30):
         scale.update(False)
@@ -42,7 +42,7 @@ def test_the_scale_does_not_fall_below_one() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_other_precisions_have_no_scale(precision: str) -> None:
+def test_other_precisions_have_no_scale(precision):
     scale = LossScale(precision)
     assert scale.update(False) is None
     assert (scale.value, scale.state()) == (1, {})
@@ -66,8 +66,8 @@ def run(folder: Path, resume: bool = False, **settings: Any) -> dict[str, Any]:
 
 
 def test_a_step_in_float16_that_is_not_finite_is_counted_and_the_run_resumes_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: float
-) -> None:
+    tmp_path, capsys, start
+):
     report = run(tmp_path / "whole")
     assert (report["ended"], report["non_finite_steps"]) == ("finished", 1)
     assert "step 2 skipped: loss total not finite, the loss scale was 1024" in (
@@ -88,7 +88,7 @@ def test_a_step_in_float16_that_is_not_finite_is_counted_and_the_run_resumes_exa
     assert whole[LOSS_SCALE].tolist() == [start / 2, 6]
 
 
-def test_a_run_goes_on_in_another_precision(tmp_path: Path, start: float) -> None:
+def test_a_run_goes_on_in_another_precision(tmp_path, start):
     run(tmp_path, steps=3)
     run(tmp_path, resume=True, steps=4, precision="bf16")
     report = run(tmp_path, resume=True, steps=5)

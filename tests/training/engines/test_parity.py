@@ -81,7 +81,7 @@ def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
     # A kernel's program is one pair's, and the interpreter takes each step of a window by itself.
     [("blocks", ROWS, 5), ("step", ROWS, 5), ("fused", 2, 3)],
 )
-def test_steps_have_the_same_losses(how: str, rows: int, text_window: int) -> None:
+def test_steps_have_the_same_losses(how, rows, text_window):
     as_written = losses("none", rows, text_window)
     fused = pytest.importorskip("interpreted_triton").interpreted() if how == "fused" else None
     with fused or nullcontext(), gpu_form() if fused else nullcontext():
