@@ -26,13 +26,13 @@ from vlp.data.features.store import (
     FeatureHeader,
     FeatureSource,
     TowerKey,
-    array_start,
     file_paths,
     is_whole,
     shards_sha256,
 )
 from vlp.data.image.decode import JpegImage, levels_of
 from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.shards.index import npy_header
 from vlp.data.shards.remote import ShardCache, is_url
 from vlp.data.shards.sample_files import KINDS, BadSample
 from vlp.data.shards.shard_reader import ShardIndex
@@ -289,10 +289,8 @@ class FeatureWriter:
             atomic_write(features, durable=True, error=ConfigError) as rows,
             atomic_write(codes, durable=True, error=ConfigError) as views,
         ):
-            rows.write(
-                array_start(FILE_DTYPES[header.dtype], (*shape, header.tokens, header.width))
-            )
-            views.write(array_start(CODE_DTYPE, shape))
+            rows.write(npy_header(FILE_DTYPES[header.dtype], (*shape, header.tokens, header.width)))
+            views.write(npy_header(CODE_DTYPE, shape))
             for block in blocks:
                 rows.write(self._rows(block).numpy())
                 views.write(block.codes.numpy())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.shards.index import LRUCache, ShardTable
+from vlp.data.shards.index import LRUCache, ShardTable, npy_header
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import write_json
@@ -284,22 +283,13 @@ def file_paths(folder: Path, source: int, shard: str) -> tuple[Path, Path]:
     return stem.with_name(f"{stem.name}.npy"), stem.with_name(f"{stem.name}.views.npy")
 
 
-def array_start(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the bytes of a .npy file before its numbers."""
-    start = BytesIO()
-    np.lib.format.write_array_header_1_0(
-        start, {"descr": dtype.str, "fortran_order": False, "shape": shape}
-    )
-    return start.getvalue()
-
-
 def is_whole(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> bool:
     """Return whether both files of a shard of so many samples are there, in full length."""
     codes = samples, header.views
     features = *codes, header.tokens, header.width
     arrays = (FILE_DTYPES[header.dtype], features), (CODE_DTYPE, codes)
     for path, (dtype, shape) in zip(paths, arrays):
-        start = array_start(dtype, shape)
+        start = npy_header(dtype, shape)
         try:
             if path.stat().st_size != len(start) + dtype.itemsize * prod(shape):
                 return False

@@ -275,7 +275,7 @@ def write_table(folder: Path, entries: Iterable[ShardEntry], table: str) -> None
 def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
     name = _table_name(shard.rows for shard in shards)
     with atomic_write(folder / name, durable=True) as file:
-        file.write(_rows_header(sum(len(shard.rows) for shard in shards)))
+        file.write(npy_header(ROW, (sum(len(shard.rows) for shard in shards),)))
         for shard in shards:
             file.write(shard.rows.tobytes())
     return name
@@ -290,14 +290,15 @@ def _table_name(parts: Iterable[np.ndarray]) -> str:
 
 def table_bytes(samples: int) -> int:
     """Return the length of the file that holds the rows of so many samples."""
-    return len(_rows_header(samples)) + samples * ROW.itemsize
+    return len(npy_header(ROW, (samples,))) + samples * ROW.itemsize
 
 
-def _rows_header(samples: int) -> bytes:
+def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Return the bytes of a .npy file before its numbers."""
     header = BytesIO()
-    descr = np.lib.format.dtype_to_descr(ROW)
+    descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(
-        header, {"descr": descr, "fortran_order": False, "shape": (samples,)}
+        header, {"descr": descr, "fortran_order": False, "shape": shape}
     )
     return header.getvalue()
 
@@ -364,29 +365,25 @@ def index_folder(
     if not paths:
         raise ConfigError(no_shards_in(folder))
     require_one_split(folder, [path.name for path in paths])
+    problems, shards = [], []
     try:
-        return _write(folder, mapped(_without_keys, paths))
+        for shard, _, problem in mapped(_without_keys, paths):
+            if problem:
+                problems.append(f"{shard.name}: {problem}, {len(shard.rows)} samples before it")
+            elif not len(shard.rows):
+                problems.append(f"{shard.name}: empty")
+            shards.append(shard)
+        write_index(folder, shards)
     except OSError as error:
         place = error.filename or folder / INDEX_NAME
         raise ConfigError(
             f"{place}: {error.strerror}; the folder is not indexed, put that right and run again"
         ) from error
+    return problems
 
 
 def _without_keys(path: Path) -> Survey:
     return survey(path)._replace(keys=[])
-
-
-def _write(folder: Path, surveys: Iterable[Survey]) -> list[str]:
-    problems, shards = [], []
-    for shard, _, problem in surveys:
-        if problem:
-            problems.append(f"{shard.name}: {problem}, {len(shard.rows)} samples before it")
-        elif not len(shard.rows):
-            problems.append(f"{shard.name}: empty")
-        shards.append(shard)
-    write_index(folder, shards)
-    return problems
 
 
 Value = TypeVar("Value")

@@ -129,11 +129,7 @@ class TextProcessor:
         settings |= {
             "model_max_length": self.max_tokens,
             "model_input_names": ["input_ids", "attention_mask"],
-            "pad_token": self._names[PAD],
-            "unk_token": self._names[UNK],
-            "cls_token": self._names[CLS],
-            "sep_token": self._names[SEP],
-            "mask_token": self._names[MASK],
+            **{f"{name[1:-1].lower()}_token": own for name, own in self._names.items()},
         }
         write_json(folder / "tokenizer_config.json", settings)
 
