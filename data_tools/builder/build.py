@@ -75,7 +75,7 @@ def build_in_steps(
     }
     about = {**settings, **(arguments or {})}
     begun = json.loads(json.dumps({"data_set": title, **about}))
-    take_down = TakeDown.read(options.take_down)
+    take_down = TakeDown.read(options.take_down, out)
     total = total or length_hint(wanted) or None
     try:
         with ExitStack() as held:

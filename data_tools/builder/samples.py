@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable
 from html.entities import html5
 from pathlib import Path
@@ -123,6 +124,9 @@ def _visible(character: str) -> str:
 _COMMENT = re.compile(r"^#(?:\s|$)|\s#")
 
 
+_OF_FOLDER = re.compile("# of (.+):")
+
+
 class Line(NamedTuple):
     """A key to take down and why."""
 
@@ -139,9 +143,11 @@ class TakeDown:
         self.met: set[str] = set()
 
     @classmethod
-    def read(cls, path: Path | None) -> TakeDown:
+    def read(cls, path: Path | None, out: Path | None = None) -> TakeDown:
         """Read the list; empty lines and comments do not count.
 
+        Under `# of FOLDER:`, as `write_list` has it, are keys of that folder: where it is `out`,
+        those of other folders do not count.
         A comment is `# ` at the start of a line, or `#` behind white space, with what follows: keys
         and URLs may hold and start with a `#`.
         """
@@ -151,8 +157,15 @@ class TakeDown:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: the take-down list cannot be read ({error})") from error
-        lines = (_COMMENT.split(line)[0].strip() for line in text.splitlines())
-        return cls(frozenset(line for line in lines if line))
+        lines: dict[Path | None, set[str]] = defaultdict(set)
+        folder = None
+        for line in text.splitlines():
+            if found := _OF_FOLDER.fullmatch(line):
+                folder = Path(found[1]).resolve()
+            elif key := _COMMENT.split(line)[0].strip():
+                lines[folder].add(key)
+        own = lines.get(out.resolve()) if out is not None else None
+        return cls(frozenset().union(*([own, lines[None]] if own else lines.values())))
 
     def names(self, key: str, annotation: Annotation) -> bool:
         """Return whether a line names this sample: by key, `image_id` or `url`."""
@@ -185,5 +198,5 @@ def warn_of_shared_keys(shared: int) -> None:
     if shared:
         print(
             f"  careful: {shared} samples that are kept have the same key as a dropped one of "
-            "another folder; use the part of the list under '# of FOLDER' for each folder alone"
+            "another folder: build each folder again where it is, which its part of the list is for"
         )

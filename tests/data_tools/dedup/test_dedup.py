@@ -64,6 +64,8 @@ def test_real_images_and_their_copies(shared: Path, tmp_path: Path) -> None:
     later_twin = [key for key in originals if key in TWINS][1]
     assert set(listed(out)) == expected | {later_twin}
     assert TakeDown.read(out).lines == expected | {later_twin}  # as the builders read it
+    assert TakeDown.read(out, first).lines == {later_twin}  # keys of other folders are theirs
+    assert TakeDown.read(out, tmp_path / "new").lines == expected | {later_twin}
 
     assert run("dedup", first, tmp_path / "second", "--out", out, "--exact") == 0
     assert listed(out) == [later_twin]
