@@ -162,10 +162,11 @@ class TakeDown:
         for line in text.splitlines():
             if found := _OF_FOLDER.fullmatch(line):
                 folder = Path(found[1]).resolve()
+                lines[folder] |= set()
             elif key := _COMMENT.split(line)[0].strip():
                 lines[folder].add(key)
         own = lines.get(out.resolve()) if out is not None else None
-        return cls(frozenset().union(*([own, lines[None]] if own else lines.values())))
+        return cls(frozenset().union(*(lines.values() if own is None else (own, lines[None]))))
 
     def names(self, key: str, annotation: Annotation) -> bool:
         """Return whether a line names this sample: by key, `image_id` or `url`."""
@@ -179,11 +180,12 @@ class TakeDown:
         return bool(said)
 
 
-def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
-    """Write a list whole or not at all; returns the number of keys."""
+def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterable[Path]) -> int:
+    """Write a list of keys of some folders whole or not at all; returns the number of keys."""
     count, folder = 0, None
     with atomic_write(path, error=ConfigError) as file:
         file.write(f"# {heading}\n".encode())
+        file.writelines(f"# of {each}:\n".encode() for each in dict.fromkeys(folders))
         for line in lines:
             if line.folder != folder:
                 folder = line.folder

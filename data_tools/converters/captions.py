@@ -337,7 +337,7 @@ def split_parts(
 
 def key_of_image(stem: str) -> str:
     """Return the key of a sample from its image's stem: no dot may end it early, nor a space."""
-    return "_".join(re.sub(r"[./]", "_", stem.strip("/")).split())
+    return "_".join(re.sub(r"[./\\]", "_", stem.strip("/")).split())
 
 
 def _require_known(splits: Sequence[str], there: Sequence[str]) -> None:

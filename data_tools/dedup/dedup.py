@@ -55,7 +55,8 @@ def dedup(folders: Folders, near: NearOptions) -> int:
         f"{len(drops.dropped)} of {len(records)} images repeat another one: {int(same.sum())} "
         f"with the same bytes, {int((~same).sum())} that look like it"
     )
-    write_list(near.out, f"dedup: {heading}", _lines(images, drops, same, bits, near))
+    lines = _lines(images, drops, same, bits, near)
+    write_list(near.out, f"dedup: {heading}", lines, folders)
     print(f"{near.out}: {heading}")
     for which, what in (
         (records["state"] == UNREADABLE, "images cannot be decoded (see verify) and were left out"),
@@ -122,7 +123,8 @@ def overlap(
     theirs, ours = near.load(sought, "evaluation"), near.load(searched, "pretraining")
     matches = find_matches(ours.records, theirs.records, near.most)
     heading = "overlap: pretraining samples that show evaluation images"
-    count = write_list(near.out, heading, _match_lines(matches, ours, theirs, near))
+    lines = _match_lines(matches, ours, theirs, near)
+    count = write_list(near.out, heading, lines, pretraining)
     samples = int((~ours.records["second"]).sum())
     print(f"{near.out}: {count} of {samples} pretraining samples show an evaluation image")
     _print_counts(matches, ours, theirs)
