@@ -50,9 +50,12 @@ START_HERE, MODELS = "Start here", "Use, show and convert models"
 _PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 
 
-def new_app(help: str | None = None, group: type[TyperGroup] | None = None) -> typer.Typer:
+def new_app(
+    help: str | None = None, group: type[TyperGroup] | None = None, completion: bool = False
+) -> typer.Typer:
     """Return an empty Typer application in plain text, whose groups name the nearest command."""
-    return typer.Typer(cls=group or Group, help=help, add_completion=False, rich_markup_mode=None)
+    kind = group or Group
+    return typer.Typer(cls=kind, help=help, add_completion=completion, rich_markup_mode=None)
 
 
 def positive(text: str) -> int:
@@ -174,7 +177,7 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Print the commands where none is given."""
-        if not args:
+        if not args and not ctx.resilient_parsing:  # as shells' completion parses
             print(ctx.get_help())
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
@@ -200,7 +203,7 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command by its name."""
         name = args[0]
-        if name not in self.commands:
+        if name not in self.commands and not ctx.resilient_parsing:
             groups = [
                 f"{ctx.command_path} {path} {name}"
                 for path, group in self.commands.items()

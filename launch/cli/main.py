@@ -291,7 +291,7 @@ def _refusing(work: Callable[[], None]) -> int:
     return 0
 
 
-app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
+app = new_app("Vision-language pretraining with the position embedding ACE-RPE.", completion=True)
 
 
 def _version(asked: bool) -> None:

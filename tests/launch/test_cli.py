@@ -168,3 +168,13 @@ def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypat
     config = str(ROOT / "configs/pretrain/small.yaml")
     assert main(["train", "--config", config, "--ranks", "3"]) == 2
     assert "cannot be shared equally by 3 ranks" in capsys.readouterr().err
+
+
+def test_shells_complete_commands(monkeypatch, capsys):
+    monkeypatch.setenv("_VLP_COMPLETE", "complete_bash")
+    for words, place, expected in (("vlp eva", "1", "evaluate"), ("vlp config k", "2", "keys")):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", place)
+        with pytest.raises(SystemExit):
+            main([])
+        assert capsys.readouterr().out.split() == [expected]
