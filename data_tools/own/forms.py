@@ -352,12 +352,7 @@ def _start_of(path: Path) -> bytes:
 
 
 def splits_by_name(paths: Sequence[str], place: str) -> dict[str, str]:
-    """Return the split of each image that its folders, archives or name tell: `train/a.jpg`.
-
-    Args:
-        paths: of all images, as far as they are known.
-        place: that they are of, for messages.
-    """
+    """Return the split of each image that its folders, archives or name tell: `train/a.jpg`."""
     parts = {path: path.split("/") for path in paths}
     for depth in range(max(map(len, parts.values()), default=0)):
         # An image above these folders is of no split.

@@ -406,9 +406,7 @@ def _columnar(path: Path, where: str) -> OwnTable:
 def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the names of its classes in place of their numbers.
 
-    Args:
-        row: of a data set of `datasets`.
-        features: of the data set by column, as `datasets` writes them; perhaps none.
+    `features` are the data set's by column, as `datasets` writes them; perhaps none.
     """
 
     def named(value: Any, kind: Any) -> Any:

@@ -48,12 +48,8 @@ def clipped(box: Sequence[float], size: Size) -> tuple[str | None, Corners | Non
 def turn_of(drawn_on: Size, upright: Size, orientation: int) -> int | None:
     """Return the EXIF orientation by which boxes must be turned: 1 where they lie upright.
 
-    None for an image of another shape.
-
-    Args:
-        drawn_on: size that the boxes refer to.
-        upright: size of the image as a viewer shows it.
-        orientation: of its EXIF.
+    None where the size that they were drawn on has another shape than the image as a viewer shows
+    it.
     """
     if _has_shape(upright, drawn_on):
         return 1

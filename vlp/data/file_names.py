@@ -36,11 +36,7 @@ def agree(there: str, wanted: str) -> bool:
 
 
 class FileNames:
-    """Finds files by path, and by a base name alone only where that is unique.
-
-    Args:
-        paths: of the files, each with its whole path as far as that is known.
-    """
+    """Finds files by path, and by a base name alone only where that is unique."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = paths
