@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, shared
-from vlp.positions.coordinates import grid_at_hand, grid_size, patches_spanned
+from vlp.positions.coordinates import grid_size, patches_spanned, require_grid_tokens
 from vlp.positions.options import require_known
 
 Layout = Literal["interleaved", "half"]
@@ -276,14 +276,8 @@ class _GridRotary(_Rotary):
         self.spread = self.grid if rescale else None
 
     def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
-        grid, prefix = grid_at_hand(self.name, context, self.grid), context.prefix_tokens
-        expected = prefix + grid[0] * grid[1]
-        if query.shape[-2] != expected:
-            raise ValueError(
-                f"{self.name}: {prefix} prefix tokens and a {grid_size(grid)} grid are {expected} "
-                f"tokens, not {query.shape[-2]}"
-            )
-        return grid[0], grid[1]
+        tokens = query.shape[-2]
+        return require_grid_tokens(self.name, context, self.grid, tokens, tokens)
 
     def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
         """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
