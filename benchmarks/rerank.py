@@ -136,7 +136,7 @@ class StandIns:
         return Collection(
             image=functional.normalize(image, dim=-1).to(self.device),
             text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),
-            captions=[""] * texts,
+            captions=[str(text) for text in range(texts)],
             image_of_text=owner,
             image_place=np.stack([number // self.batch, number % self.batch], axis=1),
             text_place=np.stack([rank // self.batch, rank % self.batch], axis=1),
@@ -242,10 +242,9 @@ class _Set:
         self.loop_precision = loop_precision or stand_ins.precision
         self.model = stand_ins.itm_scorer.model
         collection = stand_ins.collection
-        self.right: dict[Direction, NDArray[np.int64]] = {
-            "text_to_image": collection.image_of_text[:, None],
-            "image_to_text": collection.texts_of_image(),
-        }
+        self.right: dict[Direction, NDArray[np.int64]] = dict(
+            zip(DIRECTIONS, collection.right_answers())
+        )
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "text_to_image": (collection.text, collection.image),
             "image_to_text": (collection.image, collection.text),

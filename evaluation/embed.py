@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from evaluation.encoder import count_cut, finite
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
@@ -149,11 +150,12 @@ def _read(
 
 
 class Embedded(NamedTuple):
-    """Rows of each file, and bad samples by kind."""
+    """Rows of each file, bad samples by kind, and captions longer than the model reads."""
 
     images: int
     captions: int
     skipped: dict[str, int]
+    cut: int = 0
 
 
 def embed(
@@ -180,7 +182,7 @@ def embed(
     batch = options.batch
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
 
-    def write(number: int) -> list[SkippedSample]:
+    def write(number: int) -> tuple[list[SkippedSample], int]:
         pixels, rows, captions, skipped = reader[number]
         if pixels is not None:
             first = files.add(
@@ -200,7 +202,7 @@ def embed(
                 texts = [text for _, _, text in part]
                 files.add(CAPTIONS, _texts(loaded, texts, torch_device, options.precision), lines)
         bar.update(len(blocks[number]))
-        return skipped
+        return skipped, count_cut(loaded.text, [text for *_, text in captions])
 
     share = ranks.share(len(blocks))
     own = sum(len(blocks[number]) for number in share)
@@ -213,14 +215,16 @@ def embed(
             partial(_read, items, blocks, loaded.preprocess), torch_device, options.workers
         )
         with reader.ahead(share):
-            skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]
+            parts = ranks.map_blocks(len(blocks), write)
+    skipped = [skip for part, _ in parts for skip in part]
     if len(skipped) == len(items):
         raise EvaluationError(
             f"{', '.join(items.folders)}: no image could be used; the first: {skipped[0].kind}, "
             f"{skipped[0].where}"
         )
     rows = files.finish({CAPTIONS: IMAGES})
-    return Embedded(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped))
+    cut = sum(cut for _, cut in parts)
+    return Embedded(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), cut)
 
 
 def _images(
@@ -231,8 +235,7 @@ def _images(
 ) -> NDArray[np.float32]:
     with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_image(pixels.to(device, non_blocking=True)).feature
-    found: NDArray[np.float32] = feature.float().cpu().numpy()
-    return found
+    return finite(feature.float().cpu().numpy())
 
 
 def _texts(
@@ -241,5 +244,4 @@ def _texts(
     tokens = (part.to(device) for part in loaded.text(texts))
     with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_text(*tokens).feature
-    found: NDArray[np.float32] = feature.float().cpu().numpy()
-    return found
+    return finite(feature.float().cpu().numpy())

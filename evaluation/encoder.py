@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from evaluation.samples import (
     kinds_in_words,
 )
 from evaluation.work_sharding import Ranks, inference
+from vlp.data.schema import normalised_caption
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.cross_encoder import ImageFeatures
@@ -31,7 +33,7 @@ from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 
 NOTHING = -1
-"""Column of `Collection.texts_of_image` where an image has fewer captions than others."""
+"""Column of right answers where a query has fewer than others."""
 GIBIBYTE = 2**30
 
 
@@ -79,6 +81,7 @@ class SeenSample(NamedTuple):
     key: str
     position: int
     captions: list[str]
+    digest: str = ""
 
 
 class Collection(NamedTuple):
@@ -86,7 +89,7 @@ class Collection(NamedTuple):
 
     image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
     image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again;
-    samples (I,) are each image's first.
+    samples (I,) are each image's first; cut counts captions that the tokenizer cut.
     """
 
     image: Tensor
@@ -97,15 +100,36 @@ class Collection(NamedTuple):
     text_place: NDArray[np.int64]
     skipped: dict[str, int]
     samples: list[SeenSample]
+    cut: int = 0
 
-    def texts_of_image(self) -> NDArray[np.int64]:
-        """(I, most) caption indices of each image, filled up with -1."""
-        counts = np.bincount(self.image_of_text, minlength=len(self.image))
-        table = np.full((len(counts), counts.max(initial=1)), NOTHING, dtype=np.int64)
-        order = np.argsort(self.image_of_text, kind="stable")
-        slot = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table[self.image_of_text[order], slot] = order
-        return table
+    def right_answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return images of each text (T, most) and texts of each image (I, most), else -1.
+
+        Equal captions of several images are right for all of them.
+        """
+        texts: dict[str, list[int]] = defaultdict(list)
+        for text, caption in enumerate(self.captions):
+            texts[normalised_caption(caption)].append(text)
+        images: list[list[int]] = [[] for _ in self.captions]
+        of_image: list[list[int]] = [[] for _ in self.image]
+        for equal in texts.values():
+            owners = sorted(set(self.image_of_text[equal].tolist()))
+            for text in equal:
+                images[text] = owners
+            for owner in owners:
+                of_image[owner] += equal
+        return _filled(images), _filled(map(sorted, of_image))
+
+    @property
+    def copies(self) -> int:
+        """Count images without an `image_id` that have the bytes of an earlier one."""
+        digests = [sample.digest for sample in self.samples if sample.digest]
+        return len(digests) - len(set(digests))
+
+
+def _filled(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    padded = list(zip_longest(*rows, fillvalue=NOTHING))
+    return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
 
 
 class _Encoded(NamedTuple):
@@ -134,7 +158,9 @@ def _read_images(
         if isinstance(sample, CaptionedSample):
             image: Any = sample.image
             images.append(image if isinstance(image, Tensor) else preprocess(image))
-            good.append(SeenSample(sample.identity, sample.key, position, sample.captions))
+            good.append(
+                SeenSample(sample.identity, sample.key, position, sample.captions, sample.digest)
+            )
         else:
             skipped.append(sample)
     return _ReadImages(torch.stack(images) if images else None, good, skipped)
@@ -224,6 +250,7 @@ class Encoder:
             text_place=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
             skipped=skipped,
             samples=samples,
+            cut=count_cut(self.loaded.text, texts),
         )
 
     def reading_ahead(self) -> AbstractContextManager[None]:
@@ -265,7 +292,23 @@ def _global(features: Any) -> NDArray[np.float32]:
     """The (rows, d) unit features of a block; none for a block without a good sample."""
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
-    return features.feature.float().cpu().numpy()
+    return finite(features.feature.float().cpu().numpy())
+
+
+def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
+    """Count texts longer than a model reads; 0 of a tokenizer that does not tell."""
+    counted = getattr(text, "count_cut", None)
+    return counted(texts) if counted else 0
+
+
+def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Require that features or scores are numbers: NaN has no rank, and would change a figure."""
+    if not np.isfinite(features).all():
+        raise EvaluationError(
+            "the model gives features or scores that are not finite; try --precision float32, and "
+            "if that does not help its weights are spoilt"
+        )
+    return features
 
 
 @torch.no_grad()

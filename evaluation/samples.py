@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import traceback
@@ -45,7 +46,7 @@ class CaptionedSample(NamedTuple):
 
     image is decoded, or where features are stored the image tower's output (tokens, width);
     identity is equal for samples that show the same image (same source and image_id); key is
-    that of its shard.
+    that of its shard; digest hashes the bytes of an image that has no image_id.
     """
 
     image: Image.Image
@@ -53,6 +54,7 @@ class CaptionedSample(NamedTuple):
     annotation: Annotation
     identity: tuple[str, str]
     key: str = ""
+    digest: str = ""
 
 
 class Samples:
@@ -79,12 +81,14 @@ class Samples:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
         folder, shard, *_ = self._items.place(position)
+        digest = ""
         if image_id is None:
+            digest = hashlib.blake2b(raw.image, digest_size=16).hexdigest()
             shard_name = self._items.indices[folder].shards[shard].name
             identity = (self._sources[folder], f"{shard_name}, {raw.key}")
         else:
             identity = (raw.annotation.source or self._sources[folder], image_id)
-        return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
+        return CaptionedSample(image, captions, raw.annotation, identity, raw.key, digest)
 
     def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
         """Decode the image of a sample."""

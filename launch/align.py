@@ -124,7 +124,7 @@ def _align(
         )
         apart = there.image_ids % HELD_OUT == 0
         seen.add(*(side[there.valid & ~apart] for side in pooled))
-        held.add(*(side[there.valid & apart] for side in (*pooled, there.image_ids)))
+        held.add(*(side[there.valid & apart] for side in (*pooled, there.pair_ids)))
         longest += (there.attention_mask[there.valid].sum(1) == config.model.text.max_tokens).sum()
     moments = seen + held.moments
     try:
@@ -155,7 +155,7 @@ class _HeldOut:
         self._pairs: list[tuple[Tensor, ...]] = []
 
     def add(self, x: Tensor, y: Tensor, image_ids: Tensor) -> None:
-        """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B,)."""
+        """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B, 2)."""
         room = max(0, MOST_PAIRS - self.moments.count)
         self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
         self.moments.add(x, y)
@@ -165,7 +165,7 @@ class _HeldOut:
         if not self._pairs:
             return WITHOUT_HELD_OUT
         x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
-        if (images := len(ids.unique())) < FEWEST_IMAGES:
+        if (images := len(ids[:, 0].unique())) < FEWEST_IMAGES:
             return WITHOUT_HELD_OUT
         solver = CanonicalCorrelation(seen)
         found = {}

@@ -151,4 +151,9 @@ def embed(
     if first_rank():
         if found.skipped:
             print(f"warning: skipped: {kinds_in_words(found.skipped)}", file=sys.stderr)
+        if found.cut:
+            print(
+                f"warning: {found.cut} captions are longer than the model reads, and cut",
+                file=sys.stderr,
+            )
         print(f"{found.images} images and {found.captions} captions written to {out}")

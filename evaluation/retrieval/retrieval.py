@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from evaluation.encoder import GIBIBYTE, Collection, Encoder
+from evaluation.encoder import GIBIBYTE, NOTHING, Collection, Encoder, finite
 from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
 from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
@@ -57,10 +57,7 @@ def ranks_of_right(
         both: the stage `match` has the ranks by the cross-modal score alone, beside the sum's.
     """
     ranks = ranks or Ranks.current()
-    positives: dict[Direction, NDArray[np.int64]] = {
-        "text_to_image": collection.image_of_text[:, None],
-        "image_to_text": collection.texts_of_image(),
-    }
+    positives = dict(zip(DIRECTIONS, collection.right_answers()))
     sides: dict[Direction, tuple[Tensor, Tensor]] = {
         "text_to_image": (collection.text, collection.image),
         "image_to_text": (collection.image, collection.text),
@@ -115,6 +112,7 @@ def _rerank_scores(
             ranks=ranks,
             step=bar.update,
         )
+    matched = finite(matched)
     near_image, near_text = found["text_to_image"].nearest, found["image_to_text"].nearest
     own_text = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
     own_image = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
@@ -326,6 +324,16 @@ def evaluate_retrieval(
             f"{shared} of these images are in the bank, so that their own queries are read: recall "
             "is higher than that of unseen pairs."
         )
+    images_of_text, texts = collection.right_answers()[0], len(collection.text)
+    if equal := int((images_of_text[:, 1:2] != NOTHING).sum()):
+        notes.append(f"{equal} captions are equal to one of another image, and right for both.")
+    if collection.copies:
+        notes.append(
+            f"{collection.copies} of the images have no image_id and the bytes of an earlier one: "
+            "captions of the same image count as wrong; give its samples one image_id."
+        )
+    if collection.cut:
+        notes.append(f"{collection.cut} of {texts} captions are cut where the model's text ends.")
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image), "texts": len(collection.text)},
@@ -360,9 +368,10 @@ def _figures(
     """Recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image), len(collection.text)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
+    right = [(answers != NOTHING).sum(axis=1) for answers in collection.right_answers()]
     chances = {
-        "text_to_image": [chance_recall(np.ones(texts, int), images, k) for k in RECALL_AT],
-        "image_to_text": [chance_recall(captions.astype(int), texts, k) for k in RECALL_AT],
+        "text_to_image": [chance_recall(right[0], images, k) for k in RECALL_AT],
+        "image_to_text": [chance_recall(right[1], texts, k) for k in RECALL_AT],
     }
     figures: dict[tuple[str, str, str], Figure] = {}
     for stage in dict.fromkeys(stage for stage, _ in all_ranks):

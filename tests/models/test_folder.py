@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
@@ -76,6 +77,15 @@ def test_damaged_weights_are_an_error(saved):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-40])
     with pytest.raises(ValueError, match="damaged"):
+        vlp.load(folder)
+
+
+def test_weights_that_are_not_finite_are_an_error(saved):
+    folder, _ = saved
+    state = load_file(folder / "model.safetensors")
+    state["text_encoder.projection.weight"][0, 0] = torch.nan
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not finite: text_encoder\.projection\.weight"):
         vlp.load(folder)
 
 

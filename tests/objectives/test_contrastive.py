@@ -117,6 +117,19 @@ def test_positives_are_the_pairs_of_one_image():
     ]
 
 
+def test_equal_captions_of_two_images_are_positives():
+    ids = torch.tensor([[3, 30], [5, 50], [7, 30], [3, 31]])
+    queue = KeyQueue(4, 3)
+    queue.push(torch.zeros(4, 3), torch.zeros(4, 3), ids)
+    for candidates in (ids, queue.keys().image_ids):
+        assert positives(ids, candidates).int().tolist() == [
+            [1, 0, 1, 1],
+            [0, 1, 0, 0],
+            [1, 0, 1, 0],
+            [1, 0, 0, 1],
+        ]
+
+
 def test_equals_the_loop_of_itc(pairs):
     image, text, image_keys, text_keys, ids, key_ids, valid, key_valid = pairs
     loss = itc_loss(
@@ -239,11 +252,23 @@ def test_holds_the_latest_valid_keys(size, pushes, seed):
         history += ids[valid].tolist()
         first += number
     held = queue.keys()
-    assert sorted(held.image_ids.tolist()) == (history[-size:] if size else [])
-    assert torch.equal(held.image[:, 0], held.image_ids.float())
-    assert torch.equal(held.text[:, 0], -held.image_ids.float())
+    own = held.image_ids[:, 0]
+    assert sorted(own.tolist()) == (history[-size:] if size else [])
+    assert torch.equal(held.image[:, 0], own.float())
+    assert torch.equal(held.text[:, 0], -own.float())
 
 
+<<<<<<< HEAD
+=======
+def test_overwrites_the_oldest_first():
+    queue = KeyQueue(4, 3)
+    queue.push(*keys(0, 3))
+    queue.push(*keys(3, 3))
+    assert queue.keys().image_ids[:, 0].tolist() == [4, 5, 2, 3]
+    assert queue.pointer == 2
+
+
+>>>>>>> ce21c156 (Equal captions of two images are right for both, in losses, queue and recall: the hardest negative was the very same sentence)
 def test_refuses_the_student():
     image, text, ids = keys(0, 2)
     with pytest.raises(ValueError, match="teacher's keys only"):
@@ -257,7 +282,7 @@ def test_keys_that_are_not_finite_stay_out():
     image, text, ids = keys(0, 4)
     image[1, 2], text[3, 0] = torch.nan, torch.inf
     queue.push(image, text, ids, torch.tensor([False, True, True, True]))
-    assert queue.keys().image_ids.tolist() == [2]
+    assert queue.keys().image_ids[:, 0].tolist() == [2]
 
 
 def test_keys_are_float32_whatever_is_pushed():

@@ -93,6 +93,25 @@ def test_rows_without_candidates_have_none(ids):
     assert result.text_for_image.tolist() == result.image_for_text.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_an_equal_caption_of_another_image_is_no_negative(told):
+    """By its id, and where images alone have ids by its similarities."""
+    random = torch.Generator().manual_seed(7)
+    similarity = torch.randn(8, 8, generator=random)
+    similarity[:, 1] = similarity[:, 0] = 9
+    ids, valid = torch.arange(8), torch.ones(8, dtype=torch.bool)
+    pairs = torch.stack([ids, torch.tensor([5, 5, 2, 3, 4, 6, 7, 8])], dim=1) if told else ids
+    plain = torch.stack([ids, ids], dim=1)
+    for _ in range(50):
+        uniform = torch.rand(8, 2, generator=random, dtype=torch.float64)
+        drawn = hard_negatives(similarity, pairs, valid, uniform, 8)
+        before = hard_negatives(similarity, plain, valid, uniform, 8)
+        assert drawn.text_for_image[0] != 1
+        assert drawn.image_for_text[1] != 0
+        for new, old in zip(drawn, before):
+            assert torch.equal(new[2:], old[2:]), "rows without equal captions draw as ever"
+
+
 def test_non_finite_similarity_does_not_crash():
     similarity = torch.full((4, 4), torch.nan)
     result = hard_negatives(

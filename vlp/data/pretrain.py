@@ -30,8 +30,12 @@ from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures,
 from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform, names_a_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
+<<<<<<< HEAD
 from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards.index import require_one_split
+=======
+from vlp.data.schema import TextKind, normalised_caption, texts_of
+>>>>>>> ce21c156 (Equal captions of two images are right for both, in losses, queue and recall: the hardest negative was the very same sentence)
 from vlp.data.shards.remote import (
     DEFAULT_OUTAGES,
     OutageConfig,
@@ -90,6 +94,7 @@ class Slot(NamedTuple):
     valid: bool
     sample_id: int
     word_patches: Tensor | None = None
+    caption_id: int = NO_ID
     skip: SkippedSample | None = None
 
 
@@ -205,6 +210,7 @@ class CaptionedSamples(Dataset[Slot]):
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
+            caption_id=identity("caption", normalised_caption(caption)),
         )
         return slot, levels
 
@@ -313,6 +319,7 @@ class CaptionedSamples(Dataset[Slot]):
             valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
             sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
             word_patches=_optional([slot.word_patches for slot in slots]),
+            caption_ids=torch.tensor([slot.caption_id for slot in slots], dtype=torch.int64),
             skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
             statistics=self.inputs.statistics,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
@@ -135,6 +136,15 @@ def captions_of(annotation: Annotation) -> list[str]:
     """
     texts = _written(annotation)
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
+
+
+_MARKS = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
+
+
+def normalised_caption(text: str) -> str:
+    """Return a caption without case, punctuation and repeated blanks; equal ones say the same."""
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(plain.translate(_MARKS).split()) or plain
 
 
 def caption_numbers(annotation: Annotation) -> list[int]:

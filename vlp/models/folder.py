@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -33,12 +33,13 @@ from vlp.models.pretrained.load import (
     LoadReport,
     check_folder,
     copy_weights,
+    listed,
     load_public_weights,
     resample_positions,
 )
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.pretrained.position_tables import ENCODINGS, carry_encodings
-from vlp.models.towers import fit_image_tower
+from vlp.models.towers import fit_image_tower, require_padding
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
@@ -137,6 +138,12 @@ def from_pretrained(
     folder = local_folder(folder_or_name, revision)
     model = placed(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
+    if text.vocab_size > (rows := len(model.text_encoder.word_table)):
+        raise ConfigError(
+            f"{folder}: its tokenizer has {text.vocab_size} tokens and its model {rows}; one of "
+            "them is another model's"
+        )
+    require_padding(model.text_encoder.tower, text.pad_id)
     preprocess, side = Preprocessing.load(folder), model.config.image.image_size
     if preprocess.image_size > 8 * side:
         raise ConfigError(
@@ -360,6 +367,36 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
         )
 
 
+def require_sizes(
+    values: Any, make: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
+) -> None:
+    """Require that a stranger's configuration makes what its weights are of, before it is made.
+
+    Args:
+        values: the configuration, plain.
+        make: makes the module; its `model.` is there already.
+        weights: all others, by name.
+        file: of the configuration, for the message.
+    """
+    pairs = [("", values)]
+    while pairs:
+        name, value = pairs.pop()
+        if isinstance(value, Mapping):
+            pairs += value.items()
+        elif isinstance(value, int) and re.search("layers|depth", name) and value > len(weights):
+            raise ConfigError(f"{file}: {name} {value} is more than its weights hold")
+    try:
+        with torch.device("meta"):
+            made = make().state_dict()
+    except Exception:  # of a module that cannot be made so
+        return
+    own = {n: part for n, part in made.items() if n in weights or not n.startswith("model.")}
+    wrong = [n for n, part in own.items() if n in weights and part.shape != weights[n].shape]
+    bytes_here = sum(tensor.nbytes for tensor in weights.values())
+    if wrong or sum(part.numel() for part in own.values()) > _MOST_TABLES + bytes_here:
+        raise ConfigError(f"{file}: the weights do not fit its sizes: {listed(wrong)}")
+
+
 @contextmanager
 def _opened(weights: Path) -> Iterator[Any]:
     try:
@@ -376,9 +413,13 @@ def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        state = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file}: damaged ({error})") from error
+    spoilt = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if spoilt:
+        raise ValueError(f"{file}: these weights are not finite: {listed(spoilt)}")
+    return state
 
 
 # All else of the configuration is in the weights, or comes after the tower.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.metrics import pessimistic_ranks
+from vlp.objectives.contrastive import positives
 
 
 class Affine(NamedTuple):
@@ -121,10 +122,11 @@ def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
     Args:
         x: (P, D) of the one side.
         y: (P, D) of the other; row i belongs to row i.
-        ids: (P,) int64; pairs of equal ids are no wrong answers for each other.
+        ids: (P,) int64 of images, or (P, 2) of images and captions; pairs that share one are no
+            wrong answers for each other.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
     own = torch.eye(len(ids), dtype=torch.bool)
-    cosines.masked_fill_((ids[:, None] == ids) & ~own, -math.inf)
+    cosines.masked_fill_(positives(ids, ids) & ~own, -math.inf)
     ranks = [pessimistic_ranks(side.numpy(), own.numpy()) for side in (cosines, cosines.T)]
     return float((1 / (1 + np.stack(ranks))).mean())

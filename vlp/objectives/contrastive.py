@@ -43,12 +43,15 @@ def candidate_cross_entropy(
     return target.sum(-1) * log_sum - (target * logits).sum(-1)
 
 
-def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
-    """Find pairs of the same image, (B,), (K,) -> (B, K) bool.
+def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
+    """Find pairs of the same image or with an equal caption, (..., B, C), (..., K, C) -> (B, K).
 
-    Captions of one image are all right answers to it and never each other's negatives.
+    `ids` are (B,) of images, or (..., B, C) of images and captions. Captions of one image are all
+    right answers to it and never each other's negatives; nor is the same caption of another image.
     """
-    return image_ids[:, None] == candidate_image_ids[None, :]
+    if ids.ndim == 1:
+        return ids[:, None] == candidate_ids
+    return (ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
 
 
 @region
@@ -154,9 +157,9 @@ def sigmoid_loss(
 ) -> Loss:
     """Tell of each image and text of all ranks whether they belong together (Algorithm 1).
 
-    `image`, `text` (B, d) of unit length, `image_ids` (B,), `valid` (B,) bool; logits are cosines
-    divided by `temperature`, plus `bias`. Texts of the same image are positives. Rows with `valid`
-    False count nowhere. Counts images, as the paper divides by them.
+    `image`, `text` (B, d) of unit length, `image_ids` as `positives` takes them, `valid` (B,) bool;
+    logits are cosines divided by `temperature`, plus `bias`. Texts of the same image are positives.
+    Rows with `valid` False count nowhere. Counts images, as the paper divides by them.
 
     Texts travel from rank to rank with the gradients of what was compared with them, so that a rank
     holds the logits of two shares (B, B) at a time, however many ranks there are. Every rank must

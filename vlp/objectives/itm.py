@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlp.compilation import region
+from vlp.objectives.contrastive import positives
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision
 
@@ -40,12 +41,13 @@ def hard_negatives(
     """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
-    `image_ids` (B,), `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses the
-    text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a row
-    are a systematic sample, at (u + k) / K of the CDF: a candidate comes as often as its
+    `image_ids` (B, 2) of images and captions, or (B,) of images, when texts of equal similarities
+    count as one caption; `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses
+    the text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a
+    row are a systematic sample, at (u + k) / K of the CDF: a candidate comes as often as its
     probability says, so a likely one may come twice. Only the blocks on the diagonal are read. A
-    negative never shows the same image and is never an empty slot; a row without candidates has
-    none (ALBEF crashes there). Source: ALBEF, section 3.2.
+    negative never shows the same image, has the same caption or is an empty slot; a row without
+    candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)
@@ -53,8 +55,11 @@ def hard_negatives(
     start = own.unflatten(0, (number, size))[:, :1]
     blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
+    if image_ids.ndim == 1:
+        equal = torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else image_ids
+        image_ids = torch.stack([image_ids, equal], dim=1)
     ids, real = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
-    allowed = (ids[:, :, None] != ids[:, None, :]) & real[:, :, None] & real[:, None, :]
+    allowed = ~positives(ids, ids) & real[:, :, None] & real[:, None, :]
 
     steps = torch.arange(count, device=own.device)
     own = own.repeat_interleave(count)

@@ -12,7 +12,10 @@ from vlp.compilation import off_cpu, region
 
 
 class Keys(NamedTuple):
-    """Contrastive keys, of all ranks or in the queue: (K, dim), image_ids (K,), valid (K,) bool."""
+    """Contrastive keys, of all ranks or in the queue: (K, dim), image_ids (K, 2), valid (K,) bool.
+
+    The ids are `vlp.data.stream.batch.Batch.pair_ids`: of images and captions.
+    """
 
     image: Tensor
     text: Tensor
@@ -46,7 +49,7 @@ def _write(
 
 
 class KeyQueue:
-    """First-in first-out ring of (image key, text key, image id), MoCo's dynamic dictionary.
+    """First-in first-out ring of (image key, text key, ids of both), MoCo's dynamic dictionary.
 
     Only ever filled with the momentum teacher's keys: a queue of the student's own past features
     destroys the contrastive loss (R@1 below 1 % in a trial), so keys that carry a gradient
@@ -61,7 +64,7 @@ class KeyQueue:
         self.size = size
         self.image = torch.zeros(size, dim, device=device)
         self.text = torch.zeros(size, dim, device=device)
-        self.image_ids = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self.image_ids = torch.full((size, 2), -1, dtype=torch.int64, device=device)
         self.pointer = torch.zeros((), dtype=torch.int64, device=device)
         self.filled = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -87,7 +90,9 @@ class KeyQueue:
     def push(
         self, image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor | None = None
     ) -> None:
-        """Append keys of all ranks, (R, dim), (R, dim), (R,); the oldest make room.
+        """Append keys of all ranks, (R, dim), (R, dim), (R, 2); the oldest make room.
+
+        `image_ids` are those of images and captions, or (R,) of images alone.
 
         Rows with `valid` (R,) False are left out, and so are keys that are not finite, which would
         spoil every step until they are overwritten. Of more rows than the queue holds, the last
@@ -97,7 +102,7 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
-        held, new = (self.image, self.text, self.image_ids), (image, text, image_ids)
+        held, new = (self.image, self.text, self.image_ids), (image, text, _of_both(image_ids))
         self.pointer, self.filled = _write(held, new, valid, self.pointer, self.filled)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -119,6 +124,11 @@ class KeyQueue:
             )
         self.image.copy_(state["image"])
         self.text.copy_(state["text"])
-        self.image_ids.copy_(state["image_ids"])
+        self.image_ids.copy_(_of_both(state["image_ids"]))
         self.pointer.copy_(state["pointer"])
         self.filled.copy_(state["filled"])
+
+
+def _of_both(ids: Tensor) -> Tensor:
+    """Return ids (R, 2) of images and captions; of images alone (R,) no two captions are equal."""
+    return ids if ids.ndim == 2 else ids[:, None].expand(-1, 2)

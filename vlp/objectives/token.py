@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import candidate_cross_entropy
+from vlp.objectives.contrastive import candidate_cross_entropy, positives
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
@@ -97,7 +97,7 @@ def token_losses(
     """Compute both losses over tau times the responses of words within sample groups.
 
     Captions: cross-entropy both ways over the mean `word_response` of a text's words. Captions of
-    one image share the target.
+    one image, and equal ones, share the target.
     Words: an image is right for a word if a text of it in the group has the same word piece, and
     each right image is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
     right images. So a word must answer to the same thing in images with other captions, which a
@@ -110,18 +110,19 @@ def token_losses(
         text_tokens: (B, N, D), unit length.
         word_mask: (B, N) bool, True = a real word.
         word_ids: (B, N) int64, the vocabulary's.
-        image_ids: (B,).
+        image_ids: (B,), or (B, 2) of images and captions.
         valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
         scale: tau.
         group: samples of a group.
     """
     groups = sample_groups(image_tokens.shape[0], group)
+    image_ids = image_ids if image_ids.ndim == 2 else image_ids[:, None]
     image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
         x.unflatten(0, groups)
         for x in (image_tokens, text_tokens, word_mask, word_ids, image_ids, valid)
     )
     valid = valid & word_mask.any(-1)
-    same = ids[:, :, None] == ids[:, None, :]
+    same = positives(ids, ids)
     images, texts = full_precision(image_tokens, text_tokens)
     response = word_response(texts.flatten(-3, -2), images, valid)
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)

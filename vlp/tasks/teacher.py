@@ -174,19 +174,20 @@ def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
 def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
     """Gather the batch's keys from all ranks, in rank order."""
     return Keys(
-        gather(image.feature), gather(text.feature), gather(batch.image_ids), gather(batch.valid)
+        gather(image.feature), gather(text.feature), gather(batch.pair_ids), gather(batch.valid)
     )
 
 
 def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
     """Begin to gather keys without gradients, in two calls; what is returned waits for them."""
     features = start_gather(torch.cat([image.feature, text.feature], dim=1))
-    marks = start_gather(torch.stack([batch.image_ids, batch.valid.to(batch.image_ids)], dim=1))
+    valid = batch.valid.to(batch.image_ids)[:, None]
+    marks = start_gather(torch.cat([batch.pair_ids, valid], dim=1))
 
     def finish() -> Keys:
-        ids, valid = marks().unbind(1)
+        ids, valid = marks().split([2, 1], dim=1)
         images, texts = features().chunk(2, dim=1)
-        return Keys(images, texts, ids, valid.bool())
+        return Keys(images, texts, ids, valid[:, 0].bool())
 
     return finish
 

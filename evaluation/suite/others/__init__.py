@@ -34,6 +34,9 @@ class Towers(Protocol):
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ids (B, N) int64, and which are read (B, N) bool."""
 
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """Count the texts that have more tokens than are read."""
+
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Encode (B, 3, rows, columns) to (B, d), of any length."""
 
@@ -71,11 +74,6 @@ class AdaptedModel(nn.Module):
         """Prepare an image of any mode."""
         return self.towers.preprocess(upright_rgb(image))
 
-    def tokenize(self, texts: Sequence[str]) -> TextTokens:
-        """Return ids and masks of texts, (B, N)."""
-        ids, mask = self.towers.tokenize(list(texts))
-        return TextTokens(ids, mask, mask)
-
     def encode_image(self, pixels: Tensor) -> ImageFeatures:
         """Encode pixels (B, 3, rows, columns)."""
         feature = _unit(self.towers.encode_images(pixels))
@@ -94,6 +92,22 @@ class AdaptedModel(nn.Module):
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Return the similarity of aligned pairs over the temperature, (B,)."""
         return (image.feature * text.feature).sum(-1) / self.temperature()
+
+
+class OtherTexts:
+    """Makes ids and masks (B, N) of texts, as its library does.
+
+    Args:
+        towers: of a library's file.
+    """
+
+    def __init__(self, towers: Towers) -> None:
+        self._towers, self.count_cut = towers, towers.count_cut
+
+    def __call__(self, texts: Sequence[str]) -> TextTokens:
+        """Return ids and masks of texts."""
+        ids, mask = self._towers.tokenize(list(texts))
+        return TextTokens(ids, mask, mask)
 
 
 def _unit(feature: Tensor) -> Tensor:
@@ -124,7 +138,7 @@ class OtherModel(NamedTuple):
         towers: Towers = self._module().towers(self.name)
         model = AdaptedModel(towers)
         # Evaluations by features alone need no more of a model than the adapter has.
-        return Loaded(model, model.tokenize, model.preprocess)  # type: ignore[arg-type]
+        return Loaded(model, OtherTexts(towers), model.preprocess)  # type: ignore[arg-type]
 
     def checksum(self) -> str:
         """Hash its name, and the files that it is read from where they are on this machine."""

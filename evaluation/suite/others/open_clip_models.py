@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,15 @@ class OpenClipTowers:
             ) from error
         architecture, tag = _parts(name)
         try:
-            made = open_clip.create_model_and_transforms(architecture, pretrained=tag)
+            with warnings.catch_warnings():
+                # Weights of another activation fit, and the library only warns.
+                warnings.filterwarnings("error", ".*QuickGELU mismatch")
+                made = open_clip.create_model_and_transforms(
+                    architecture, pretrained=tag, **_required(open_clip.create_model)
+                )
             self.module: Any = made[0].eval()
             self._tokenizer = open_clip.get_tokenizer(architecture)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, UserWarning) as error:
             said = " ".join(str(error).split())
             raise EvaluationError(f"open_clip:{name} cannot be loaded: {said}") from error
         self._transform = made[2]
@@ -48,6 +55,10 @@ class OpenClipTowers:
         # Their text towers take texts of full length, and find the end by themselves.
         return ids, torch.ones_like(ids).bool()
 
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """Count the texts that fill all tokens: where one ends is not told."""
+        return int((self.tokenize(texts)[0][:, -1] != 0).sum())
+
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, rows, columns) to (B, d)."""
         feature: Tensor = self.module.encode_image(pixels)
@@ -62,6 +73,12 @@ class OpenClipTowers:
         """Return what similarities are divided by, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
+
+
+def _required(create: Callable[..., Any]) -> dict[str, bool]:
+    """Return the option of recent versions by which a model without weights is an error."""
+    key = "require_pretrained"
+    return {key: True} if key in inspect.signature(create).parameters else {}
 
 
 def towers(name: str) -> OpenClipTowers:

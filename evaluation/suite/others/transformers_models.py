@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.samples import EvaluationError
+from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import local_folder
+from vlp.models.towers import position_offset
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersTowers:
@@ -23,11 +28,21 @@ class TransformersTowers:
         try:
             folder = local_folder(name)
             # No pickle, and no code of the folder.
-            self.module: Any = AutoModel.from_pretrained(folder, use_safetensors=True)
+            made: Any = AutoModel.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True
+            )
+            self.module, report = made
             self.processor: Any = AutoProcessor.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             said = " ".join(str(error).split())
             raise EvaluationError(f"transformers:{name} cannot be loaded: {said}") from error
+        if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+            raise EvaluationError(
+                f"transformers:{name} is read as a {type(self.module).__name__}, and its files "
+                f"lack these weights, which would be random: {listed(missing)}"
+            )
+        if unused := sorted(report["unexpected_keys"]):
+            logger.warning("transformers:%s: these weights are not used: %s", name, listed(unused))
         if not (hasattr(self.module, "get_text_features") and hasattr(self.module, "logit_scale")):
             kind = type(self.module).__name__
             raise EvaluationError(
@@ -39,20 +54,30 @@ class TransformersTowers:
 
     def preprocess(self, image: Image.Image) -> Tensor:
         """Prepare an RGB image: (3, rows, columns) float32."""
-        pixels: Tensor = self.processor.image_processor(image, return_tensors="pt").pixel_values
+        made = self.processor.image_processor(image, return_tensors="pt")
+        if more := sorted(set(made) - {"pixel_values"}):
+            raise EvaluationError(
+                f"a {type(self.module).__name__} reads {', '.join(more)} beside the pixels of an "
+                "image, which is not supported; give a model of one image size"
+            )
+        pixels: Tensor = made.pixel_values
         return pixels[0]
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ids (B, N) int64, and which are read (B, N) bool."""
         # SigLIP reads its padding, and was trained on its full length.
-        room = self.module.config.text_config.max_position_embeddings
         made = self.processor.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=min(room, 77),
+            list(texts), padding="max_length", truncation=True, max_length=self._room,
             return_tensors="pt",
         )  # fmt: skip
         ids = made["input_ids"]
         mask = made.get("attention_mask")
         return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
+
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """Count the texts that have more tokens than are read."""
+        whole = self.processor.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
+        return sum(len(ids) > self._room for ids in whole)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, rows, columns) to (B, d)."""
@@ -67,6 +92,12 @@ class TransformersTowers:
         """Return what similarities are divided by, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
+
+    @property
+    def _room(self) -> int:
+        """Return the most tokens of a text."""
+        places = self.module.config.text_config.max_position_embeddings
+        return min(places - position_offset(self.module), 77)
 
     @property
     def _reads_padding(self) -> bool:

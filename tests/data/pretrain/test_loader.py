@@ -83,6 +83,7 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
         "mim_mask": (8, 4, 4),
         "uniform": (8, 2),
         "image_ids": (8,),
+        "caption_ids": (8,),
         "valid": (8,),
         "sample_ids": (8,),
         "word_patches": (8, 10, 16),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from retrieval_stub import StubITMScorer, StubModel, make_stub, png, write_numbered
+from retrieval_stub import Stub, StubITMScorer, StubModel, make_stub, png, write_numbered
 
 import vlp
 from data_tools.__main__ import main as data_tools
@@ -144,6 +144,33 @@ def test_samples_of_one_image_become_one_image(tmp_path):
     other = evaluate_retrieval(stub, [together], rerank=4, options=EvalOptions(batch=3))
     assert one.counts["images"] == len(CAPTIONS)
     assert one.figures == other.figures
+
+
+def test_equal_captions_are_right_for_all_their_images(tmp_path, monkeypatch):
+    """And of samples without an image_id, equal bytes are told, not guessed to be one image."""
+    folder = tmp_path / "equal"
+    with ShardWriter(folder) as writer:
+        for number, text in enumerate(["0 0", "1 0", "0  0"]):
+            writer.write(str(number), png((number, 0, 0)), "png", Annotation(caption=text))
+        writer.write("3", png((0, 0, 0)), "png", Annotation(caption="3 0"))
+    stub = make_stub([1, 1, 1, 1])
+    monkeypatch.setattr(Stub.text, "count_cut", lambda texts: 2, raising=False)
+    stub.model.image = torch.eye(4, 8)
+    stub.model.text = stub.model.image[[2, 1, 2, 0]]
+    result = evaluate_retrieval(stub, [folder])
+    assert result.recall("dual", "text_to_image", 1).value == 0.75, "the fourth looks like the 1st"
+    assert [row["ranks"]["dual"] for row in result.predictions][:3] == [1, 1, 1]
+    right = (2 / 4 + 1 / 4 + 2 / 4 + 1 / 4) / 4
+    assert result.recall("dual", "image_to_text", 1).chance == pytest.approx(right)
+    assert [note.split()[0] for note in result.notes] == ["2", "1", "2"]
+    assert all(word in note for word, note in zip(("equal", "bytes", "cut"), result.notes))
+
+
+def test_features_that_are_not_finite_are_an_error(numbered):
+    stub = make_stub(CAPTIONS)
+    stub.model.text[3, 0] = torch.nan
+    with pytest.raises(EvaluationError, match="not finite"):
+        evaluate_retrieval(stub, [numbered])
 
 
 def test_several_folders_are_one_set_and_limit_cuts_it(tmp_path, numbered):

@@ -59,8 +59,8 @@ class Batch(NamedTuple):
     captions of one image; uniform (B, 2) float64 in [0, 1), for the text's and the image's ITM
     negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
     int8, what `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves
-    places; skipped: this share's bad samples; statistics: mean and deviation that pixels are
-    normalised by.
+    places; caption_ids (B,) int64, equal for equal captions; skipped: this share's bad samples;
+    statistics: mean and deviation that pixels are normalised by.
     """
 
     pixels: Tensor
@@ -75,8 +75,15 @@ class Batch(NamedTuple):
     valid: Tensor
     sample_ids: Tensor
     word_patches: Tensor | None = None
+    caption_ids: Tensor | None = None
     skipped: tuple[SkippedSample, ...] = ()
     statistics: tuple[RGB, RGB] = (MEAN, STD)
+
+    @property
+    def pair_ids(self) -> Tensor:
+        """Ids of image and caption, (B, 2); pairs that share one are right for each other."""
+        captions = self.image_ids if self.caption_ids is None else self.caption_ids
+        return torch.stack([self.image_ids, captions], dim=1)
 
     def without_padding(self) -> Batch:
         """Cut texts behind the longest of the batch, two tokens at least: columns of padding go."""

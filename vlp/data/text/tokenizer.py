@@ -104,6 +104,11 @@ class TextProcessor:
         words = attention & self._is_word[ids]
         return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """Count the texts that have more tokens than are read."""
+        whole = self._plain.encode_batch(list(texts))
+        return sum(len(encoding.ids) > self.max_tokens for encoding in whole)
+
     def words(self, text: str) -> list[str]:
         """Return a caption's word pieces as in its ids, with special tokens, without padding."""
         encoding = self._tokenizer.encode(text)

@@ -178,7 +178,7 @@ class Contrastive(Objective):
         settings, batch, teacher = self.settings, step.batch, step.teacher
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
-        positive = positives(batch.image_ids, keys.image_ids)
+        positive = positives(batch.pair_ids, keys.image_ids)
         if settings.is_paper_form:
             loss = paper_anchor_loss(
                 image,
@@ -260,7 +260,7 @@ class SigmoidContrastive(Objective):
         loss = sigmoid_loss(
             step.image.feature,
             step.text.feature,
-            batch.image_ids,
+            batch.pair_ids,
             batch.valid,
             step.model.temperature(),
             self.bias(),
@@ -303,7 +303,7 @@ class TokenTerms(Objective):
             step.text.tokens,
             batch.word_mask,
             batch.text_ids,
-            batch.image_ids,
+            batch.pair_ids,
             batch.valid,
             self.scale(),
             token.group,
@@ -344,7 +344,7 @@ class ImageTextMatching(Objective):
             similarity = image.feature @ text.feature.T / temperature
         settings, count = self.settings, self.settings.listwise or 1
         negatives = hard_negatives(
-            similarity, batch.image_ids, batch.valid, batch.uniform, settings.group, count
+            similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, count
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
         own = rows.repeat_interleave(count)
