@@ -33,6 +33,7 @@ from vlp.data.pretrain import PretrainData
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.metrics import RECALL_AT
 from vlp.models.folder import Loaded, require_frozen_tower
+from vlp.models.towers import require_padding
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
@@ -58,6 +59,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         grad_cache=training.grad_cache,
     )
     require_frozen_tower(data.features, task.model)
+    require_padding(task.model.text_encoder.tower, data.text.pad_id)
     for start in filter(None, (config.model.text.weights, config.init_from)):
         data.text.require_words_of(start)
     if distributed.rank() == 0:

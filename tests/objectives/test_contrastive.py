@@ -258,17 +258,6 @@ def test_holds_the_latest_valid_keys(size, pushes, seed):
     assert torch.equal(held.text[:, 0], -own.float())
 
 
-<<<<<<< HEAD
-=======
-def test_overwrites_the_oldest_first():
-    queue = KeyQueue(4, 3)
-    queue.push(*keys(0, 3))
-    queue.push(*keys(3, 3))
-    assert queue.keys().image_ids[:, 0].tolist() == [4, 5, 2, 3]
-    assert queue.pointer == 2
-
-
->>>>>>> ce21c156 (Equal captions of two images are right for both, in losses, queue and recall: the hardest negative was the very same sentence)
 def test_refuses_the_student():
     image, text, ids = keys(0, 2)
     with pytest.raises(ValueError, match="teacher's keys only"):

@@ -30,12 +30,8 @@ from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures,
 from vlp.data.image.decode import JpegImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform, names_a_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
-<<<<<<< HEAD
-from vlp.data.schema import TextKind, texts_of
-from vlp.data.shards.index import require_one_split
-=======
 from vlp.data.schema import TextKind, normalised_caption, texts_of
->>>>>>> ce21c156 (Equal captions of two images are right for both, in losses, queue and recall: the hardest negative was the very same sentence)
+from vlp.data.shards.index import require_one_split
 from vlp.data.shards.remote import (
     DEFAULT_OUTAGES,
     OutageConfig,

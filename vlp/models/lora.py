@@ -86,7 +86,9 @@ def merged_lora(
         module, base, kind = name.rpartition(_BASE)
         rank = next((one for side, one in sides.items() if name.startswith(side)), None)
         if base and kind == "weight" and rank is not None:
-            product = state[module + _HIGH].float() @ state[module + _LOW].float()
+            # Of a convolution the first matrix has its kernel, (rank, channels, rows, columns).
+            high, low = state[module + _HIGH].float(), state[module + _LOW].float()
+            product = (high.flatten(1) @ low.flatten(1)).view_as(tensor)
             tensor = tensor + (SCALE * product).to(tensor)
         merged[f"{module}.{kind}" if base else name] = tensor
     parts = {

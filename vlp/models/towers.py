@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vlp.config import ConfigError
 from vlp.io import check_hub, may_be_on_hub, parse_json
@@ -139,12 +140,6 @@ def create_text_tower(config: TextConfig) -> nn.Module:
             f"text.vocab_size is {config.vocab_size}, and text.architecture has "
             f"{settings.vocab_size} word pieces; set text.vocab_size={settings.vocab_size}"
         )
-    most = getattr(settings, "max_position_embeddings", config.max_tokens)
-    if config.max_tokens > most:
-        raise ConfigError(
-            f"text.max_tokens {config.max_tokens} is more than the {most} positions of "
-            "text.architecture"
-        )
     make, kinds = partial(AutoModel.from_config, settings), MODEL_MAPPING[type(settings)]
     one: Any = kinds[0] if isinstance(kinds, tuple) else kinds
     if "add_pooling_layer" in inspect.signature(one).parameters:
@@ -155,7 +150,33 @@ def create_text_tower(config: TextConfig) -> nn.Module:
         raise ConfigError(
             f"text.architecture: transformers makes no {kind} of it ({error!r})"
         ) from error
+    most = getattr(settings, "max_position_embeddings", config.max_tokens) - position_offset(tower)
+    if config.max_tokens > most:
+        raise ConfigError(
+            f"text.max_tokens {config.max_tokens} is more than the {most} positions of "
+            "text.architecture"
+        )
     return tower
+
+
+def position_offset(tower: nn.Module) -> int:
+    """Return the place of a text's first position: RoBERTa's lies behind the id of padding."""
+    for name, module in tower.named_modules():
+        padding: Any = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            return int(padding) + 1
+    return 0
+
+
+def require_padding(tower: nn.Module | None, pad_id: int) -> None:
+    """Require that a tower which finds positions by the id of padding knows the vocabulary's."""
+    offset = 0 if tower is None else position_offset(tower)
+    if offset and offset - 1 != pad_id:
+        raise ConfigError(
+            f"text.architecture.pad_token_id is {offset - 1} and data.vocabulary pads with "
+            f"{pad_id}, by which this tower finds the places of words; set "
+            f"text.architecture.pad_token_id={pad_id}, or the vocabulary of the weights"
+        )
 
 
 def transformers_config(config: TextConfig) -> Any:
@@ -265,9 +286,35 @@ class TrainableTower(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all but a frozen tower."""
+        """Set the mode of all but a frozen tower and frozen batch norms, whose statistics stay."""
         super().train(mode)
         for name, child in self.named_children():
             if self.frozen and name not in self.AFTER:
                 child.eval()
+        for norm in batch_norms(self):
+            if not any(parameter.requires_grad for parameter in norm.parameters()):
+                norm.eval()
         return self
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that keep statistics of batches."""
+    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+
+
+def require_whole_batches(task: nn.Module, ranks: int, recomputed: str | None) -> None:
+    """Require that batch norms of towers see each global batch whole, and once.
+
+    Args:
+        task: in training mode.
+        ranks: that share a batch.
+        recomputed: key of the configuration that runs a pass in chunks or twice.
+    """
+    towers = [part for part in task.modules() if isinstance(part, TrainableTower)]
+    if (ranks > 1 or recomputed) and any(
+        norm.training for tower in towers for norm in batch_norms(tower)
+    ):
+        raise ConfigError(
+            f"a tower has batch norms, whose statistics {recomputed or 'several ranks'} would "
+            "change: use one rank without it, another tower, or freeze the tower (trainable: 0)"
+        )

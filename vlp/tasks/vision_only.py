@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vlp.config import Config
 from vlp.io import parse_json, write_json, write_tensors
+from vlp.models.folder import require_sizes
 from vlp.tasks.task import PlainTask, Precision
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -90,7 +92,9 @@ def load_task(folder: str | Path) -> VisionTask:
     """Load a trained task in evaluation mode, on the CPU."""
     config, known, state = read_task(folder)
     kind: type[VisionTask] = getattr(_module(config["kind"]), KINDS[config["kind"]])
-    task = kind.restore(kind.config_class.model_validate(config), known)
+    make = partial(kind.restore, kind.config_class.model_validate(config), known)
+    require_sizes(config, make, state, Path(folder) / CONFIG)
+    task = make()
     try:
         task.load_state_dict(state)
     except RuntimeError as error:

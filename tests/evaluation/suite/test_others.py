@@ -180,6 +180,49 @@ def test_mistakes_are_told(tmp_path, monkeypatch):
         other_model("open_clip:ViT-B-32/openai").load()
 
 
+def test_models_that_are_not_what_their_name_says_are_refused(tmp_path):
+    """A BLIP for matching lacks the towers of a dual encoder; NaFlex reads more than pixels."""
+    words = {"vocab_size": 4 + len(WORDS), "max_position_embeddings": 16}
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+    config = transformers.BlipConfig(
+        text_config=TOWER | words | special | {"encoder_hidden_size": 16}, vision_config=SEEN
+    )
+    images = transformers.BlipImageProcessor(size={"height": 32, "width": 32})
+    for folder, model, processor in (
+        (
+            tmp_path / "blip",
+            transformers.BlipForImageTextRetrieval(config),
+            transformers.BlipProcessor(images, tokenizer("towers")),
+        ),
+        (
+            tmp_path / "naflex",
+            transformers.Siglip2Model(
+                transformers.Siglip2Config(
+                    text_config=TOWER | words,
+                    vision_config=TOWER | {"num_patches": 16, "patch_size": 8},
+                )
+            ),
+            transformers.Siglip2Processor(
+                transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16),
+                tokenizer("siglip"),
+            ),
+        ),
+    ):
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    with pytest.raises(EvaluationError, match=r"lack these weights, .*logit_scale"):
+        other_model(f"transformers:{tmp_path}/blip").load()
+    with pytest.raises(EvaluationError, match="spatial_shapes"):
+        other_model(f"transformers:{tmp_path}/naflex").load()
+
+
+def test_long_texts_are_counted(other):
+    folder, *_ = other
+    text = other_model(f"transformers:{folder}").load().text
+    assert text.count_cut([]) == 0
+    assert text.count_cut(["a blue square", "a " * 20]) == 1
+
+
 @pytest.mark.skipif(importlib.util.find_spec("open_clip") is None, reason="needs open_clip")
 def test_similarities_are_those_of_open_clip(image, tmp_path):
     import open_clip

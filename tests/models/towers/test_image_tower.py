@@ -296,6 +296,30 @@ def test_weights_of_another_tower_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("there", "heads", "message"),
+    [
+        ("vit_base_patch16_clip_quickgelu_224", 2, r"mlp\.act is QuickGELU"),
+        ("vit_base_patch16_clip_224", 4, "num_heads is 4 there and 2 here"),
+        ("vit_base_patch16_clip_224", 2, None),
+    ],
+)
+def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_path):
+    args = TINY | {"num_heads": heads, "img_size": 32}
+    vit = timm.create_model(there, num_classes=0, **args)
+    save_file(vit.state_dict(), tmp_path / "model.safetensors")
+    config = {"architecture": there, "model_args": args, "num_classes": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    image = {"architecture_options": TINY | {"num_heads": 2}, "weights": str(tmp_path)}
+    model = VLPModel(sizes("vit_base_patch16_clip_224", 16, 2, **image))
+    if message is None:
+        (report,) = load_public_weights(model)
+        assert not report.notes
+    else:
+        with pytest.raises(ConfigError, match=rf"image\.weights: .*{message}"):
+            load_public_weights(model)
+
+
+@pytest.mark.parametrize(
     ("key", "message"),
     [({"pool": 3}, "pool 3 does not divide"), ({"architecture": {"depth": 1}}, "timm's `name`")],
 )

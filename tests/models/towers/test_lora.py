@@ -142,3 +142,17 @@ def test_merged_weights_are_sums_by_hand():
     )
     torch.testing.assert_close(merged[f"{name}.weight"], by_hand)
     assert torch.equal(merged["match_head.weight"], base)
+
+
+def test_a_merged_convolution_is_pefts():
+    peft = pytest.importorskip("peft")
+    layer = torch.nn.Sequential()
+    layer.add_module("qkv", torch.nn.Conv2d(3, 6, 2))
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, lora_alpha=4, target_modules=["qkv"], init_lora_weights=False), layer
+    )
+    image = torch.randn(1, 3, 5, 5)
+    state = {f"image_encoder.{name}": value for name, value in layer.state_dict().items()}
+    merged, _ = merged_lora(state, model(image=TINY_MODEL["image"] | {"lora": 2}).config)
+    weight, bias = (merged[f"image_encoder.qkv.{kind}"] for kind in ("weight", "bias"))
+    torch.testing.assert_close(torch.nn.functional.conv2d(image, weight, bias), layer(image))

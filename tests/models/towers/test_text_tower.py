@@ -15,6 +15,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.load import load_public_weights
+from vlp.models.towers import require_padding
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
@@ -174,5 +175,33 @@ def test_unfit_towers_are_refused_in_a_sentence(text, message):
 def test_weights_of_another_tower_are_refused(tmp_path):
     saved("distilbert", tmp_path)
     model = VLPModel(sizes(architecture=architecture("bert"), weights=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"text\.weights: .* missing"):
+    with pytest.raises(
+        ConfigError, match=r"text\.weights: .*model_type is distilbert there and bert here"
+    ):
         load_public_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "key"),
+    [
+        ("bert", {"num_attention_heads": 1}, "num_attention_heads"),
+        ("roberta", {"hidden_act": "relu"}, "hidden_act"),
+        ("roberta", {"pad_token_id": 0}, "pad_token_id"),
+        ("mpnet", {"layer_norm_eps": 1e-3}, "layer_norm_eps"),
+    ],
+)
+def test_settings_that_no_shape_tells_are_compared(kind, change, key, tmp_path):
+    saved(kind, tmp_path)
+    model = VLPModel(sizes(architecture=architecture(kind) | change, weights=str(tmp_path)))
+    with pytest.raises(ConfigError, match=rf"text\.weights: .*{key} is "):
+        load_public_weights(model)
+
+
+def test_positions_that_begin_behind_the_id_of_padding():
+    with pytest.raises(ConfigError, match="more than the 38 positions"):
+        VLPModel(sizes(architecture=architecture("roberta"), max_tokens=39))
+    tower = VLPModel(sizes(architecture=architecture("roberta"))).text_encoder.tower
+    require_padding(tower, 1)
+    require_padding(None, 0)
+    with pytest.raises(ConfigError, match=r"set text\.architecture\.pad_token_id=0"):
+        require_padding(tower, 0)

@@ -9,6 +9,7 @@ from tests_support import TINY_MODEL
 
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
+from vlp.models.towers import batch_norms, require_whole_batches
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
 from vlp.training.optimiser import parameter_groups
@@ -51,6 +52,29 @@ def test_number_of_last_blocks_that_are_trained(image):
         assert all(name.startswith("layers.") for name in names)
     whole = model(image=image).image_encoder
     assert trained(whole) == {name for name, _ in whole.named_parameters()}
+
+
+def test_statistics_of_frozen_batch_norms_stay():
+    xcit = {
+        "architecture": "xcit_nano_12_p16_224",
+        "architecture_options": {"depth": 2, "embed_dim": 32, "num_heads": 2},
+        "patch_size": 16,
+        "image_size": 32,
+    }
+    for trainable, moving in ((0, 0), (1, 1), ("all", 6)):
+        built = model(image=xcit | {"trainable": trainable}).train()
+        norms = batch_norms(built)
+        before = [norm.running_mean.clone() for norm in norms]
+        built.encode_image(torch.rand(4, 3, 32, 32))
+        moved = [not torch.equal(norm.running_mean, old) for norm, old in zip(norms, before)]
+        assert sum(moved) == moving
+        for ranks, key in ((2, None), (1, "training.grad_cache")):
+            if moving:
+                with pytest.raises(ConfigError, match="statistics"):
+                    require_whole_batches(built, ranks, key)
+            else:
+                require_whole_batches(built, ranks, key)
+        require_whole_batches(built, 1, None)
 
 
 def test_norms_of_token_encodings_are_embeddings():

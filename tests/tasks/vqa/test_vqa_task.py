@@ -105,6 +105,16 @@ class TestTask:
         torch.testing.assert_close(again(batch, 0).loss, task(batch, 0).loss)
         assert from_pretrained(tmp_path).model.config == task.model.config
 
+    @pytest.mark.parametrize("key", ["layers", "intermediate"])
+    def test_sizes_that_the_heads_weights_are_not_of_are_refused(self, trained, tmp_path, key):
+        task, _ = trained
+        task.save_model(tmp_path, task.state_dict())
+        said = json.loads((tmp_path / "task.json").read_text())
+        said["task"]["decoder"][key] = 10**9
+        (tmp_path / "task.json").write_text(json.dumps(said))
+        with pytest.raises(ConfigError, match=r"task\.json: .*weights"):
+            load_task(tmp_path)
+
 
 def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(shards):
     parts = toy_parts()

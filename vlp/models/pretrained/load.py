@@ -23,8 +23,14 @@ from vlp.config import ConfigError
 from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.blocks import NORM_EPS
 from vlp.models.config import ModelConfig
-from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
-from vlp.models.towers import fit_image_tower
+from vlp.models.pretrained.published import (
+    Published,
+    network_settings,
+    read_bert,
+    read_vit,
+    vit_settings,
+)
+from vlp.models.towers import fit_image_tower, transformers_config
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
@@ -96,8 +102,10 @@ def check_bert(
     return []
 
 
-def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: str) -> list[str]:
-    """Hold a ViT's settings against the image encoder's, both as `vit_settings` gives them.
+def check_vit(
+    there: Mapping[str, Any] | nn.Module | None, here: Mapping[str, Any], source: str
+) -> list[str]:
+    """Hold a ViT's settings, or timm's network, against the image encoder's `vit_settings`.
 
     Another epsilon of the norms is noted alone: transformers states 1e-12 for the very weights that
     timm has with 1e-6.
@@ -107,6 +115,8 @@ def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: 
     """
     if there is None:
         return [TRUSTED.format(here["heads"])]
+    if isinstance(there, nn.Module):
+        there = vit_settings(there, source)
     wrong = []
     if there["heads"] != here["heads"]:
         wrong.append(
@@ -123,6 +133,77 @@ def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: 
     if there["norm_eps"] != here["norm_eps"]:
         return [f"norms add {there['norm_eps']:g} to the variance there, {here['norm_eps']:g} here"]
     return []
+
+
+def check_image_tower(
+    there: Mapping[str, Any] | nn.Module | None,
+    tower: nn.Module,
+    state: Mapping[str, Tensor],
+    source: str,
+) -> list[str]:
+    """Hold the settings of weights (`state`) against a tower of timm, as `check_vit` does."""
+    sizes = there.state_dict() if isinstance(there, nn.Module) else {}
+    foreign = any(
+        sizes[name].shape != state[name].shape and "pos" not in name
+        for name in sizes.keys() & state.keys()
+    )
+    if there is None or foreign:
+        return ["the source does not tell its heads and functions: taken as the tower's"]
+    if not isinstance(there, nn.Module):
+        return check_vit(there, vit_settings(tower, "image.architecture"), source)
+    ours, theirs = network_settings(tower), network_settings(there)
+    _require_equal(
+        [(f"vit.{key}", theirs[key], ours[key]) for key in theirs.keys() & ours.keys()], source
+    )
+    return []
+
+
+# All else of a configuration of transformers changes what a model computes.
+_OF_TRAINING = re.compile(
+    r"_.*|.*(dropout|drop_prob|initializer|token_id|label|output_|pruned|classifier|chunk_size).*"
+    r"|architectures|auto_map|d?type|torch_dtype|transformers_version|use_cache|use_return_dict"
+    r"|return_dict|gradient_checkpointing|problem_type|finetuning_task|task_specific_params"
+    r"|tie_.*|vocab_size|max_position_embeddings|is_encoder_decoder|summary_.*|.*_pred(iction)?"
+    r"|.*_loss.*|tokenizer_class|language|max_length|reference_compile|deterministic_.*"
+)
+
+
+def check_text_tower(
+    there: Mapping[str, Any] | None, config: ModelConfig, source: str
+) -> list[str]:
+    """Hold the config.json of weights against `text.architecture`.
+
+    Args:
+        there: None where the source has none.
+        config: the model's.
+        source: what the message calls it.
+
+    Returns:
+        Notes for the report.
+    """
+    if there is None:
+        return ["the source does not tell its heads and functions: taken as text.architecture's"]
+    ours = transformers_config(config.text)
+    theirs = transformers_config(config.text.model_copy(update={"architecture": dict(there)}))
+    here, other = ours.to_dict(), theirs.to_dict()
+    if ours.model_type != theirs.model_type:
+        here, other = {"model_type": ours.model_type}, {"model_type": theirs.model_type}
+    keys = [key for key in other if key == "pad_token_id" or not _OF_TRAINING.fullmatch(key)]
+    _require_equal(
+        [(f"text.architecture.{key} is", other[key], here.get(key)) for key in keys], source
+    )
+    return []
+
+
+def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> None:
+    """Require equal values of (what it is, there, here)."""
+    wrong = [
+        f"{what} {there!s} there and {here!s} here"
+        for what, there, here in settings
+        if there != here
+    ]
+    if wrong:
+        raise ConfigError(f"{source} does not fit: {listed(sorted(wrong))}")
 
 
 def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
@@ -239,7 +320,8 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
         FileNotFoundError: it is neither here nor on the hub.
     """
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
-    there = read_vit(name, with_settings=False).state
+    there, settings = read_vit(name)
+    notes = check_image_tower(settings, encoder.vit, there, source)
     fitted = fit_image_tower(encoder.vit, there)
     here = encoder.vit.state_dict()
     unused = [key for key in fitted if key not in here and key.startswith(_IMAGE_UNUSED)]
@@ -251,17 +333,24 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
     ]
     report = copy_weights(encoder, found, source, unused, IMAGE_OWN)
     matched = [name for name in report.matched if name not in resized]
-    return report._replace(matched=matched, resized=resized)
+    return report._replace(matched=matched, resized=resized, notes=(*report.notes, *notes))
 
 
-def load_text_tower(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadReport:
+def load_text_tower(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> LoadReport:
     """Start the text tower from public weights of the same model, whose heads are left out.
 
     Args:
         model: has a tower of `text.architecture`.
         state: by the names of transformers, with the model's prefix (`roberta.`) or without.
         source: what the report and messages call it.
+        settings: its config.json, if it has one.
     """
+    notes = check_text_tower(settings, model.config, source)
     encoder = model.text_encoder
     tower: Any = encoder.tower
     parts = {name for name, _ in tower.named_children()}
@@ -272,9 +361,10 @@ def load_text_tower(model: VLPModel, state: Mapping[str, Tensor], source: str) -
         if name.partition(".")[0] not in parts or name.endswith(".position_ids")
     ]
     found = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
-    return copy_weights(
+    report = copy_weights(
         encoder, found, f"{source} -> text encoder", unused, (r"projection\.", r"adapter\.")
     )
+    return report._replace(notes=(*report.notes, *notes))
 
 
 def todays_names(
@@ -333,7 +423,7 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
         with _about("text.weights"):
             bert = read_bert(name)
             if model.config.text.architecture:
-                reports.append(load_text_tower(model, bert.state, name))
+                reports.append(load_text_tower(model, bert.state, name, bert.settings))
             else:
                 reports += load_bert(model, bert.state, name, bert.settings)
     if name := model.config.cross.weights:
@@ -466,7 +556,7 @@ def load_vit(
     model: VLPModel,
     state: Mapping[str, Tensor],
     source: str,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | nn.Module | None = None,
 ) -> LoadReport:
     """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid.
 

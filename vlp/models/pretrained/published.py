@@ -137,12 +137,12 @@ _LOCAL, _HUB = "local-dir:", ("hf-hub:", "hf_hub:")
 class Published(NamedTuple):
     """Tensors under the source's own names, and what no shape of theirs tells.
 
-    settings: of a BERT its config.json; of a ViT as `vit_settings` gives them; None of a file
-    alone, which says nothing beside its tensors.
+    settings: of a BERT its config.json; of a ViT as `vit_settings` gives them, or timm's network,
+    without weights; None of a file alone, which says nothing beside its tensors.
     """
 
     state: dict[str, Tensor]
-    settings: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] | nn.Module | None = None
 
 
 def read_bert(name: str) -> Published:
@@ -157,11 +157,10 @@ def read_bert(name: str) -> Published:
     return Published(read_tensors(weights), _read_config(config))
 
 
-def read_vit(name: str, with_settings: bool = True) -> Published:
+def read_vit(name: str) -> Published:
     """A public ViT or DeiT in timm's names: a file, folder, hub name, or model that timm knows.
 
-    Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers. Without
-    settings, which `vit_settings` gives, any other model of timm is read, too.
+    Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers.
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
@@ -169,11 +168,11 @@ def read_vit(name: str, with_settings: bool = True) -> Published:
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
     if not (name.startswith((_LOCAL, *_HUB)) or "/" in name or Path(name).is_dir()):
-        return _from_timm(name, with_settings)
+        return _from_timm(name)
     config_file, weights = _find(name)
     config, state = _read_config(config_file), read_tensors(weights)
     if "architecture" in config:
-        return Published(state, _settings_of_folder(config_file.parent) if with_settings else None)
+        return Published(state, _network_of_folder(config_file.parent))
     if config.get("model_type") in ("vit", "deit"):
         return Published(timm_names(state, name), timm_settings(config))
     raise ValueError(
@@ -193,6 +192,29 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
         "activation": str(block.mlp.act),
         "norm_eps": block.norm1.eps,
     }
+
+
+_TOLD = ("num_heads", "eps", "scale", "num_prefix_tokens", "temperature", "in_pixels")
+_IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
+
+
+def network_settings(network: nn.Module) -> dict[str, str]:
+    """Return the settings of a timm model that tensors do not tell, by the names of its modules.
+
+    These are types of modules, heads, activations, and epsilons of norms.
+    """
+    found = {}
+    for name, module in network.named_modules():
+        # A class with position encodings is made of timm's.
+        kind = next(one for one in type(module).__mro__ if "." in one.__module__)
+        if kind.__name__ in _IDLE or kind.__module__.startswith("vlp."):
+            continue
+        plain = not (list(module.parameters()) or list(module.children()))
+        found[f"{name} is"] = str(module) if plain else kind.__name__
+        for key in _TOLD:
+            if isinstance(value := getattr(module, key, None), int | float):
+                found[f"{name}.{key} is"] = f"{value:g}"
+    return found
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -251,7 +273,7 @@ def _from_hub(name: str) -> tuple[Path, Path]:
     raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {where}")
 
 
-def _from_timm(name: str, with_settings: bool) -> Published:
+def _from_timm(name: str) -> Published:
     import timm
 
     if not timm.is_model(name):
@@ -265,19 +287,18 @@ def _from_timm(name: str, with_settings: bool) -> Published:
     except Exception as error:  # of the tag, the network, the service or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(f"cannot load {name}: {reason}") from error
-    return Published(dict(vit.state_dict()), vit_settings(vit, name) if with_settings else None)
+    return Published(dict(vit.state_dict()), vit)
 
 
-def _settings_of_folder(folder: Path) -> dict[str, Any]:
-    """Return the settings that timm reads from a folder's configuration, without its weights."""
+def _network_of_folder(folder: Path) -> nn.Module:
+    """Make the model that timm reads from a folder's configuration, without its weights."""
     import timm
 
     try:
         with torch.device("meta"):
-            vit = timm.create_model(f"{_LOCAL}{folder}", pretrained=False)
+            return timm.create_model(f"{_LOCAL}{folder}", pretrained=False)
     except Exception as error:  # of any key that its configuration has
         raise ValueError(f"{folder / CONFIG}: timm makes no model of it ({error})") from error
-    return vit_settings(vit, str(folder))
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -36,6 +37,7 @@ from vlp.models.folder import (
     from_pretrained,
     plain_config,
     read_heads,
+    require_sizes,
     save_pretrained,
     start_from,
 )
@@ -170,7 +172,9 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     if spec.restore is None:
         raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
     checked = validated(config, spec.config, (loaded.folder or Path()) / TASK)
-    task: Downstream = spec.restore(checked, loaded, known)
+    restore = partial(spec.restore, checked, loaded, known)
+    require_sizes(config, restore, loaded.heads, (loaded.folder or Path()) / TASK)
+    task: Downstream = restore()
     try:
         missing, unknown = task.load_state_dict(dict(loaded.heads), strict=False)
     except RuntimeError as error:
