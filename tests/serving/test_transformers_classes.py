@@ -223,6 +223,41 @@ def test_options_of_from_pretrained(folder):
         vlp.VlpConfig(text={"widht": 3})
 
 
+def test_weights_that_are_given_take_the_place_of_the_folders(folder):
+    model = vlp.VlpModel.from_pretrained(folder)
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    found, info = vlp.VlpModel.from_pretrained(folder, state_dict=zeros, output_loading_info=True)
+    assert not any(value.any() for value in found.state_dict().values())
+    assert not any(info.values())
+    lost = zeros.pop("match_head.bias")
+    _, info = vlp.VlpModel.from_pretrained(
+        folder, state_dict={**zeros, "more": lost}, output_loading_info=True
+    )
+    assert (info["missing_keys"], info["unexpected_keys"]) == ({"match_head.bias"}, {"more"})
+
+
+def test_padding_may_stand_anywhere(model, processor, photo):
+    given = processor(images=photo, text=TEXTS, return_tensors="pt", padding="max_length")
+    with torch.no_grad():
+        wanted = model(**given, match=True)
+        order = given["attention_mask"].int().argsort(dim=1, stable=True)
+        left = {n: given[n].gather(1, order) for n in ("input_ids", "attention_mask", "word_mask")}
+        found = model(pixel_values=given["pixel_values"], **left, match=True)
+        alone = model.encode_text(left, normalize=True)
+    assert torch.equal(found.logits_per_image, wanted.logits_per_image)
+    assert torch.equal(found.itm_logits, wanted.itm_logits)
+    torch.testing.assert_close(alone, wanted.text_embeds)
+
+
+def test_accelerate_fills_an_empty_model_from_a_folder(folder, inputs, model):
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        empty = vlp.VlpModel(vlp.VlpConfig.from_pretrained(folder))
+    found = accelerate.load_checkpoint_and_dispatch(empty, str(folder), device_map={"": "cpu"})
+    with torch.no_grad():
+        assert torch.equal(found.eval().match(**inputs), model.match(**inputs))
+
+
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_part_of_a_section_leaves_the_rest(folder, auto):
     from transformers import AutoModel

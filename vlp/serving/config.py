@@ -98,8 +98,7 @@ AutoConfig.register("vlp", VlpConfig, exist_ok=True)
 
 _IGNORED = {
     *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
-    "output_loading_info",
-    *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
+    *("trust_remote_code", "use_safetensors", "weights_only", "tp_plan"),
 }
 """Arguments of transformers' `from_pretrained` that change nothing here."""
 OF_PROCESSORS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import placed, read_model, save_model
+from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, pairs_of
@@ -73,6 +75,7 @@ class VlpAnswers(ModelOutput):
 
 
 _PREFIX = "model."
+logger = logging.getLogger(__name__)
 
 
 class VlpModel(PreTrainedModel):
@@ -89,11 +92,22 @@ class VlpModel(PreTrainedModel):
     def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
         super().__init__(config)
         self.model = VLPModel(config.sizes) if model is None else model
+        # Under their names in a folder, too, where accelerate looks for them.
+        self._buffers = self.model._buffers
+        self._non_persistent_buffers_set = set(self._buffers)
         self.register_load_state_dict_pre_hook(_take_names_of_a_folder)
+        self.register_state_dict_post_hook(_give_names_of_a_folder)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Leave the weights: `VLPModel` has its own start."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part of the model by its name in a folder, under which accelerate looks."""
+        inner = self.__dict__.get("_modules", {}).get("model")
+        if inner is not None and name in inner._modules:
+            return inner._modules[name]
+        return super().__getattr__(name)
 
     def forward(
         self,
@@ -111,7 +125,7 @@ class VlpModel(PreTrainedModel):
 
         Args:
             pixel_values: (I, 3, height, width), from the processor.
-            input_ids: (T, N) int64; padding at the end.
+            input_ids: (T, N) int64; padding moves to the end.
             attention_mask: (T, N), 1 = not padding; None: all.
             word_mask: (T, N) bool, from the processor; None: all but each text's first and last
                 token. Anchors and matching read it.
@@ -252,13 +266,18 @@ class VlpModel(PreTrainedModel):
         config: VlpConfig | None = None,
         dtype: torch.dtype | str | None = None,
         device_map: Any = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        output_loading_info: bool = False,
         **options: Any,
-    ) -> Self:
+    ) -> Self | tuple[Self, dict[str, Any]]:
         """Read a model folder that training, `save_pretrained` or the hub has.
 
         Args:
             dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
             device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
+            state_dict: weights in place of the folder's; those that it lacks are new, with a
+                warning.
+            output_loading_info: return also names of missing and unexpected weights.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
                 `force_download`), or keys of the configuration; a part of a section leaves the
                 rest of it.
@@ -270,10 +289,12 @@ class VlpModel(PreTrainedModel):
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
-        model = read_model(folder, config.sizes)
-        model = placed(model, one_device(device_map), dtype)
+        model = None if state_dict is not None else read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
-        return cls(config, model).eval()
+        made = cls(config, model).eval()
+        report = loaded_from(made, state_dict)
+        placed(made.model, one_device(device_map), dtype)
+        return (made, report) if output_loading_info else made
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -299,12 +320,15 @@ def text_inputs(
     """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
 
     Args:
+        input_ids: (B, N) int64; padding moves to the end.
         word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
     """
     every = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
     mask = every if attention_mask is None else attention_mask.bool()
-    words = _words_between(mask) if word_mask is None else word_mask.bool()
-    tokens = TextTokens(input_ids, mask, words)
+    parts = [input_ids, mask] if word_mask is None else [input_ids, mask, word_mask.bool()]
+    order = mask.int().argsort(dim=1, descending=True, stable=True)
+    input_ids, mask, *words = (part.gather(1, order) for part in parts)
+    tokens = TextTokens(input_ids, mask, words[0] if words else _words_between(mask))
     if input_ids.shape[1] <= most:
         return tokens
     kept = torch.arange(most, device=input_ids.device).repeat(len(input_ids), 1)
@@ -325,6 +349,25 @@ def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_:
         inner = name.removeprefix(prefix)
         if not inner.startswith(_PREFIX):
             state[f"{prefix}{_PREFIX}{inner}"] = state.pop(name)
+
+
+def _give_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Name weights as a folder does, so that accelerate finds those of its files."""
+    for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
+        state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)
+
+
+def loaded_from(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Load weights, if there are any, and report as transformers' `output_loading_info` does."""
+    missing, unexpected = (
+        model.load_state_dict(state, strict=False) if state is not None else ((), ())
+    )
+    names = [[name.removeprefix(_PREFIX) for name in found] for found in (missing, unexpected)]
+    for said, found in zip(("new, as state_dict lacks them", "not used of state_dict"), names):
+        if found:
+            logger.warning("these weights are %s: %s", said, listed(found))
+    keys = dict(zip(("missing_keys", "unexpected_keys"), map(set, names)))
+    return {**keys, "mismatched_keys": set(), "error_msgs": []}
 
 
 def _contrastive(logits: Tensor) -> Tensor:
@@ -414,8 +457,10 @@ class VlpForQuestionAnswering(PreTrainedModel):
         config: VlpConfig | None = None,
         dtype: torch.dtype | str | None = None,
         device_map: Any = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        output_loading_info: bool = False,
         **options: Any,
-    ) -> Self:
+    ) -> Self | tuple[Self, dict[str, Any]]:
         """Read a folder of `vlp finetune vqa`; arguments as of `VlpModel.from_pretrained`."""
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = type_of(dtype, options)
@@ -426,8 +471,10 @@ class VlpForQuestionAnswering(PreTrainedModel):
         answers = dict(enumerate(task.answers))
         own = VlpConfig.of(task.model.config, id2label=answers)
         own.name_or_path = str(pretrained_model_name_or_path)
+        made = cls(own, task).eval()
+        report = loaded_from(made, state_dict)
         placed(task, one_device(device_map), dtype)
-        return cls(own, task).eval()
+        return (made, report) if output_loading_info else made
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -440,7 +487,9 @@ class VlpForQuestionAnswering(PreTrainedModel):
         """Write the whole folder, its tokenizer and preparation included, as fine-tuning does."""
         if not is_main_process:
             return
-        self.task.save_model(Path(save_directory), self.task.state_dict())
+        state = self.state_dict() if state_dict is None else state_dict
+        own = {name.removeprefix("task."): tensor for name, tensor in state.items()}
+        self.task.save_model(Path(save_directory), own)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
 

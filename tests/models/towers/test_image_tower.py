@@ -309,8 +309,7 @@ def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_pa
     save_file(vit.state_dict(), tmp_path / "model.safetensors")
     config = {"architecture": there, "model_args": args, "num_classes": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    image = {"architecture_options": TINY | {"num_heads": 2}, "weights": str(tmp_path)}
-    model = VLPModel(sizes("vit_base_patch16_clip_224", 16, 2, **image))
+    model = VLPModel(sizes("vit_base_patch16_clip_224", 16, 2, weights=str(tmp_path)))
     if message is None:
         (report,) = load_public_weights(model)
         assert not report.notes

@@ -56,8 +56,12 @@ def test_number_of_last_blocks_that_are_trained(image):
 
 def test_statistics_of_frozen_batch_norms_stay():
     xcit = {
-        "architecture": "xcit_nano_12_p16_224",
-        "architecture_options": {"depth": 2, "embed_dim": 32, "num_heads": 2},
+        "architecture": {
+            "name": "xcit_nano_12_p16_224",
+            "depth": 2,
+            "embed_dim": 32,
+            "num_heads": 2,
+        },
         "patch_size": 16,
         "image_size": 32,
     }
