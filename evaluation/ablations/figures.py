@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from evaluation.ablations.config import AblationConfig, FineTunedConfig, MeasuredConfig
@@ -98,18 +98,39 @@ def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
         )
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
-    return figures | last_losses(read_log(folder / "log.jsonl")[0])
+    report = folder / "report.json"
+    said = parse_json(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    log, _ = read_log(folder / "log.jsonl")
+    return figures | last_losses(log, said.get("resumed_at_steps", ()))
 
 
-def last_losses(log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`."""
-    found: dict[str, list[float]] = {}
+def last_losses(log: Sequence[Mapping[str, Any]], resumed: Sequence[int] = ()) -> dict[str, float]:
+    """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`.
+
+    Args:
+        log: lines of the training.
+        resumed: steps at which it was resumed; the next line is the mean of fewer steps.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    before = 0
     for row in log:
-        if row["step"] > 0.8 * log[-1]["step"]:
+        step = row["step"]
+        start = max([before, *(again for again in resumed if again < step)])
+        share = (step - start) / max(step - before, 1) or 1.0
+        if step > 0.8 * log[-1]["step"]:
             for name, value in row.items():
                 if name.startswith("loss/") and value is not None:  # None was not finite
-                    found.setdefault(f"training/{name.removeprefix('loss/')}", []).append(value)
-    return {name: mean(values) for name, values in found.items()}
+                    key = f"training/{name.removeprefix('loss/')}"
+                    found.setdefault(key, []).append((value, share))
+        if "samples" in row:  # a line of training, not of a validation
+            before = step
+    return {name: _mean(values) for name, values in found.items()}
+
+
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """Average (value, weight), exactly so where all weights are equal."""
+    each, weights = zip(*values)
+    return mean(each) if len(set(weights)) == 1 else fmean(each, weights)
 
 
 def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,13 +184,16 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         tail, adam.model_copy(update={"lr_multipliers": {**adam.lr_multipliers, **rates}})
     )
     batches = _batches(len(stored.labels["train"]), config)
+    if said := adam.endless_warmup(len(batches)):
+        print(said, file=sys.stderr)
     half = training.precision == "bf16"
     started, cost = time.monotonic(), []
     tail.train()
     for step, numbers in enumerate(batches):
         busy = time.process_time()
-        rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup_steps)
-        set_learning_rate(optimiser, learning_rate(step, len(batches), *rate))
+        total = len(batches)
+        rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup(total))
+        set_learning_rate(optimiser, learning_rate(step, total, *rate))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             logits = tail(stored.of["train"][numbers])
         loss = functional.cross_entropy(

@@ -358,3 +358,17 @@ def test_a_rank_without_samples_does_not_count():
     output = ranks.run([SCRIPT], 2)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert found == {"loss/total": 2.0, "loss/words": 3.0, "statistics/bits": 3.0}
+
+
+def test_schedules_that_surprise_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a", steps=4, optimiser={"learning_rate": 1e-2, "warmup_steps": 4})
+    assert "warmup_steps 4 is not over when the run ends, after 4" in capsys.readouterr().err
+    run(tmp_path / "b", steps=4, optimiser={"learning_rate": 1e-2})
+    assert "optimiser.warmup_steps" not in capsys.readouterr().err
+    rates = [line["learning_rate"] for line in lines(tmp_path / "b")]
+    run(tmp_path / "b", resume=True, steps=8, optimiser={"learning_rate": 1e-3})
+    said = capsys.readouterr().err
+    now = learning_rate(4, 8, 1e-3, 1e-6, 0)
+    assert f"step 4 of 8 with learning rate {now:.4g}; it was {rates[-1]:.4g} at step 4" in said

@@ -195,3 +195,14 @@ def test_rates_rise_once_then_fall_and_stay_within_bounds(total, warmup, peak, s
 def test_a_task_without_parameters_is_refused():
     with pytest.raises(ValueError, match="no trainable parameters"):
         build_adamw(nn.Identity(), OptimiserConfig())
+
+
+def test_a_rate_never_ends_above_its_peak():
+    with pytest.raises(ValueError, match="is above the peak"):
+        OptimiserConfig(learning_rate=5e-7)
+    OptimiserConfig(learning_rate=5e-7, final_learning_rate=5e-7)
+
+
+def test_warm_up_is_a_share_of_short_runs():
+    assert [OptimiserConfig().warmup(total) for total in (5, 200, 10**6)] == [0, 20, 1000]
+    assert OptimiserConfig(warmup_steps=300).warmup(200) == 300

@@ -25,6 +25,7 @@ from vlp.data.limits import put_in_force
 from vlp.data.shards.sample_files import PausedDataError
 from vlp.io import redacted
 from vlp.lock import FolderLock
+from vlp.models.towers import require_whole_batches
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import RunConfig, TrainingConfig
 from vlp.training.engines.compile import checkpoint_activations
@@ -33,6 +34,7 @@ from vlp.training.engines.environment import (
     advise,
     allow_open_files,
     prepare_environment,
+    require_heeded_flags,
     start_deepspeed,
 )
 from vlp.training.log import require_access
@@ -137,6 +139,7 @@ def _run(
     with ExitStack() as held:
         try:
             with distributed.agreed(ConfigError):
+                require_heeded_flags(config.training)
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
                     held.enter_context(FolderLock(Path(config.output)))
@@ -146,6 +149,7 @@ def _run(
                     folder.require_run()
                 make_engine = _engine(config.training)
                 task, data = build(config)
+                require_whole_batches(task, distributed.world_size(), _recomputes(config.training))
             require_same_on_all_ranks(config, data.fingerprint)
             if select is not None:
                 best = select(config, task, data)
@@ -158,6 +162,14 @@ def _run(
         report = train(config, task, data, engine, folder, resume, best, signals)
     distributed.barrier()  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0
+
+
+def _recomputes(training: TrainingConfig) -> str | None:
+    """Return the key that runs a forward pass in chunks or twice, if one does."""
+    if getattr(training, "grad_cache", None):
+        return "training.grad_cache"
+    many = training.activation_checkpointing != "none"
+    return "training.activation_checkpointing" if many else None
 
 
 def _engine(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:

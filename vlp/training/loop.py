@@ -124,6 +124,7 @@ def train(
         ):
             if resume and not found:
                 log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
+            _say_schedule(config, log, progress.step, total)
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
             copies = CopyStream(engine.device)
@@ -269,8 +270,29 @@ def _rate(config: RunConfig, step: int, total: int) -> float:
         total,
         optimiser.learning_rate,
         optimiser.final_learning_rate,
-        optimiser.warmup_steps,
+        optimiser.warmup(total),
     )
+
+
+_TAUGHT = ("objectives", "task")  # what a configuration may have a teacher in
+
+
+def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
+    """Say what may surprise: a run that ends in its warm-up, and the rate of one that goes on."""
+    if said := config.training.optimiser.endless_warmup(total):
+        log.say(said)
+    teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TAUGHT)
+    if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
+        log.say(
+            f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
+            "its soft targets never have their whole share"
+        )
+    if step and "learning_rate" in log.last:
+        log.say(
+            f"resumed at step {step} of {total} with learning rate "
+            f"{_rate(config, min(step, total - 1), total):.4g}; it was "
+            f"{log.last['learning_rate']:.4g} at step {log.last['step']}"
+        )
 
 
 def _micro_step(

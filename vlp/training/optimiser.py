@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vlp.config import Config, ConfigError
@@ -24,7 +24,11 @@ class OptimiserConfig(Config):
 
     learning_rate: float = Field(1e-4, gt=0, description="peak, at the end of the warm-up")
     final_learning_rate: float = Field(1e-6, ge=0, description="at the end of the cosine schedule")
-    warmup_steps: int = Field(1000, ge=0, description="steps of linear warm-up")
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="steps of linear warm-up; null: 1000, or a tenth of the run where that is less",
+    )
     weight_decay: float = Field(
         0.02, ge=0, description="decoupled weight decay of AdamW; biases and norms are exempt"
     )
@@ -38,6 +42,29 @@ class OptimiserConfig(Config):
         description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
         "the longest that fits counts",
     )
+
+    @model_validator(mode="after")
+    def _falls(self) -> OptimiserConfig:
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate {self.final_learning_rate:g} is above the peak, "
+                f"learning_rate {self.learning_rate:g}"
+            )
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """Return the steps of warm-up in a run of so many."""
+        return min(1000, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+    def endless_warmup(self, total_steps: int) -> str:
+        """Say that a run ends within its warm-up; empty where it does not."""
+        warmup = self.warmup(total_steps)
+        if total_steps > warmup:
+            return ""
+        return (
+            f"warning: training.optimiser.warmup_steps {warmup} is not over when the run ends, "
+            f"after {total_steps} steps: its learning rate only rises"
+        )
 
 
 def undecayed(module: nn.Module) -> set[str]:

@@ -227,6 +227,13 @@ def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
     assert last_losses([]) == {}
 
 
+def test_a_line_after_a_resume_counts_as_much_as_its_steps():
+    rows = [{"step": step, "samples": 1, "loss/total": 1.0} for step in (80, 90, 100)]
+    rows[2]["loss/total"] = 4.0  # of steps 99 and 100 alone
+    assert last_losses(rows) == {"training/total": 2.5}
+    assert last_losses(rows, [40, 98]) == {"training/total": pytest.approx((1 + 0.2 * 4) / 1.2)}
+
+
 def test_stored_tables_are_printed_with_the_plan(capsys):
     assert main(["reproduce", "irpe_tables", "--plan", "--only", "product"]) == 0
     said = capsys.readouterr().out

@@ -55,16 +55,8 @@ def test_number_of_last_blocks_that_are_trained(image):
 
 
 def test_statistics_of_frozen_batch_norms_stay():
-    xcit = {
-        "architecture": {
-            "name": "xcit_nano_12_p16_224",
-            "depth": 2,
-            "embed_dim": 32,
-            "num_heads": 2,
-        },
-        "patch_size": 16,
-        "image_size": 32,
-    }
+    tower = {"name": "xcit_nano_12_p16_224", "depth": 2, "embed_dim": 32, "num_heads": 2}
+    xcit = {"architecture": tower, "patch_size": 16, "image_size": 32}
     for trainable, moving in ((0, 0), (1, 1), ("all", 6)):
         built = model(image=xcit | {"trainable": trainable}).train()
         norms = batch_norms(built)

@@ -146,3 +146,13 @@ def test_engines_go_on_from_each_others_checkpoints(tmp_path):
     output = ranks.run([SCRIPT, tmp_path], 2)
     for kind in ("ddp", "1", "3"):
         assert f"{kind} holds" in output
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CXX", "")
+    cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with pytest.raises(ConfigError, match=r"training\.compile=blocks needs a C\+\+ compiler"):
+        compile_task(nn.Linear(2, 2), "blocks", CPU)
+    compile_task(nn.Linear(2, 2), "none", CPU)

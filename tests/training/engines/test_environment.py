@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from vlp import distributed
-from vlp.training.engines.environment import is_emulated, prepare_environment
+from vlp.config import ConfigError
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.environment import (
+    is_emulated,
+    prepare_environment,
+    require_heeded_flags,
+)
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
@@ -87,3 +93,25 @@ def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
     assert not is_emulated(torch.device("cuda"), "bf16")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert not is_emulated(torch.device("cpu"), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "training"),
+    [
+        ("MIXED_PRECISION", "fp16", {"precision": "bf16"}),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", {}),
+        ("DYNAMO_BACKEND", "INDUCTOR", {}),
+        ("USE_DEEPSPEED", "true", {"engine": "ddp"}),
+        ("USE_FSDP", "true", {}),
+    ],
+)
+def test_flags_of_accelerate_that_nobody_reads_are_refused(
+    variable: str, value: str, training: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    settings = TrainingConfig.model_validate({"trackers": (), **training})
+    with pytest.raises(ConfigError, match="is not read; set training"):
+        require_heeded_flags(settings)
+    same = {"precision": "fp16", "gradient_accumulation_steps": 4, "engine": "deepspeed"}
+    if variable in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_DEEPSPEED"):
+        require_heeded_flags(settings.model_copy(update=same))

@@ -54,6 +54,19 @@ pairs, blocks: 10.2 GiB for 14.4.
 """
 
 
+def require_compiler(how: str) -> None:
+    """Require the C++ compiler that Inductor and Triton call."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # of any version of Inductor
+        raise ConfigError(
+            f"training.compile={how} needs a C++ compiler, and none runs here (PATH, CXX): install "
+            "g++, or set training.compile=none"
+        ) from error
+
+
 def compile_task(
     task: nn.Module, how: Compile, device: torch.device, backend: Backend = "inductor"
 ) -> None:
@@ -77,6 +90,7 @@ def compile_task(
     if how == "none":
         compile_regions(None)
         return
+    require_compiler(how)
     import torch._dynamo  # a second or two: none of the runs that stay as they are
     import torch._functorch.config
 

@@ -17,6 +17,8 @@ from datetime import timedelta
 import torch
 
 from vlp import distributed
+from vlp.config import ConfigError
+from vlp.training.config import TrainingConfig
 
 # Options of glibc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -41,6 +43,26 @@ def prepare_environment() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(cores_of_rank())
+
+
+# Variables of `accelerate launch`: what asks for nothing, and the key that is read instead.
+_ACCELERATE = {
+    "MIXED_PRECISION": ("no", "precision"),
+    "GRADIENT_ACCUMULATION_STEPS": ("1", "gradient_accumulation_steps"),
+    "DYNAMO_BACKEND": ("no", "compile"),
+    "USE_DEEPSPEED": ("false", "engine"),
+    "USE_FSDP": ("false", "engine"),
+}
+
+
+def require_heeded_flags(training: TrainingConfig) -> None:
+    """Require that flags of `accelerate launch` ask for nothing but what the configuration says."""
+    for name, (idle, key) in _ACCELERATE.items():
+        value, said = os.environ.get(f"ACCELERATE_{name}", idle).lower(), getattr(training, key)
+        if value not in (idle, str(said)) and (name, said) != ("USE_DEEPSPEED", "deepspeed"):
+            raise ConfigError(
+                f"accelerate's --{name.lower()} {value} is not read; set training.{key}"
+            )
 
 
 def allow_open_files() -> int:
