@@ -99,3 +99,16 @@ def test_scores_stand_in_the_order_of_the_captions(scorer):
     said = [f"a {n}" for n in range(11)] + [""]
     found = spice_scores(said, [["a 0", "one\n 1"]] * 12)
     assert found.tolist() == [1.0, 1.0, *[0.5] * 9, 0.0]
+
+
+@pytest.mark.nightly
+def test_scores_are_the_same_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a user's language, and where the package may not be written to."""
+    said = ["a red circle", "I sit in a blue square"], [["a red circle left"], ["blue square"]]
+    wanted = caption_scores(*said).corpus
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=tr -Duser.country=TR")
+    access = captions.os.access
+    monkeypatch.setattr(
+        captions.os, "access", lambda path, mode, **how: mode != 2 and access(path, mode, **how)
+    )
+    assert caption_scores(*said).corpus == wanted

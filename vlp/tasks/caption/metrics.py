@@ -7,9 +7,12 @@ left out, since it downloads what it needs when it is called.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import string
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +63,7 @@ def caption_scores(
     Args:
         candidates: one caption each; may be empty, which scores 0.
         references: as many, with one caption or more each.
-        tokenizer: "ptb" as COCO has it (Java; writes a temporary file into its package), or
+        tokenizer: "ptb" as COCO has it (Java), or
             "plain", which drops ASCII punctuation and splits at blanks. Both lower-case.
     """
     if not candidates or len(candidates) != len(references):
@@ -68,8 +71,9 @@ def caption_scores(
     if empty := [n for n, said in enumerate(references) if not any(map(str.strip, said))]:
         raise ValueError(f"caption {empty[0]} ({candidates[empty[0]]!r}) has no reference")
     require_caption_tools(java=meteor or tokenizer == "ptb")
-    found = _tokenised([[one] for one in candidates], tokenizer)
-    wanted = _tokenised(references, tokenizer)
+    with _english_java():
+        found = _tokenised([[one] for one in candidates], tokenizer)
+        wanted = _tokenised(references, tokenizer)
     # A reference of punctuation alone is empty by now; the scorers want one all the same.
     wanted = {n: [one for one in said if one] or [""] for n, said in wanted.items()}
     if not any(map(any, wanted.values())):
@@ -83,9 +87,35 @@ def caption_scores(
     if meteor:
         # It reads one caption a line, with ||| between fields, and only cleans the candidate.
         clean = {n: [one.replace("|||", " ") for one in said] for n, said in wanted.items()}
-        score, scores = _scorer("meteor", "Meteor")().compute_score(clean, found)
+        with _english_java():
+            scorer = _scorer("meteor", "Meteor")()
+        try:
+            score, scores = scorer.compute_score(clean, found)
+        except Exception as error:
+            scorer.lock.release()  # its destructor would wait for ever
+            scorer.meteor_p.kill()
+            said = scorer.meteor_p.stderr.read().decode(errors="replace").strip()
+            raise CaptionToolError(f"METEOR gives no figures ({error}): {said}") from error
         corpus["meteor"], each["meteor"] = float(score), np.asarray(scores, dtype=np.float64)
     return CaptionScores(corpus, each)
+
+
+@contextmanager
+def _english_java() -> Iterator[None]:
+    """Let programs of Java write numbers, lower-case and read UTF-8 as where they were made.
+
+    They do so by the user's locale: "0,5" is no number to who reads it, and Turkish has an i
+    without a dot.
+    """
+    name, wanted = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
+    before = os.environ.get(name)
+    os.environ[name] = f"{before or ''} {wanted}".strip()
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _tokenised(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> dict[int, list[str]]:
@@ -98,11 +128,29 @@ def _tokenised(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> d
         }
     if tokenizer != "ptb":
         raise ValueError(f"unknown tokenizer {tokenizer!r}; one of ptb, plain")
-    tokenise = _scorer("tokenizer.ptbtokenizer", "PTBTokenizer")().tokenize
     # A line must not be empty: the tokeniser ends where only empty ones follow.
     asked = {n: [{"caption": one or "."} for one in said] for n, said in lines.items()}
-    tokenised: dict[int, list[str]] = tokenise(asked)
+    module = importlib.import_module("pycocoevalcap.tokenizer.ptbtokenizer")
+    with _writable(module):
+        tokenised: dict[int, list[str]] = module.PTBTokenizer().tokenize(asked)
     return tokenised
+
+
+@contextmanager
+def _writable(module: Any) -> Iterator[None]:
+    """Let a module that writes beside its own file write, where it may not, to a folder like it."""
+    file = Path(module.__file__)
+    if os.access(file.parent, os.W_OK):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for other in file.parent.iterdir():
+            (Path(place) / other.name).symlink_to(other)
+        module.__file__ = str(Path(place) / file.name)
+        try:
+            yield
+        finally:
+            module.__file__ = str(file)
 
 
 def _scorer(module: str, name: str) -> Any:
@@ -134,7 +182,8 @@ def spice_scores(
     require_spice()
     found = {n: [" ".join(one.split())] for n, one in enumerate(candidates)}
     wanted = {n: [" ".join(one.split()) for one in said] for n, said in enumerate(references)}
-    _, each = _module("spice").Spice().compute_score(wanted, found)
+    with _english_java(), _writable(_module("spice")):
+        _, each = _module("spice").Spice().compute_score(wanted, found)
     # Nothing said and nothing to say gives 0 / 0.
     return np.nan_to_num(np.array([scores["All"]["f"] for scores in each], dtype=np.float64))
 
