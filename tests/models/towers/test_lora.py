@@ -153,6 +153,8 @@ def test_a_merged_convolution_is_pefts():
     )
     image = torch.randn(1, 3, 5, 5)
     state = {f"image_encoder.{name}": value for name, value in layer.state_dict().items()}
-    merged, _ = merged_lora(state, model(image=TINY_MODEL["image"] | {"lora": 2}).config)
+    merged, _ = merged_lora(
+        state, model(image=TINY_MODEL["image"] | {"trainable": "lora-2"}).config
+    )
     weight, bias = (merged[f"image_encoder.qkv.{kind}"] for kind in ("weight", "bias"))
     torch.testing.assert_close(torch.nn.functional.conv2d(image, weight, bias), layer(image))

@@ -59,7 +59,7 @@ def require_heeded_flags(training: TrainingConfig) -> None:
     """Require that flags of `accelerate launch` ask for nothing but what the configuration says."""
     for name, (idle, key) in _ACCELERATE.items():
         value, said = os.environ.get(f"ACCELERATE_{name}", idle).lower(), getattr(training, key)
-        if value not in (idle, str(said)) and (name, said) != ("USE_DEEPSPEED", "deepspeed"):
+        if value not in (idle, str(said)) and not (name == "USE_DEEPSPEED" and training.deepspeed):
             raise ConfigError(
                 f"accelerate's --{name.lower()} {value} is not read; set training.{key}"
             )
