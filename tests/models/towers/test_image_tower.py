@@ -307,7 +307,7 @@ def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_pa
     args = TINY | {"num_heads": heads, "img_size": 32}
     vit = timm.create_model(there, num_classes=0, **args)
     save_file(vit.state_dict(), tmp_path / "model.safetensors")
-    config = {"architecture": there, "model_args": args, "num_classes": 0}
+    config = {"architecture": there, "model_args": args, "pretrained_cfg": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = VLPModel(sizes("vit_base_patch16_clip_224", 16, 2, weights=str(tmp_path)))
     if message is None:
