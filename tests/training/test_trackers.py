@@ -31,7 +31,7 @@ def two_starts(folder: RunFolder, name: TrackerName) -> None:
     """Steps 1 and 2, and after a resume at 2 step 3."""
     folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
     for step, more in ((0, (1, 2)), (2, (3,))):
-        with RunLog(folder, step, 3, open_trackers([name], folder, step, step)) as log:
+        with RunLog(folder, step, 3, open_trackers([name], folder, step)) as log:
             for number in more:
                 log.write({"step": number, "loss/total": 1.0 / number, "epoch": None})
             log.validated(number, {"text_to_image R@1": number / 10})

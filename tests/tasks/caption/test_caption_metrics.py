@@ -107,8 +107,8 @@ def test_scores_are_the_same_in_every_place(monkeypatch: pytest.MonkeyPatch) -> 
     said = ["a red circle", "I sit in a blue square"], [["a red circle left"], ["blue square"]]
     wanted = caption_scores(*said).corpus
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=tr -Duser.country=TR")
-    access = captions.os.access
+    access = spice.os.access
     monkeypatch.setattr(
-        captions.os, "access", lambda path, mode, **how: mode != 2 and access(path, mode, **how)
+        spice.os, "access", lambda path, mode, **how: mode != 2 and access(path, mode, **how)
     )
     assert caption_scores(*said).corpus == wanted
