@@ -1,0 +1,311 @@
+"""Zero-shot classification: which class's prompts lie nearest to an image (CLIP, section 3.1)?"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.encoder import GIBIBYTE, Block, BlockCache, finite
+from evaluation.item_results import (
+    clustered_figures,
+    evaluate_blocks,
+    keep_scores,
+)
+from evaluation.jobs import LABEL
+from evaluation.options import EvalOptions
+from evaluation.results import Figure, Result, Table, untrained_match_notes
+from evaluation.samples import EvaluationError
+from evaluation.work_sharding import Ranks, evaluating, inference
+from vlp.data.labelled_images import Labelled, open_labelled
+from vlp.data.schema import normalised_caption
+from vlp.io import lines_of
+from vlp.models.cross_encoder import ImageFeatures, TextFeatures
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+
+PLAIN = ("a photo of a {}.",)
+
+
+class Prompts(NamedTuple):
+    """labels: what the data calls each class; names: what prompts call it; templates with a {}."""
+
+    labels: tuple[str, ...]
+    names: tuple[str, ...]
+    templates: tuple[str, ...] = PLAIN
+
+    def of(self, number: int) -> list[str]:
+        """All prompts of one class."""
+        return [template.replace("{}", self.names[number]) for template in self.templates]
+
+
+def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Prompts:
+    """Class names, one a line, and templates, one a line; blank lines are left out.
+
+    A line of classes may say first what the data calls the class: `n02084071<TAB>dog`.
+    """
+    lines = [line.split("\t", 1) for line in _lines(classes)]
+    labels = tuple(line[0].strip() for line in lines)
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise EvaluationError(f"{classes}: the class {twice!r} comes twice")
+    if len(labels) < 2:
+        raise EvaluationError(f"{classes}: one class leaves nothing to choose")
+    written = PLAIN if templates is None else tuple(_lines(templates))
+    for template in written:
+        if "{}" not in template:
+            raise EvaluationError(
+                f"{templates}: the template {template!r} has no {{}} for the class name"
+            )
+    return Prompts(labels, tuple(line[-1].strip() for line in lines), written)
+
+
+def class_features(
+    prompts: Prompts, encode: Callable[[Sequence[str]], NDArray[np.floating]], ranks: Ranks
+) -> NDArray[np.float64]:
+    """Compute (classes, d) unit features: means over a class's prompts (CLIP, 3.1.4).
+
+    `encode` turns the prompts of one class into (prompts, d) unit features.
+    """
+
+    def feature(number: int) -> NDArray[np.float64]:
+        mean = np.asarray(encode(prompts.of(number)), dtype=np.float64).mean(axis=0)
+        return mean / max(float(np.linalg.norm(mean)), 1e-12)
+
+    return np.stack(ranks.map_blocks(len(prompts.labels), feature))
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in lines_of(Path(path))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path}: cannot be read ({error})") from error
+    if not lines:
+        raise EvaluationError(f"{path}: is empty; write one name a line")
+    return lines
+
+
+class JoinedImages:
+    """Images of several places, by number; `limit` keeps the first so many."""
+
+    def __init__(
+        self, paths: Sequence[str | Path], labels: Sequence[str], field: str, limit: int | None
+    ) -> None:
+        if not paths:
+            raise EvaluationError("no shard folder is given")
+        if limit is not None and limit < 1:
+            raise EvaluationError(f"limit {limit}: at least one image is needed")
+        self.folders = tuple(map(str, paths))
+        self._sources = [open_labelled(path, labels, field) for path in self.folders]
+        self._ends = list(accumulate(map(len, self._sources)))
+        self._length = self._ends[-1] if limit is None else min(limit, self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> Labelled:
+        """Return one of them; raises BadSample."""
+        source = bisect_right(self._ends, number)
+        return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
+
+
+MANY, SHOWN = 20, 10
+_PAIRS = 256
+
+
+@dataclass(frozen=True)
+class ZeroShotResult(Result):
+    """`classes`: accuracy of the final stage by class, of those that there are images of."""
+
+    classes: dict[str, Figure] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """All figures, and the classes; of many, those that do worst and best."""
+        table = super().table()
+        named = list(self.classes.items())
+        notes = list(table.notes)
+        if len(named) > MANY:
+            ordered = sorted(named, key=lambda one: one[1].value)
+            named = [*ordered[:SHOWN], *ordered[-SHOWN:]]
+            notes.append(f"Classes: the worst {SHOWN} and the best {SHOWN} of {len(ordered)}.")
+        rows = [[f"class {name}", figure.percent(), ""] for name, figure in named]
+        return table._replace(rows=[*table.rows, *rows], notes=notes)
+
+    def plain_figures(self) -> dict[str, Any]:
+        """Return the figures of every task, and the classes."""
+        named = {name: figure._asdict() for name, figure in self.classes.items()}
+        return {**super().plain_figures(), "classes": named}
+
+
+def evaluate_zeroshot(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    prompts: Prompts,
+    options: EvalOptions = EvalOptions(),
+    *,
+    label_field: str = LABEL,
+    match: int = 0,
+    match_by: Literal["sum", "match"] = "sum",
+) -> ZeroShotResult:
+    """Compute `top-1`, `top-5` and the mean over classes; the same for any number of ranks.
+
+    Shard folders, folders of class folders or tars of such are one set; the class stands in
+    `label_field` of annotations. The cross-modal encoder scores `match` classes of each image
+    again: its log-odds, averaged over a class's prompts, are added to similarity / temperature
+    ("sum"), or replace it ("match").
+    """
+    if match < 0:
+        raise EvaluationError(f"match {match}: the number of classes cannot be negative")
+    images = JoinedImages(shards, prompts.labels, label_field, options.limit)
+    model, top = loaded.model, min(match, len(prompts.labels))
+    temperature = model.temperature().item()
+
+    def encode(texts: Sequence[str]) -> TextFeatures:
+        tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
+        with torch.no_grad(), inference(torch_device, options.precision):
+            return model.encode_text(*tokens)
+
+    def score_block(made: Sequence[tuple[Labelled, Tensor]]) -> list[dict[str, Any]]:
+        pixels = torch.stack([one for _, one in made]).to(torch_device)
+        with torch.no_grad(), inference(torch_device, options.precision):
+            image = model.encode_image(pixels)
+        similarity = finite(image.feature.double().cpu().numpy()) @ features.T
+        stages = {"dual": similarity}
+        if top:
+            near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
+            with torch.no_grad(), inference(torch_device, options.precision):
+                odds = _log_odds(model, image, near, states)
+            if match_by == "sum":
+                odds += np.take_along_axis(similarity, near, 1) / temperature
+            stages["match"] = reordered(similarity, near, odds)
+        return [
+            _row(one, {name: scores[row] for name, scores in stages.items()}, prompts)
+            for row, (one, _) in enumerate(made)
+        ]
+
+    with evaluating(model, options.device) as torch_device:
+        states: BlockCache[int] = BlockCache(
+            lambda number: Block(encode(prompts.of(number))), GIBIBYTE
+        )
+        features = class_features(
+            prompts,
+            lambda texts: finite(encode(texts).feature.double().cpu().numpy()),
+            Ranks.current(),
+        )
+        rows, skipped = evaluate_blocks(
+            images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
+        )
+    notes = untrained_match_notes(model.match_is_trained or not top, "their new order")
+    if twins := len(prompts.names) - len({normalised_caption(name) for name in prompts.names}):
+        notes = (*notes, f"{twins} classes have the name of an earlier one and never win.")
+    return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
+
+
+def reordered(
+    scores: NDArray[np.floating], near: NDArray[np.int64], new: NDArray[np.floating]
+) -> NDArray[np.float64]:
+    """Return (images, classes) scores with the best few in a new order before all others.
+
+    `near` (images, few) are the best classes, `new` their new scores; NaN is the lowest.
+    """
+    lowest = np.nanmin(new, initial=0) - 1
+    found = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
+    np.put_along_axis(found, near, np.where(np.isnan(new), lowest, new), axis=1)
+    return found
+
+
+def _pixels(preprocess: Callable[[Any], Tensor], one: Labelled, number: int) -> Tensor:
+    return preprocess(one.image)
+
+
+def _log_odds(
+    model: VLPModel,
+    image: ImageFeatures,
+    near: NDArray[np.int64],
+    states: BlockCache[int],
+) -> NDArray[np.float64]:
+    """(images, few) mean log-odds of a class's prompts."""
+    pairs = [(row, int(number)) for row, own in enumerate(near) for number in own]
+    prompts = len(states[pairs[0][1]].features.feature)
+    step = max(1, _PAIRS // prompts)
+    found = []
+    for start in range(0, len(pairs), step):
+        part = pairs[start : start + step]
+        texts = TextFeatures(
+            *(torch.cat(rows) for rows in zip(*(states[number].features for _, number in part)))
+        )
+        rows = torch.tensor([row for row, _ in part], device=image.states.device)
+        odds = model.match(image.select(rows.repeat_interleave(prompts)), texts)
+        found.append(odds.double().view(len(part), prompts).mean(1).cpu().numpy())
+    return np.concatenate(found).reshape(near.shape)
+
+
+def _row(
+    one: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
+) -> dict[str, Any]:
+    """Ranks of the right class from 1; a class that scores as high counts before it."""
+    final = list(stages.values())[-1]
+    return {
+        "key": one.key or one.where,
+        "label": prompts.labels[one.label],
+        "prediction": prompts.labels[int(final.argmax())],
+        "ranks": {
+            name: int((~(scores < scores[one.label])).sum()) for name, scores in stages.items()
+        },
+        "image": one.image_name or one.where,
+    }
+
+
+def _result(
+    rows: list[dict[str, Any]],
+    skipped: dict[str, int],
+    folders: tuple[str, ...],
+    prompts: Prompts,
+    top: int,
+    resamples: int,
+    untrained: tuple[str, ...],
+) -> ZeroShotResult:
+    classes = len(prompts.labels)
+    ranks = {name: np.array([row["ranks"][name] for row in rows]) for name in rows[0]["ranks"]}
+    *before, final = ranks
+    values, chances = {}, {}
+    for stage in (final, *before):
+        for k in (1, 5):
+            if k < classes:
+                name = f"top-{k}" if stage == final else f"top-{k}, dual encoder"
+                values[name], chances[name] = ranks[stage] <= k, k / classes
+    keep_scores(rows, values)
+    right, labels = values["top-1"], np.array([row["label"] for row in rows])
+    clusters = [row["image"] for row in rows]
+    own = {name: labels == name for name in prompts.labels if (labels == name).any()}
+    share = sum(mask / mask.sum() for mask in own.values())
+    values["mean over classes"], chances["mean over classes"] = right, 1 / classes
+    figures = clustered_figures(
+        values, clusters, chances, resamples, {"mean over classes": np.asarray(share)}
+    )
+    by_class = clustered_figures(dict.fromkeys(own, right), clusters, {}, resamples, own)
+    notes = [f"{classes} classes, {len(prompts.templates)} prompts each."]
+    if top:
+        notes.append(f"The best {top} classes were scored again by the cross-modal encoder.")
+    notes += untrained
+    if len(own) < classes:
+        notes.append(f"There are images of {len(own)} classes.")
+    return ZeroShotResult(
+        kind="zeroshot",
+        counts={"items": len(rows)},
+        shards=folders,
+        figures=figures,
+        predictions=rows,
+        skipped=skipped,
+        notes=tuple(notes),
+        classes=by_class,
+    )

@@ -142,7 +142,7 @@ class Published(NamedTuple):
     """
 
     state: dict[str, Tensor]
-    settings: Mapping[str, Any] | nn.Module | None = None
+    settings: Any = None
 
 
 def read_bert(name: str) -> Published:
