@@ -138,11 +138,6 @@ def from_pretrained(
     folder = local_folder(folder_or_name, revision)
     model = placed(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
-    if text.vocab_size > (rows := len(model.text_encoder.word_table)):
-        raise ConfigError(
-            f"{folder}: its tokenizer has {text.vocab_size} tokens and its model {rows}; one of "
-            "them is another model's"
-        )
     require_padding(model.text_encoder.tower, text.pad_id)
     preprocess, side = Preprocessing.load(folder), model.config.image.image_size
     if preprocess.image_size > 8 * side:
