@@ -109,7 +109,7 @@ def anchor_details(
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     with evaluating(loaded.model, device) as torch_device:
-        return [detail_caption(loaded, sample, number, torch_device) for sample in samples]
+        return [_detail(loaded, sample, number, torch_device) for sample in samples]
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
@@ -149,31 +149,26 @@ def map_caption(
     """Anchor maps of a sample's first caption; `features` are the image's, if they are known."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
-        image, text = _encode(loaded, sample, device, features)
+        image = features or encode_one(loaded, sample.image, device)
+        text = _encoded_caption(loaded, sample, device)
         share = _anchors(model, image, text).mean(1).cpu().numpy()  # (N, rows, columns)
-    pieces = loaded.text.words(caption)
-    boxes = _boxes(sample)
+    pieces, boxes = loaded.text.words(caption), _boxes(sample)
     words = [
-        WordMap(
-            word_text(pieces, positions), share[list(positions)].mean(axis=0), boxes.get(index, ())
-        )
-        for index, positions in enumerate(word_positions(pieces))
+        WordMap(word_text(pieces, own), share[list(own)].mean(axis=0), boxes.get(index, ()))
+        for index, own in enumerate(word_positions(pieces))
     ]
     return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
 
 
-def detail_caption(
+def _detail(
     loaded: Loaded, sample: CaptionedSample, layer: int, device: torch.device
 ) -> AnchorDetail:
-    """Anchors, paths and Grad-CAM of a sample's first caption.
-
-    A caption longer than the model takes is cut, with a warning.
-    """
     model, caption = loaded.model, sample.captions[0]
     pieces = loaded.text.words(caption)
     places = [list(positions) for positions in word_positions(pieces)]
     with torch.no_grad():
-        image, text = _encode(loaded, sample, device)
+        image = encode_one(loaded, sample.image, device)
+        text = _encoded_caption(loaded, sample, device)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {caption!r} holds no word")
         _warn_if_cut(loaded.text, caption)
@@ -201,17 +196,9 @@ def detail_caption(
     )
 
 
-def _encode(
-    loaded: Loaded,
-    sample: CaptionedSample,
-    device: torch.device,
-    features: ImageFeatures | None = None,
-) -> tuple[ImageFeatures, TextFeatures]:
-    """Features of a batch of one: the image, unless they are known, and its first caption."""
-    model = loaded.model
-    image = features or encode_one(loaded, sample.image, device)
-    text = model.encode_text(*(part.to(device) for part in loaded.text(sample.captions[:1])))
-    return image, text
+def _encoded_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -> TextFeatures:
+    tokens = (part.to(device) for part in loaded.text(sample.captions[:1]))
+    return loaded.model.encode_text(*tokens)
 
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
