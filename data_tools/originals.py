@@ -249,8 +249,13 @@ class Originals:
         return [*self._folded.get(form, ()), *([form] if form in self._found else ())]
 
     def _agrees(self, found: FoundFile, wanted: str, form: Callable[[str], str]) -> bool:
-        folder, container = form(found.folder), form(self._containers[found.container].as_posix())
-        return agree(folder, wanted) or f"/{wanted}/" in f"/{container}/{folder}/"
+        folder, place = form(found.folder), self._containers[found.container]
+        placed = form(f"{place.stem}/{found.folder}".rstrip("/"))
+        return (
+            agree(folder, wanted)
+            or f"/{wanted}".endswith(f"/{placed}")
+            or f"/{wanted}/" in f"/{form(place.as_posix())}/{folder}/"
+        )
 
     def _is_known(self, wanted: str, form: Callable[[str], str]) -> bool:
         """Return whether some image lies in such a folder, where others are then missing."""

@@ -85,7 +85,10 @@ class FileTree(Originals):
 
     def whole(self, path: str) -> str:
         """Return a path of `files` with the place before it, as far as that is known."""
-        place = self._places.get(self._files[path].container) if path in self._files else None
+        found = self._files.get(path)
+        if found is not None and found.offset == _ALONE:
+            return self._containers[found.container].resolve().as_posix()
+        place = None if found is None else self._places.get(found.container)
         if place is None:
             return path
         return f"{place.parent if path in self._placed else place}/{path}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -351,9 +351,9 @@ def _start_of(path: Path) -> bytes:
         return file.read(1 << 20)
 
 
-def splits_by_name(paths: Sequence[str], place: str) -> dict[str, str]:
-    """Return the split of each image that its folders, archives or name tell: `train/a.jpg`."""
-    parts = {path: path.split("/") for path in paths}
+def splits_by_name(paths: Mapping[str, str], place: str) -> dict[str, str]:
+    """Return the split of each image that its whole path's folders, archives or name tell."""
+    parts = {image: path.split("/") for image, path in paths.items()}
     for depth in range(max(map(len, parts.values()), default=0)):
         # An image above these folders is of no split.
         folders = {path: one[depth] for path, one in parts.items() if len(one) > depth + 1}

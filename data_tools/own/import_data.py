@@ -164,9 +164,10 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             images, dropped = _cleaned(form, tree, faults, options)
             tree.flush()
             if not options.split_column and not any(image.split for image in images):
-                whole = {image.image: tree.whole(image.image) for image in images}
-                splits = splits_by_name(list(whole.values()), options.place)
-                images = [one._replace(split=splits.get(whole[one.image])) for one in images]
+                # What is nowhere has no folder that could be compared with those of the others.
+                there = [one.image for one in images if tree.find(one.image) is not None]
+                splits = splits_by_name({name: tree.whole(name) for name in there}, options.place)
+                images = [one._replace(split=splits.get(one.image)) for one in images]
             _require_captions(images, form, tree, faults, options)
             _show(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)

@@ -37,9 +37,9 @@ _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
 _PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
 _DTYPE = re.compile(r",\s*dtype=\S+\)$")
 _ITEM = re.compile(
-    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(?=\s+[^\s,\])}])""", re.DOTALL
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(\s+(?=[^\s,\])}]))?""", re.DOTALL
 )
-"""An item of a printed list that no comma follows."""
+"""An item of a printed list, and the space behind it where no comma is."""
 
 _NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
 _DEPTH = 3
@@ -132,7 +132,8 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
         with suppress(ValueError, SyntaxError):
             return [ast.literal_eval(text).decode().strip()]
     if printed := _PRINTED.fullmatch(text):
-        with_commas = _ITEM.sub(r"\1,", _DTYPE.sub(")", printed[1]).replace("np.str_(", "("))
+        written = _DTYPE.sub(")", printed[1]).replace("np.str_(", "(")
+        with_commas = _ITEM.sub(lambda item: item[1] + "," * bool(item[2]), written)
         for parse, written in ((parse_json, text), (ast.literal_eval, with_commas)):
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 if isinstance(found := parse(written), list | tuple):

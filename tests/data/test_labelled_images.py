@@ -105,7 +105,7 @@ def test_class_files_of_shards(tmp_path):
     assert index_folder(tmp_path / "s") == []
     images = open_labelled(str(tmp_path / "s"), ("0", "1"))
     assert [images.read(number).label for number in range(2)] == [0, 1]
-    with pytest.raises(BadSample, match=r"label '0', by its JSON or KEY\.cls"):
+    with pytest.raises(BadSample, match=r"\(label '0'\)"):
         open_labelled(str(tmp_path / "s"), ("cat", "dog")).read(0)
 
 

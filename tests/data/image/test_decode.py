@@ -104,7 +104,7 @@ def test_what_is_transparent_shows_white() -> None:
 
 @pytest.mark.parametrize(
     ("depth", "colour", "level"),
-    [(1, 0, 1), (2, 0, 2), (4, 0, 5), (8, 0, 5), (16, 0, 5), (16, 2, 5)],
+    [(1, 0, 1), (2, 0, 1), (4, 0, 5), (8, 0, 5), (16, 0, 5), (16, 2, 5)],
 )
 def test_a_transparent_level_shows_white_at_every_depth(
     depth: int, colour: int, level: int

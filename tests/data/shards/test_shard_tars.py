@@ -81,7 +81,6 @@ def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
         "pax-sparse",
         "old-pax-sparse",
         "slash",
-        "gif",
         "nothing",
     ],
 )

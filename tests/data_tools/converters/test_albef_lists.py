@@ -112,7 +112,7 @@ def test_expressions_without_boxes(
     sentences = [{"sent_id": 1, "sent": "dog"}]
     reference = {"ref_id": 1, "ann_id": 7, "image_id": 5, "split": "val", "sentences": sentences}
     (tmp_path / "refs.p").write_bytes(pickle.dumps([reference], 2))
-    size = {"file_name": "a.jpg", "width": 320, "height": 160}
+    size = {"file_name": "a.jpg", "width": 320, "height": 320}
     instances = {"images": [{"id": 5, **size}], "annotations": [{"id": 7, "image_id": 5}]}
     instances["annotations"][0]["bbox"] = [10, 20, 30, 40]
     files = ["--refs", str(tmp_path / "refs.p")]
@@ -122,12 +122,12 @@ def test_expressions_without_boxes(
     files += ["--detections", str(json_of(tmp_path / "dets.json", {"5": [[0, 0, 32, 16]]}))]
     assert converted(tmp_path, "refcoco", path, {image}, *files) == 0
     [sample] = samples_of(tmp_path / "out").values()
-    # The image that is there is twice as wide and four times as high.
+    # The image that is there is twice as wide and high.
     assert said_of(sample)["expressions"] == [
-        {"id": str(number), "text": "dog 1", "box": [20, 80, 60, 160], "ref_id": 1}
+        {"id": str(number), "text": "dog 1", "box": [20, 40, 60, 80], "ref_id": 1}
         for number in (0, 1)
     ]
-    assert said_of(sample)["proposals"] == [[0, 0, 64, 64]]
+    assert said_of(sample)["proposals"] == [[0, 0, 64, 32]]
     assert failures_of(tmp_path / "out") == {
         "expression without a box (give --refs and --instances)": [f"{path}, ref_id 2: dog 2"]
     }

@@ -189,7 +189,7 @@ def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         (b"", "holds no rows"),
         (b"a caption without a url\n", "line 1: this should be caption<TAB>url"),
         (b"http://x.org/a.jpg\ta caption\n", "line 1: this should be caption<TAB>url"),
-        (b"\xff\tnothing\n", "line 1: this should be caption<TAB>url"),
+        (b"\xff\tnothing\n", "line 1: not UTF-8"),
     ],
 )
 def test_lists_that_cannot_be_used(

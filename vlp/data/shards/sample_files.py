@@ -262,7 +262,7 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
 def _without(content: bytes, bad: set[str]) -> Annotation:
     """Return an annotation without some fields, and an empty one of what is no JSON object."""
     try:
-        fields = parse_json(content)
+        fields = dict(parse_json(content))
         kept = {name: fields[name] for name in fields if str((name,)) not in bad}
         return Annotation.model_validate(kept)
     except (ValueError, TypeError):
