@@ -159,11 +159,14 @@ def test_real_images_are_judged_in_their_own_pixels(shared):
     assert 0 < figures["AR1"] <= 100 * sum(expected) / people / len(classes) + 1e-6
 
 
-def test_bad_test_images_are_named(tmp_path):
+def test_bad_test_images_are_named_and_a_bad_box_costs_itself(tmp_path, caplog):
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     content = {
         "images": [{"id": 1, "file_name": "a.png", "width": 64, "height": 64}],
-        "annotations": [{"id": 5, "image_id": 1, "category_id": 1, "bbox": [60, 0, 40, 10]}],
+        "annotations": [
+            {"id": n, "image_id": 1, "category_id": 1, "bbox": box}
+            for n, box in enumerate(([60, 0, 40, 10], [64, 0, 9, 9], [5, 5, 9, 9]))
+        ],
         "categories": [{"id": n, "name": name} for n, name in enumerate(CLASSES, 1)],
     }
     (tmp_path / "instances.json").write_text(json.dumps(content))
@@ -173,8 +176,12 @@ def test_bad_test_images_are_named(tmp_path):
         "images": str(tmp_path),
     }
     task = DetectionTask(config("irpe-product", source, longest=64), CLASSES)
-    with pytest.raises(BadSample, match=r"outside the image: .*annotation 5 \[60, 0, 40, 10\]"):
+    assert "AP" in evaluate(task, EvalOptions())
+    assert "1 box outside its image: annotation 1 [64.0, 0.0, 9.0, 9.0]" in caplog.text
+    Image.new("RGB", (32, 64)).save(tmp_path / "a.png")
+    with pytest.raises(BadSample, match=r"of another shape: .*32 x 64 px, annotated 64 x 64"):
         evaluate(task, EvalOptions())
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     content["annotations"] = []
     (tmp_path / "instances.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="no object in 1 images"):
