@@ -215,7 +215,7 @@ class Originals:
         agreeing = [place for place in places if self._agrees(place[1], wanted, form)]
         if agreeing:
             return self._only(agreeing)
-        place = None if not places or self._is_known(wanted, form) else self._only(places)
+        place = None if not places or self._holds_folder(wanted, form) else self._only(places)
         # Two names with folders of their own are two files, of which one alone is there.
         if place is None or not agree(self._alone.setdefault(place, folder), folder):
             return None
@@ -257,7 +257,7 @@ class Originals:
             or f"/{wanted}/" in f"/{form(place.as_posix())}/{folder}/"
         )
 
-    def _is_known(self, wanted: str, form: Callable[[str], str]) -> bool:
+    def _holds_folder(self, wanted: str, form: Callable[[str], str]) -> bool:
         """Return whether some image lies in such a folder, where others are then missing."""
         if (wanted, form) not in self._known:
             self._known[wanted, form] = any(
