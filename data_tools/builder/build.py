@@ -367,7 +367,8 @@ def stems_of(names: Iterable[str]) -> dict[str, str]:
         lambda name: str(PurePosixPath(name).parent / PurePosixPath(name).stem),
         str,
     )
-    rest, stems = list(dict.fromkeys(names)), {}
+    rest = list(dict.fromkeys(names))
+    stems: dict[str, str] = {}
     for form in forms:
         by_key: dict[str, list[str]] = defaultdict(list)
         for name in rest:

@@ -190,7 +190,8 @@ def coco(
     Then samples have all boxes, and words of captions that name the only object of a category have
     its box: `python -m evaluation pointing` asks whether a model finds it.
     """
-    entries, parts = [], []
+    entries: list[Entry] = []
+    parts: list[CorpusPart] = []
     faults: Faults = []
     objects = CategoryWords(instances, faults) if instances else None
     stems = [path.name.split(".")[0].removeprefix("captions_") for path in annotations]
@@ -327,7 +328,7 @@ def split_parts(
     """Return a folder of shards for each split; the first counts what is wrong with rows."""
     there = sorted({entry.split for entry in entries})
     _require_known(splits or (), there)
-    parts = []
+    parts: list[CorpusPart] = []
     for split in splits or there:
         chosen = [entry for entry in entries if entry.split == split]
         samples = chain(_entry_samples(chosen, max_words), () if parts else faults)

@@ -262,7 +262,8 @@ def _side_files(
 
     # Cameras write IMG_1.JPG, and what describes them img_1.TXT; the very name comes first.
     stems = {path.rpartition(".")[0] for path in images}
-    beside, alike = {}, {}
+    beside: dict[str, str] = {}
+    alike: dict[str, str] = {}
     for path in sides:
         stem, _, extension = path.rpartition(".")
         known = beside if stem in stems else alike
@@ -335,7 +336,7 @@ def _karpathy(
             except BadSample as bad:
                 faults.append(Refused(bad.kind, bad.where))
                 continue
-            yield OwnImage(image, entry.captions, entry.split)
+            yield OwnImage(image, [text or "" for text in entry.captions], entry.split)
 
     took = [f"{path}: filename, sentences and split"]
     return Form("Karpathy's JSON", took, read(), every_image=False)
