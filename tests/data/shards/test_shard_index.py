@@ -181,7 +181,7 @@ def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
 
 
 def test_shards_of_several_splits_are_refused(make_shards: MakeShards) -> None:
-    folder = make_shards(count=10, samples_per_shard=5)
+    folder = make_shards(count=10)
     for number, name in enumerate(("cc3m-train-0000.tar", "cc3m-validation-0000.tar")):
         (folder / f"shard-{number:06d}.tar").rename(folder / name)
     with pytest.raises(ConfigError, match=r"several splits \(cc3m-train-0000.tar, cc3m-valid"):
