@@ -92,6 +92,7 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
         assert tuple(field.shape) == shapes.get(name, (8, 10)), name
     types = (torch.uint8, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
     types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
+    types += (torch.int64,)
     assert tuple(field.dtype for field in batch[:-2]) == types
     there = batch.to("cpu")
     torch.testing.assert_close(there.pixels, batch.pixels / 127.5 - 1)
