@@ -279,7 +279,10 @@ _TAUGHT = ("objectives", "task")  # what a configuration may have a teacher in
 
 def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
     """Say what may surprise: a run that ends in its warm-up, and the rate of one that goes on."""
-    if said := config.training.optimiser.endless_warmup(total):
+    optimiser = config.training.optimiser
+    if optimiser.warmup_steps is None:
+        log.say(f"warm-up: {optimiser.warmup(total)} of {total} steps")
+    if said := optimiser.endless_warmup(total):
         log.say(said)
     teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TAUGHT)
     if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
