@@ -67,8 +67,8 @@ class ShardWriter:
     ) -> None:
         """Append one sample: `KEY.EXTENSION`, `KEY.json` and, of a pair, `KEY.1.EXTENSION`.
 
-        The key is unique in the folder and has no dots or slashes; the extension is `jpg`, `jpeg`,
-        `png` or `webp`. On a full disk the unfinished shard is lost.
+        The key is unique in the folder and has no dots or slashes; the extension is one of
+        `IMAGES`. On a full disk the unfinished shard is lost.
         """
         if not key or "." in key or "/" in key:
             raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")
