@@ -290,7 +290,7 @@ def test_a_model_of_another_kind_is_named(saved, kind):
     folder, _ = saved
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     for read in (vlp.load, lambda folder: start_parts(str(folder), {}), model_card):
-        with pytest.raises(ConfigError, match=rf"config\.json: .* kind '{kind}', not 'vlp'"):
+        with pytest.raises(ConfigError, match=rf"config\.json: .* kind '{kind}', not "):
             read(folder)
 
 
