@@ -38,7 +38,7 @@ def run_every_tool(given: Path, out: Path, *place: str) -> dict[str, bytes]:
         (1, "index", str(indexed)),
         (1, "verify", first, second, "--report", str(out / "report")),
         (0, "stats", first, second, "--out", str(out / "stats.json")),
-        (1, "reshard", first, second, "--out", str(out / "dealt"), "--shuffle", "3", *shards),
+        (1, "reshard", first, "--out", str(out / "dealt"), "--shuffle", "3", *shards),
         (0, "dedup", first, second, "--out", str(out / "dedup.txt")),
         (0, "overlap", "--pretraining", first, "--evaluation", second, "--out",
          str(out / "overlap.txt")),

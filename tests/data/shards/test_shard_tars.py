@@ -65,7 +65,7 @@ def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
         + member("a.png", b"1\n0\n512\n".ljust(512, b"\0") + bytes(512)),
         pax({"GNU.sparse.map": "0,512", "GNU.sparse.size": "4096"}) + member("a.png", bytes(512)),
         member("a.png/", b""),
-        member("a.gif", PNG),
+        member("a.tiff", PNG),
         b"",
     ],
     ids=[
@@ -81,6 +81,7 @@ def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
         "pax-sparse",
         "old-pax-sparse",
         "slash",
+        "tiff",
         "nothing",
     ],
 )
