@@ -18,7 +18,8 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import ablations, measure, positions, reports
+from evaluation.commands import ablations, measure, positions, predictions, reports
+from evaluation.commands.options import EvaluationCommand
 from launch.cli import plan as plans
 from launch.cli.info import config_app, info
 from vlp.command_line import (
@@ -333,6 +334,8 @@ def _add(group: str, *functions: Callable[..., int]) -> None:
 
 _add(START_HERE, demo, train, finetune)
 app.add_typer(measure.app, name="evaluate", rich_help_panel=START_HERE)
+# Users of peers look for it here; `vlp evaluate` lists it.
+app.command(cls=EvaluationCommand, hidden=True)(predictions.embed)
 app.add_typer(reports.app)
 _add(MODELS, align, convert_albef)
 _add(MODELS, export, info)

@@ -373,6 +373,16 @@ class ImageConfig(Config):
         description="all, the number of the last blocks, or lora-RANK, as text.trainable",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _architecture_options(cls, values: Any) -> Any:
+        """Accept timm's arguments beside a name, as `architecture_options`."""
+        if not isinstance(values, Mapping) or "architecture_options" not in values:
+            return values
+        options = {"name": values.get("architecture"), **(values["architecture_options"] or {})}
+        plain = {key: value for key, value in values.items() if key != "architecture_options"}
+        return plain | {"architecture": options}
+
     @model_validator(mode="after")
     def _possible(self) -> ImageConfig:
         if self.image_size % self.patch_size:

@@ -325,3 +325,10 @@ def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_pa
 def test_configuration_that_makes_no_sense_is_refused(key, message):
     with pytest.raises(ValueError, match=message):
         ImageConfig(image_size=64, patch_size=16, **key)
+
+
+def test_arguments_of_timm_may_stand_beside_the_name():
+    sizes = {"image_size": 32, "patch_size": 16, "width": 16}
+    beside = {"architecture": "vit", "architecture_options": {"depth": 2}}
+    within = {"architecture": {"name": "vit", "depth": 2}}
+    assert ImageConfig.model_validate(sizes | beside) == ImageConfig.model_validate(sizes | within)
