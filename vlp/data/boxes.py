@@ -1,9 +1,4 @@
-"""The rule for boxes [x, y, width, height] of every data set: where they lie in an upright image.
-
-Boxes are cut to the image, and those of which nothing is left are left out, never the image. An
-image of another shape than the one that its boxes were drawn on is another image, unless its EXIF
-turns it: then they were drawn on it as it lies in the file.
-"""
+"""Boxes [x, y, width, height] cut to the upright image and turned by its EXIF orientation."""
 
 from __future__ import annotations
 
@@ -12,15 +7,11 @@ from collections.abc import Sequence
 OUTSIDE, CUT = "box outside its image", "box cut at the edge of its image (kept)"
 OTHER_SHAPE = "box of an image of another shape"
 
-Corners = tuple[float, float, float, float]
-"""Left, top, right and bottom in pixels."""
+Corners = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
-Size = tuple[int, int]
-"""Width and height in pixels."""
+Size = tuple[int, int]  # width, height in pixels
 
-_ROUNDING, _SHAPE_ROUNDING = 1.0, 2.0
-"""Pixels by which a box may stick out without being counted as cut, and a resized image may miss
-the shape."""
+_ROUNDING, _SHAPE_ROUNDING = 1.0, 2.0  # pixels: overhang of a box, error of a resized side
 
 # What each EXIF orientation does to a point, in shares of width and height.
 _TURNED = {
@@ -35,7 +26,7 @@ _TURNED = {
 
 
 def clipped(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
-    """Cut a box to an image of a size; returns the kind of fault, if any, and what is left."""
+    """Cut a box to an image; return the kind of fault, if any, and the box, None if empty."""
     x, y, wide, high = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, low = min(x + wide, size[0]), min(y + high, size[1])
@@ -46,11 +37,7 @@ def clipped(box: Sequence[float], size: Size) -> tuple[str | None, Corners | Non
 
 
 def turn_of(drawn_on: Size, upright: Size, orientation: int) -> int | None:
-    """Return the EXIF orientation by which boxes must be turned: 1 where they lie upright.
-
-    None where the size that they were drawn on has another shape than the image as a viewer shows
-    it.
-    """
+    """Return the EXIF orientation to turn boxes by (1: upright); None if the shapes differ."""
     if _has_shape(upright, drawn_on):
         return 1
     return orientation if orientation > 4 and _has_shape(upright[::-1], drawn_on) else None

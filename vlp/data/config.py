@@ -46,8 +46,7 @@ class CacheConfig(Config):
 Share = Annotated[float, Field(gt=0, le=1)]
 _Mean = Annotated[float, Field(ge=0, le=1)]
 _Deviation = Annotated[float, Field(gt=0)]
-ChannelMeans = tuple[_Mean, _Mean, _Mean]
-"""Of pixel values in [0, 1], for red, green and blue."""
+ChannelMeans = tuple[_Mean, _Mean, _Mean]  # pixel values in [0, 1], RGB
 ChannelDeviations = tuple[_Deviation, _Deviation, _Deviation]
 
 
@@ -58,8 +57,8 @@ def _are_shares(scale: tuple[float, float]) -> tuple[float, float]:
     return scale
 
 
+# least and largest share of the area
 CropScale = Annotated[tuple[Share, Share], AfterValidator(_are_shares)]
-"""The least and the largest share of an image's area that a random crop keeps."""
 
 
 class AugmentConfig(Config):

@@ -7,8 +7,8 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
+# extensions that can be decoded
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
-"""Extensions of images that can be decoded."""
 
 SPLIT_NAMES = {
     "train": ("train", "training", "trainset", "trainval", "restval"),
@@ -43,8 +43,7 @@ class FileNames:
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
         self._alone: dict[str, str] = {}
-        self.shared: set[str] = set()
-        """Paths whose base name alone several names of other folders have: none may mean it."""
+        self.shared: set[str] = set()  # paths with an ambiguous base name
         self._known: dict[str, bool] = {}
         for path in paths:
             name = folded(path.rpartition("/")[2])
@@ -54,10 +53,7 @@ class FileNames:
         self._folders = {folded(whole.rpartition("/")[0]) for whole in paths.values()}
 
     def find(self, name: str) -> str | None:
-        """Return the path that ends like a name, which may lack the extension.
-
-        None where no file or several are meant, and where the name's folder does not hold it.
-        """
+        """Return the path that ends like a name, perhaps without extension; None if ambiguous."""
         folder, _, base = folded(name).rpartition("/")
         for known, extension in ((self._by_name, ""), (self._by_stem, ".")):
             alike = known.get(base, [])

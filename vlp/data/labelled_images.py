@@ -19,10 +19,7 @@ from vlp.data.shards.tar import stored_files
 
 
 class Labelled(NamedTuple):
-    """An image (RGB), the number of its class, and where it lies.
-
-    In shards it has a key, and the name that samples of the same image share.
-    """
+    """An image (RGB), the number of its class, its location; in shards also key and image name."""
 
     image: Image.Image
     label: int
@@ -31,7 +28,7 @@ class Labelled(NamedTuple):
     image_name: str = ""
 
     def without_images(self) -> Labelled:
-        """Return what is left once the image is prepared."""
+        """Return a copy without the image, for after its preparation."""
         return self._replace(image=Image.new("RGB", (1, 1)))
 
 
@@ -53,12 +50,10 @@ class LabelledImages:
 def open_labelled(
     path: str, classes: Sequence[str] | None = None, field: str = "label"
 ) -> LabelledImages:
-    """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
+    """Open a folder of class folders, a tar file of one (read into memory), or a folder of shards.
 
-    A tar file (compressed or not) is read into memory: for small sets. In folders images lie at any
-    depth below CLASS. Samples of shards name their class in a `field` of the annotation, or in
-    KEY.cls. `classes` are in the order that training had; None finds them, sorted, but in shards,
-    whose index does not know them.
+    In shards the class is a `field` of the annotation, or KEY.cls. `classes` are in the order of
+    training; None sorts the folders' names and is refused for shards.
     """
     place = Path(path)
     if place.is_file():
@@ -86,7 +81,7 @@ def require_images(path: str, classes: Sequence[str]) -> None:
 
 
 def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
-    """Draw so many of the images of `path`, the same for every seed of a comparison."""
+    """Draw `limit` of the images of `path`, the same for every seed of a comparison."""
     if limit is None:
         return images
     if limit > len(images):

@@ -1,4 +1,4 @@
-"""Limits on what a sample may cost, for every reader; what is beyond is a bad sample."""
+"""Limits of a sample's size for every reader; a sample beyond them is bad."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pydantic import Field
 
 from vlp.config import Config, ConfigError, parse_yaml, validated
 
-VARIABLE = "VLP_LIMITS"
-"""Of the environment: keys of `Limits` as a mapping in YAML, `{pixels: 2e8}`."""
+VARIABLE = "VLP_LIMITS"  # `Limits` as a YAML mapping, {pixels: 2e8}
 
 # Constants: no data set in use comes near, and what is beyond costs gigabytes or minutes.
 MAX_IMAGE_BYTES = 2**27
@@ -31,7 +30,7 @@ class Limits(Config):
 
 
 def limits() -> Limits:
-    """Return the limits in force: those of `VLP_LIMITS`, else the defaults."""
+    """Return the limits of `VLP_LIMITS`, else the defaults."""
     return _parsed(os.environ.get(VARIABLE, ""))
 
 

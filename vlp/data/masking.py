@@ -20,11 +20,10 @@ def mask_words(
     special_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask one caption as BERT: of the chosen words 80 % become [MASK], 10 % another word.
+    """Mask one caption as BERT (80 % [MASK], 10 % another token), at least one word if it has any.
 
-    At least one word is chosen where there is one, so that short captions are trained on too.
-    `text_ids` and `word_mask` are (tokens,); no random word has one of `special_ids`. Returns the
-    masked ids, and the labels: the original id where chosen, -100 elsewhere.
+    `text_ids` and `word_mask` are (tokens,). Returns the masked ids, and labels: the original id
+    where chosen, -100 elsewhere. Random tokens are never `special_ids`.
     """
     count = len(text_ids)
     chosen = word_mask & (rng.random(count) < probability)
@@ -44,11 +43,7 @@ def mask_words(
 def mask_patches(
     grid: tuple[int, int], ratio: float, unit: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Mask patches as SimMIM: `unit` x `unit` squares, a share `ratio` of them, rounded up.
-
-    Where `unit` does not divide the grid (rows, columns), the squares at the lower and right border
-    are cut off. Returns (rows, columns) bool, True = masked.
-    """
+    """Return (rows, columns) bool, True = masked (SimMIM): a share of squares of side `unit`."""
     rows, columns = -(-grid[0] // unit), -(-grid[1] // unit)
     squares = np.zeros(rows * columns, dtype=bool)
     squares[rng.permutation(rows * columns)[: math.ceil(rows * columns * ratio)]] = True

@@ -1,8 +1,7 @@
-"""Batches of pretraining: sources, order and preparation as the configuration says.
+"""Batches of pretraining from shards with an index, or resampled from shards without one.
 
-Shards without an index are drawn with replacement and read front to back, in webdataset's
-pipeline. A sample may come twice in an epoch, or not at all. A resumed run starts at fresh shards,
-drawn by (seed, samples consumed, rank and worker): it is not exactly resumable.
+Shards without an index are drawn with replacement in webdataset's pipeline. A resumed run then
+starts at fresh shards, drawn by (seed, samples consumed, rank, worker): not exactly resumable.
 """
 
 from __future__ import annotations
@@ -72,10 +71,9 @@ _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to 
 
 
 class Slot(NamedTuple):
-    """One row of a `Batch`, and the slot's element in one epoch as asked for.
+    """One row of a `Batch` with its element.
 
-    levels: pixels before they are normalised, (3, height, width) uint8, or stored features
-    (tokens, width); None in an empty slot.
+    levels: (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
     """
 
     levels: Tensor | None
@@ -95,10 +93,10 @@ class Slot(NamedTuple):
 
 
 class CaptionedSamples(Dataset[Slot]):
-    """Prepares slots; every random choice is drawn from (seed, epoch, element, purpose).
+    """Map-style dataset of slots; random choices depend on (seed, epoch, element, purpose).
 
-    With `every_caption` each caption makes an element; else one is drawn on each visit. Stored
-    `features` of each source stand in place of its pixels.
+    With `every_caption` each caption is an element, else one is drawn on each visit. Stored
+    `features` replace the pixels of their source.
     """
 
     def __init__(
@@ -128,12 +126,7 @@ class CaptionedSamples(Dataset[Slot]):
         return self.__getitems__([request])[0]
 
     def __getitems__(self, requests: Sequence[Request]) -> list[Slot]:
-        """Return the slots of requests, each as `__getitem__` does.
-
-        Of some slots, all else is done before an image is decoded: a decoder leaves none of
-        Python's code and data in the CPU's caches, and what stands between two of its calls takes
-        three times as long.
-        """
+        """Return the slots of several requests; all other work precedes decoding (CPU caches)."""
         slots: list[Slot] = []
         for start in range(0, len(requests), _BEGUN_AT_ONCE):
             begun = [
@@ -152,7 +145,7 @@ class CaptionedSamples(Dataset[Slot]):
     def _begun(
         self, epoch: int, element: Element, raw: RawSample | BadSample | None = None
     ) -> Callable[[], Slot]:
-        """Prepare a slot but for the pixels; what is returned decodes them and completes it."""
+        """Prepare a slot and return a function that decodes its pixels and completes it."""
         try:
             if isinstance(raw, BadSample):
                 raise raw
@@ -218,7 +211,7 @@ class CaptionedSamples(Dataset[Slot]):
         where: str,
         rng: Callable[[str], np.random.Generator],
     ) -> Callable[[], Tensor]:
-        """Make all choices; what is returned decodes the image, or reads stored features."""
+        """Make all choices and return a function that gives the levels or stored features."""
         if self.features is None:
             return self.transform.later(image, rng("augment"), caption)
         source, shard, sample = place
@@ -463,9 +456,9 @@ __all__ = ["DataError", "PretrainData"]
 
 
 class PretrainData(OrderedData):
-    """The batches of `batch` slots of a pretraining, the same for any number of ranks and workers.
+    """The batches of a pretraining, the same for any number of ranks and workers.
 
-    Without `text` the tokenizer is the one that the configuration names.
+    `batch` counts the slots of all ranks; `text` is by default the configuration's tokenizer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The JSON of one sample, `KEY.json` of a shard: which fields there are and what they hold."""
+"""The fields of one sample's JSON, `KEY.json` of a shard."""
 
 from __future__ import annotations
 
@@ -60,12 +60,10 @@ class Expression(_Part):
 
 
 class Word(_Part):
-    """A word of a caption that names what lies in `box`, or in any box of `others` as well.
+    """A word of a caption, and the boxes that it may name (`box` and `others`).
 
-    caption is the caption's number and index that of the word among its words and punctuation marks
-    (BERT's words); kind says what it tells of the thing, as `colour`, `shape`, `object`, or
-    `objects` where several things have the name. Nothing is converted, since what is counted
-    wrongly would point at another thing.
+    `index` counts the caption's words and punctuation marks (BERT's words); `kind` is `colour`,
+    `shape`, `object`, or `objects` where several things have the name. Values are never converted.
     """
 
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
@@ -81,9 +79,8 @@ class Word(_Part):
 class Annotation(_Part):
     """Annotation of one image (or pair of images); every field is optional.
 
-    Boxes are [x, y, width, height] in pixels of the stored image as a viewer shows it, turned by
-    its EXIF orientation if it has one; the numbers are finite and no side is negative. `source` and
-    `image_id` name the image: two samples with the same pair show the same image.
+    Boxes are [x, y, width, height] in pixels of the upright stored image. Samples with the same
+    `source` and `image_id` show the same image.
     """
 
     version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
@@ -108,7 +105,7 @@ class Annotation(_Part):
 
 
 def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
-    """Return the captions of an image, or the referring expressions of what is in it."""
+    """Return an image's captions, or the referring expressions of its objects."""
     if kind == "captions":
         return captions_of(annotation)
     return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
@@ -129,11 +126,7 @@ def every_text_of(annotation: Annotation) -> list[str]:
 
 
 def captions_of(annotation: Annotation) -> list[str]:
-    """Return the captions to train and evaluate on: `captions`, else `caption`, else none.
-
-    White space around a caption is dropped, and a caption of nothing else does not count. Of a
-    caption longer than MAX_CAPTION, its start is taken.
-    """
+    """Return the stripped captions, else the single `caption`, cut to MAX_CAPTION; may be empty."""
     texts = _written(annotation)
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
 

@@ -57,10 +57,9 @@ class ImagePreparation(NamedTuple):
     def __call__(
         self, images: Sequence[Image.Image], text: str, number: int, rng_for: RngFactory | None
     ) -> Tensor:
-        """Make (images, 3, size, size) float32 pixels, normalised.
+        """Return (images, 3, size, size) float32 pixels, not flipped where `text` names a side.
 
-        An image is not flipped where the text speaks of sides; the number of the sample fixes the
-        order of shuffled patches in evaluation.
+        `number` of the sample seeds the order of shuffled patches in evaluation.
         """
         if rng_for is None:
             pixels = [self.evaluate(image) for image in images]

@@ -1,8 +1,7 @@
-"""Stored features of images: one memory-mapped array a shard, and a header that says whose.
+"""Stored features of images: one memory-mapped array a shard, and a header that names the tower.
 
 `FOLDER/features.json` is the header; `FOLDER/S/SHARD.npy` holds (samples, views, tokens, width) of
-shard SHARD of source S, and `SHARD.views.npy` (samples, views) a code of each view. The array gets
-its name last: a shard that has one is whole.
+source S, and `SHARD.views.npy` (samples, views) codes. The array is renamed last.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class FeatureSource(_HeaderPart):
 
 
 class FeatureHeader(_HeaderPart):
-    """All that features depend on, and their shape.
+    """Tower, data, preparation and shape of stored features.
 
-    `augment` is of views from the second on, the first being that of evaluation; `precision` of the
-    tower's pass, `dtype` of the files (bfloat16 stands in them as its 16 bits); `tokens` and
-    `width` are of one view, `[CLS]` first; `kinds` of bad samples are in the order of their codes.
+    `augment` applies from the second view on; `precision` is the tower's, `dtype` the files'
+    (bfloat16 as its 16 bits); `tokens` of a view start with [CLS]; a bad sample's code is its place
+    in `kinds`.
     """
 
     version: Literal[1] = 1
@@ -148,8 +147,7 @@ def _difference(name: str, stored: Any, wanted: Any) -> str | None:
     return f"{name} is {stored!r} there, {wanted!r} here"
 
 
-PLAIN, FLIPPED, BAD = 0, 1, 2
-"""Codes of a view; a bad sample's are BAD plus the number of its kind in the header."""
+PLAIN, FLIPPED, BAD = 0, 1, 2  # BAD + index of the kind in the header
 
 # As bits: NumPy has no bfloat16.
 FILE_DTYPES: dict[str, np.dtype] = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
@@ -171,11 +169,7 @@ class StoredFeatures:
         indices: Sequence[ShardIndex],
         augment: AugmentConfig | None = None,
     ) -> list[SourceFeatures]:
-        """Return the features of each index's samples, which were prepared as given.
-
-        The indices are of a part of the folder's sources, in any order. `augment` is that of the
-        views from the second on; without it the first alone is given.
-        """
+        """Return the features of each index's samples; without `augment` the plain view alone."""
         wanted: dict[str, Any] = {
             "image_size": preprocessing.image_size,
             "mean": [*preprocessing.mean],
@@ -218,10 +212,7 @@ def stored_sources(
 
 
 class SourceFeatures:
-    """Features of source `number` of a folder; every file is opened when it is first read.
-
-    With `plain` the first view alone is given; `blank` holds zeros in the shape and type of a view.
-    """
+    """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros."""
 
     def __init__(
         self,
@@ -284,7 +275,7 @@ def file_paths(folder: Path, source: int, shard: str) -> tuple[Path, Path]:
 
 
 def is_whole(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> bool:
-    """Return whether both files of a shard of so many samples are there, in full length."""
+    """Return whether both files of a shard of `samples` samples exist in full length."""
     codes = samples, header.views
     features = *codes, header.tokens, header.width
     arrays = (FILE_DTYPES[header.dtype], features), (CODE_DTYPE, codes)

@@ -1,4 +1,4 @@
-"""Encoded images to upright RGB, refusing what is too large or cannot be decoded whole."""
+"""Decoding of images to upright RGB; images beyond the limits and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -50,17 +50,11 @@ TURNS = {
 
 
 def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Image:
-    """Decode an image wholly, to RGB, as a viewer shows it; BadSample names `where` it lies.
+    """Decode an image wholly to upright RGB; BadSample names `where`.
 
-    It is turned by its EXIF orientation, so boxes are in pixels of the upright image. What is
-    transparent shows white; 16 bits become their upper 8; of an animation the first image is taken.
-    The format is found in the bytes: a PNG that is called .jpg decodes. Bytes that end too early
-    are bad (a truncated JPEG would come out with a grey lower part), as is what lies beyond
-    `vlp.data.limits`, before memory or time are spent on it.
-
-    With `least` pixels that both sides must keep, a JPEG comes at 1/2, 1/4 or 1/8 of its size where
-    that is enough, straight from its low frequencies; other formats, and smaller images, as they
-    are.
+    Transparency becomes white, 16 bits their upper 8, an animation its first frame. Truncated
+    images and those beyond `vlp.data.limits` are bad. `least` pixels of both sides let a JPEG be
+    decoded at 1/2, 1/4 or 1/8 of its size.
     """
     with reading(where), open_image(data, where) as image:
         if least is not None:
@@ -92,7 +86,7 @@ def reading(where: str) -> Iterator[None]:
 
 
 def open_image(data: bytes, where: str) -> Image.Image:
-    """Read the header alone; BadSample beyond `vlp.data.limits`, else what the decoder raises."""
+    """Open an image by its header; BadSample beyond `vlp.data.limits`, else the decoder's error."""
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
     file = _Metered(_without_notes(data) if data.startswith(_PNG) else data)
@@ -113,10 +107,7 @@ def open_image(data: bytes, where: str) -> Image.Image:
 
 
 def _without_notes(data: bytes) -> bytes:
-    """Return a PNG without texts and colour profiles, of which Pillow unpacks a megabyte at most.
-
-    Those that may tell the orientation stay.
-    """
+    """Return a PNG without texts and colour profiles, but with its orientation."""
     kept, start, place = [], 0, len(_PNG)
     for _ in range(_MOST_READS):
         kind, end = (
@@ -215,19 +206,18 @@ class JpegImage:
                 image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
             )
             width, height = image.size
+        # (width, height) in pixels, upright
         self.size = (height, width) if turn in _SIDEWAYS else (width, height)
-        """(width, height) in pixels, upright."""
 
     def image(self) -> Image.Image:
         """Decode with `decode_image`."""
         return decode_image(self._data, self._where)
 
     def levels(self, least: tuple[int, int] | None = None) -> Tensor:
-        """Decode to levels, (3, height, width) uint8: those of `image`, or quicker ones.
+        """Decode to levels (3, height, width) uint8.
 
-        `least` is (width, height) that must be left for a quick result: a JPEG is decoded by the
-        less exact transforms (1 level off on average), and at 1/2, 3/8, 1/4 or 1/8 of its size, the
-        smallest that leaves so much, straight from its low frequencies (3 levels off once resized).
+        With `least` (width, height) a JPEG comes by faster transforms (1 level off on average) at
+        1/2, 3/8, 1/4 or 1/8 of its size (3 levels off once resized), whichever still has that size.
         """
         if self._plain:
             try:
@@ -262,12 +252,11 @@ ACCEPTED = "give a path, a PIL image, an array or a tensor, or a list of these"
 
 
 def as_images(given: Any) -> list[Image.Image]:
-    """Return one image or several as PIL images.
+    """Return one image or several as PIL images; TypeError, ValueError or OSError if unreadable.
 
-    An image is a path; a PIL image; an array (height, width), (height, width, 1, 3 or 4) or (3,
-    height, width); or a tensor (3, height, width). Levels, also of a PIL image of mode F or I, are
-    0..255 in whole numbers or 0..1 in fractions. Several come in an array or tensor of 4 axes, or
-    in a list. Raises TypeError, ValueError, or OSError for a file.
+    An image is a path, a PIL image, an array (height, width[, 1, 3 or 4]) or (3, height, width), or
+    a tensor (3, height, width), in 0..255 for integers and 0..1 for floats. Several are a list or
+    have 4 axes.
     """
     many = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
     images = [as_image(one) for one in (given if many else [given])]

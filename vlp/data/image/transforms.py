@@ -156,8 +156,7 @@ OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (
 )
 
 
-FILE_NAME = "processor_config.json"
-"""transformers' name of the file, and its form."""
+FILE_NAME = "processor_config.json"  # as in transformers
 
 RGB = tuple[float, float, float]
 
@@ -168,15 +167,13 @@ STD = MEAN
 # `left`, `right`, `leftmost`, `right-hand`, ...: a flipped image would make the caption false.
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
 
-Box = tuple[int, int, int, int]
-"""(left, upper, right, lower) in pixels."""
+Box = tuple[int, int, int, int]  # left, upper, right, lower in pixels
 
 
 class Preprocessing:
-    """Squash an image to a square, bicubic, and normalise it (as ALBEF evaluates).
+    """Bicubic resizing to a square without a crop, then normalisation (as ALBEF evaluates).
 
-    Nothing is cropped, so whatever a caption names stays in the image. `mean` and `std` are per
-    channel, of pixel values in [0, 1].
+    `mean` and `std` are per channel, of pixel values in [0, 1].
     """
 
     def __init__(
@@ -194,11 +191,7 @@ class Preprocessing:
         return self.normalise(self.squash(as_image(image)))
 
     def squash(self, image: Image.Image) -> Image.Image:
-        """Return an image of any mode and size as RGB of image_size x image_size.
-
-        As in training, it is turned by its EXIF orientation, what is transparent shows white, and
-        16 bits become their upper 8.
-        """
+        """Return an image of any mode and size as upright RGB of image_size x image_size."""
         size = (self.image_size, self.image_size)
         image = upright_rgb(image)
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
@@ -253,11 +246,10 @@ def normalise(
 
 
 class TrainTransform:
-    """Random crop, horizontal flip and RandAugment; every choice comes from the given generator.
+    """Random crop, horizontal flip and RandAugment, drawn from the caller's generator.
 
-    Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow's and
-    equal to it but for a level here and there. Without crops (`crop_scale` from 1) images are
-    squashed exactly as `Preprocessing` does.
+    Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow and equal
+    to a level. With `crop_scale` from 1 images are squashed as in `Preprocessing`.
     """
 
     def __init__(self, config: AugmentConfig, preprocessing: Preprocessing) -> None:
@@ -286,7 +278,7 @@ class TrainTransform:
     def later(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
-        """Choose crop and flip now; what is returned computes `levels`, once."""
+        """Choose crop and flip now, and return a function that computes `levels`, once."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         may_flip = not names_a_side(caption)
@@ -369,15 +361,14 @@ def random_crop(
     return 0, 0, width, height
 
 
-View = Literal["image", "shuffled", "blank"]
-"""The image; patches of it in random order, so that nothing is where it was; a plain grey."""
+View = Literal["image", "shuffled", "blank"]  # shuffled: patches; blank: grey
 
 
 def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Show images (images, 3, height, width) as the view wants them, each with its own order.
+    """Return images (images, 3, height, width) in a view, each shuffled in its own order.
 
-    Before it is cut to be shuffled, an image is moved by a random part of a patch, out at one side
-    and in at the other: where the grid cuts a thing would tell where the thing lay.
+    Shuffled images are first rolled by a random part of a patch, since a cut object tells its
+    place.
     """
     if view == "blank":
         return torch.zeros_like(pixels)

@@ -1,9 +1,7 @@
 """The index of a folder of shards: two files that any number of processes share.
 
-`index.npz` holds one row per shard in columns, so it opens in time and memory for shards, not for
-samples: a million shards are 20 to 40 MB. `samples-HASH.npy` holds ten bytes per sample (where it
-lies and how many captions it has) and is mapped into memory: what is not read costs nothing. The
-former names the latter by its content, so that the two always belong together.
+`index.npz` holds a row per shard (20 to 40 MB for a million shards); `samples-HASH.npy` ten bytes
+per sample, memory-mapped. The former names the latter by the hash of its content.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ from vlp.io import atomic_write
 
 
 def narrow(values: ArrayLike) -> np.ndarray:
-    """Return numbers from 0 on in the smallest signed type that holds them.
+    """Return non-negative numbers in the smallest signed type that holds them.
 
-    Signed, because unsigned ones of 64 bits mix with signed ones into floats. Sums are of 64 bits
-    (`np.sum`, `np.cumsum`); a column plus another one is as narrow as they are.
+    Signed, because uint64 mixes with signed types into floats. Sums of columns are int64.
     """
     numbers = np.asarray(values, dtype=np.int64)
     return numbers.astype(np.min_scalar_type(~int(numbers.max(initial=0))))
@@ -49,16 +46,12 @@ TABLE_GLOB = f"samples-{16 * '[0-9a-f]'}.npy"
 # Bytes of a table that is read whole to check it: 27 million samples, a fraction of a second.
 _MOST_CHECKED = 2**28
 
+# blocks of 512 bytes; 0: not readable alone
 ROW = np.dtype([("start", "<u4"), ("blocks", "<u4"), ("captions", "<u2")])
-"""One sample: its first block in the tar, its length in blocks of 512 bytes, its captions.
-
-`blocks` is 0 where the sample cannot be read from its own bytes alone: its key came before, or it
-is too long.
-"""
 
 
 class ShardEntry(NamedTuple):
-    """One shard of an index: `captions` of all its samples, and samples that have none."""
+    """One shard of an index; `captions` is a total, `uncaptioned` counts samples without text."""
 
     name: str
     samples: int
@@ -77,11 +70,10 @@ _MOST = 2**43
 
 
 class ShardTable:
-    """The shards of an index by number, in columns: small to hold and to send to workers.
+    """The shards of an index in columns, as in `ShardEntry`, small enough to send to workers.
 
-    Made of columns by the names of `ShardEntry`, and the name of the file of samples. names:
-    (shards,) UTF-8, ascending; samples, bytes, captions, uncaptioned: (shards,) signed integers of
-    the fewest bytes that hold them.
+    names: (shards,) UTF-8, ascending; the other columns: (shards,) in the narrowest signed
+    integers.
     """
 
     def __init__(self, columns: Mapping[str, ArrayLike], file: str) -> None:
@@ -113,7 +105,7 @@ class ShardTable:
         return np.add(self.captions, self.uncaptioned, dtype=np.int64)
 
     def unknown(self, names: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield those of some names that no shard has."""
+        """Yield the names that no shard has."""
         rest = iter(names)
         while batch := list(islice(rest, _NAMES_AT_ONCE)):
             some = np.sort(np.array(batch))  # those that ascend are found ten times as fast
@@ -191,10 +183,7 @@ def _member(
 
 
 def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.ndarray | None:
-    """Return the rows of all samples, mapped into memory; None when there is no such file.
-
-    With `check` its content must be that of its name, unless it is too long to be read for that.
-    """
+    """Return the memory-mapped rows of all samples, or None; `check` verifies short files' hash."""
     try:
         size = os.stat(path).st_size
         if size != table_bytes(table.total):
@@ -289,7 +278,7 @@ def _table_name(parts: Iterable[np.ndarray]) -> str:
 
 
 def table_bytes(samples: int) -> int:
-    """Return the length of the file that holds the rows of so many samples."""
+    """Return the length in bytes of the file with the rows of `samples` samples."""
     return len(npy_header(ROW, (samples,))) + samples * ROW.itemsize
 
 
@@ -322,7 +311,7 @@ def require_one_split(folder: Path | str, names: Iterable[str]) -> None:
 
 
 class Survey(NamedTuple):
-    """A shard as the index wants it, the keys in it, and what is wrong behind its last sample."""
+    """A shard for the index, its keys, and the problem behind its last sample."""
 
     shard: SurveyedShard
     keys: list[str]
@@ -353,10 +342,9 @@ def index_folder(
     folder: str | Path,
     mapped: Callable[[Callable[[Path], Survey], Sequence[Path]], Iterable[Survey]] = map,
 ) -> list[str]:
-    """Write the index of a folder of shards, whoever wrote them; the caller holds its lock.
+    """Write a folder's index and return one message for each empty or damaged shard.
 
-    `mapped` applies a function that can be pickled to each shard, as `map` does. Returns one line
-    for each shard that is empty or damaged; what can be reached in it is indexed.
+    `mapped` applies a picklable function to each shard, as `map` does. The caller holds the lock.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -93,9 +93,8 @@ def share_retries(count: Any) -> None:
 def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Value:
     """Return the value of `attempt`, tried again for `seconds` after its first failure.
 
-    Pauses grow and are random. FileNotFoundError, PermissionError, ConfigError and DataError come
-    at once, as another try would end alike; Unreachable after the last of several tries. `place` is
-    named in the message that says so once.
+    FileNotFoundError, PermissionError, ConfigError and DataError are raised at once; Unreachable
+    after the last of several tries. `place` is named in a message that is logged once.
     """
     deadline, wait, tries = float("inf"), _FIRST_WAIT, 0
     while True:
@@ -156,11 +155,7 @@ class RemoteFolder:
         return f"{redacted(self.url.partition('?')[0])}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
-        """Return a small file, or None where there is none.
-
-        An `optional` file that we may not read is as good as none; some stores say nothing else of
-        files that are not there.
-        """
+        """Return a small file, None if missing; an `optional` file may also be forbidden."""
 
         def attempt() -> bytes:
             files, path = self._connect()
@@ -220,9 +215,8 @@ class RemoteFolder:
 def connected(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
-    `${NAME}` in a URL is a variable of the environment; its value is percent-encoded in user info
-    and query of an HTTP URL and inserted as it is elsewhere. These two go with every request
-    instead of standing in the path, which libraries show in their errors.
+    `${NAME}` in a URL is an environment variable, percent-encoded in user info and query of HTTP.
+    These two travel with each request, not in the path, which libraries show in their errors.
     """
     import fsspec
 
@@ -331,10 +325,9 @@ class _Full(Exception):
 
 
 class ShardCache:
-    """A folder of fetched files, the ones unused for longest removed first.
+    """A local folder of fetched files with LRU eviction, safe to fork or spawn with.
 
-    Safe to hand to forked or spawned processes. The folder is on a local disk and made for this
-    user alone; `limit` is the bytes of all files in it, those being fetched included.
+    `limit` is the bytes of all files in it, including those being fetched.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
@@ -357,10 +350,9 @@ class ShardCache:
             )
 
     def open(self, file: CachedFile) -> int:
-        """Return a handle of the whole file, fetched first where it is not there.
+        """Return a handle of the whole file, fetched first if missing; an open file is not evicted.
 
-        The file stays in the cache as long as the handle is open. Where it is gone, comes damaged
-        or cannot be fetched, the policy of outages chooses BadSample or DataError.
+        The policy of outages chooses BadSample or DataError for a missing or damaged file.
         """
         self._check(file)
         path = self.folder / file.path
@@ -504,10 +496,7 @@ class ShardCache:
             return []
 
     def _places(self, path: str) -> tuple[str, str]:
-        """Return where a file is while it is fetched, and when it is whole.
-
-        Looked at in this order: a file that is renamed meanwhile is seen, if anything, twice.
-        """
+        """Return the paths of a file during its download and after it, to be read in this order."""
         place = str(self.folder / path)
         return place + _PART, place
 
@@ -519,7 +508,7 @@ class ShardCache:
 
 
 class _NotWhole(Exception):
-    """Error for a download that differs from what the index or the manifest says."""
+    """Download that differs from the index or the manifest."""
 
 
 def _require_whole(file: CachedFile, part: Path) -> None:
@@ -531,7 +520,7 @@ def _require_whole(file: CachedFile, part: Path) -> None:
 
 
 def _open_whole(path: Path, size: int) -> int | None:
-    """Return a handle with a shared lock on a file of the cache, or None where there is none."""
+    """Return a handle with a shared lock on a file of the cache; None if it is missing."""
     try:
         handle = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -549,10 +538,7 @@ def _open_whole(path: Path, size: int) -> int | None:
 
 @contextmanager
 def _own(part: Path, path: Path, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a file being fetched.
-
-    False if somebody else has fetched it by then or, without `wait`, is at it.
-    """
+    """Lock a file being fetched; False if another process has it or, without `wait`, fetches it."""
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:

@@ -1,7 +1,4 @@
-"""The one way to a sample of a shard: an open tar, the files that belong together, their contents.
-
-`vlp.data.shards.shard_reader` says where a sample lies by the index; tools list all of a tar.
-"""
+"""Samples of an open shard: the files that belong together, and their contents."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ Reader = Callable[[Member], bytes]
 
 
 class BadSample(Exception):
-    """A sample that cannot be used: what is wrong (`kind`, see KINDS) and where it lies."""
+    """A sample that cannot be used: the `kind` of fault (see KINDS) and its location."""
 
     def __init__(self, kind: str, where: str) -> None:
         where = redacted(where)
@@ -84,10 +81,7 @@ class RawSample(NamedTuple):
 
 
 class SampleFiles(NamedTuple):
-    """The members of one sample by extension (`jpg`, `json`, `1.jpg`).
-
-    `repeated`: the key came before in this shard, so one of the two is not what its key says.
-    """
+    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: its key came before."""
 
     key: str
     files: dict[str, Member]
@@ -103,10 +97,9 @@ class Contents(NamedTuple):
 
 
 class ShardFile:
-    """An open tar of samples; reads carry their own offset, so that processes may share it.
+    """An open tar of samples, which processes may share as reads carry their own offset.
 
-    `path` is its name in messages; what an error of the disk means, the `policy` of
-    `vlp.data.shards.remote.OutageConfig` says.
+    `path` is its name in messages; `policy` (`OutageConfig`) decides about errors of the disk.
     """
 
     def __init__(self, handle: int, path: object, policy: str = "skip") -> None:
@@ -180,11 +173,10 @@ def contents(path: Path) -> Contents:
 
 
 def grouped(members: Iterable[Member]) -> list[SampleFiles]:
-    """Return the samples that members of a tar form, in their order.
+    """Group the members of a tar into samples by WebDataset's rule, in their order.
 
-    WebDataset's rule: the key ends at the first dot of the file's own name, and the members of one
-    sample follow each other. A sample whose key came before is marked as `repeated`, also where the
-    two follow each other.
+    The key ends at the first dot of a file's own name; members of one sample are consecutive. A
+    sample is `repeated` if its key or one of its extensions came before.
     """
     samples: list[SampleFiles] = []
     keys: set[str] = set()
@@ -225,9 +217,9 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
-    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none, `KEY.cls` the label.
+    """Parse `KEY.json`, with `KEY.txt` for a missing caption and `KEY.cls` for a missing label.
 
-    Fields of other tools that mean something else are left out beside a KEY.txt; raises BadSample.
+    With a KEY.txt, fields of other tools that do not fit are dropped; raises BadSample.
     """
     if sample.repeated:
         raise _repeated(where)
@@ -260,7 +252,7 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
 
 
 def _without(content: bytes, bad: set[str]) -> Annotation:
-    """Return an annotation without some fields, and an empty one of what is no JSON object."""
+    """Return an annotation without some fields; an empty one if the content is no JSON object."""
     try:
         fields = dict(parse_json(content))
         kept = {name: fields[name] for name in fields if str((name,)) not in bad}
@@ -304,7 +296,7 @@ class DataError(Redacted, RuntimeError):
 
     @property
     def told(self) -> str:
-        """The message alone: PyTorch puts a worker's traceback before what the worker said."""
+        """The message without the traceback that PyTorch puts before a worker's error."""
         return str(self).rpartition("DataError: ")[2].strip()
 
 
@@ -313,10 +305,7 @@ class PausedDataError(DataError):
 
 
 def given_up(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
-    """Return the error that the policy of outages wants where a shard cannot be had.
-
-    Without `may_pass` a later start will not find it either, and a run is not paused for that.
-    """
+    """Return the error that the outage policy wants; without `may_pass` no run is paused."""
     if policy == "skip":
         return bad
     if policy == "pause" and may_pass:

@@ -1,8 +1,7 @@
 """Shards: plain WebDataset tars, read at random through their index.
 
-A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json` beside it, and perhaps a second
-image `KEY.1.jpg`. The index says how many samples each shard holds, which is all the training
-order needs, and where each one lies; where it does not, the tar's own headers are read once.
+A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json`, and optionally a second image
+`KEY.1.jpg`. Where the index lacks a sample's place, the tar's headers are read once.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ class LocalFolder:
 
 
 class CachedFolder(LocalFolder):
-    """Shards behind a URL, each fetched whole into the cache when it is needed.
-
-    `digests` are the SHA-256 of shards by name, as far as they are known.
-    """
+    """Shards behind a URL, fetched whole into the cache; `digests`: known SHA-256 by name."""
 
     folder: RemoteFolder
     is_remote = True
@@ -110,11 +106,7 @@ class CachedFolder(LocalFolder):
         return ShardFile(handle, self.folder / entry.name, self.policy)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the rows of all samples, fetched once and mapped into memory.
-
-        Without `wait` they are fetched in the background, if they are few enough: a shard can be
-        read without them, at the cost of its headers.
-        """
+        """Return the memory-mapped rows; without `wait` they are fetched in the background."""
         file = CachedFile(self.folder, shards.file, table_bytes(shards.total))
         if not wait and not self.cache.holds(file):
             if not self._asked and file.bytes <= _SMALL_SHARE * self.cache.limit:
@@ -163,16 +155,11 @@ _CACHED_FILES_KEPT = 2
 _OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
 
 
-_Rows = tuple[np.ndarray, str | None]
-"""Rows of a shard's samples, and the problem behind them (None: they are all)."""
+_Rows = tuple[np.ndarray, str | None]  # rows of samples, problem behind them
 
 
 class ShardIndex:
-    """A folder of shards, read at random.
-
-    Safe to hand to forked or spawned processes: files are opened where they are read, and reads
-    carry their own offset.
-    """
+    """A folder of shards, read at random; safe to hand to forked or spawned processes."""
 
     def __init__(self, place: LocalFolder, shards: ShardTable) -> None:
         self._place = place
@@ -199,7 +186,7 @@ class ShardIndex:
         cache: ShardCache | None = None,
         outages: OutageConfig = DEFAULT_OUTAGES,
     ) -> ShardIndex:
-        """Read the index of a folder, or of a URL whose shards are then kept in `cache`."""
+        """Read the index of a folder, or of a URL with shards kept in `cache`."""
         if is_url(folder):
             return cls._open_remote(str(folder), cache, outages)
         folder = Path(folder)
@@ -257,11 +244,7 @@ class ShardIndex:
         return self.shards.total
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
-        """Return the sample at a place of the index.
-
-        Raises BadSample where the shard is missing or damaged there, or the sample cannot be used
-        (`vlp.data.shards.sample_files.KINDS`).
-        """
+        """Return the sample at a place of the index; raises BadSample (`sample_files.KINDS`)."""
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
@@ -278,10 +261,7 @@ class ShardIndex:
                     yield bad
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
-        """Return (samples,) int64: pairs of a shard's samples up to and with each one.
-
-        Every caption makes a pair; a sample without text counts as one.
-        """
+        """Return (samples,) int64, running counts of pairs; a sample without text counts as one."""
 
         def ends() -> np.ndarray:
             rows = self.require_captions()
@@ -382,16 +362,15 @@ class Item(NamedTuple):
         return self.raw.where
 
     def without_images(self) -> Item:
-        """Return what is left once its images are decoded."""
+        """Return a copy without images, for after their decoding."""
         return self._replace(raw=self.raw._replace(image=b"", second_image=None))
 
 
 class Items:
-    """Items of shard folders, in their order, by number; `limit` keeps the first so many.
+    """Numbered items of shard folders in their order, at most `limit`.
 
-    `parts` gives the number of items of a sample from its annotation, all of which are read once to
-    count them; a sample whose annotation cannot be read is one (bad) item. Without it a sample is
-    an item, and nothing is read.
+    `parts` counts the items of a sample from its annotation (all are read); without it a sample is
+    an item. An unreadable annotation makes one (bad) item.
     """
 
     def __init__(

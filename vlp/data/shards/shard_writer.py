@@ -18,10 +18,8 @@ from vlp.lock import FolderLock
 class ShardWriter:
     """Writes samples into numbered shards; `with ShardWriter(folder) as writer: writer.write(...)`.
 
-    A shard appears under its name only when it is whole and on disk, so an interrupted run leaves
-    finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
-    gets the same bytes as without the interruption, also where a shard was deleted: the free
-    numbers are taken, smallest first. The index is written on a clean exit.
+    A shard is renamed when complete. A later run fills free numbers, smallest first, and gets the
+    same bytes if its producer skips the keys in `done`. The index is written on a clean exit.
     """
 
     def __init__(
@@ -65,10 +63,9 @@ class ShardWriter:
         annotation: Annotation,
         second_image: bytes | None = None,
     ) -> None:
-        """Append one sample: `KEY.EXTENSION`, `KEY.json` and, of a pair, `KEY.1.EXTENSION`.
+        """Append `KEY.EXTENSION`, `KEY.json` and, of a pair, `KEY.1.EXTENSION`.
 
-        The key is unique in the folder and has no dots or slashes; the extension is one of
-        `IMAGES`. On a full disk the unfinished shard is lost.
+        The key is unique in the folder, without dots or slashes; the extension is one of `IMAGES`.
         """
         if not key or "." in key or "/" in key:
             raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")

@@ -54,10 +54,7 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
 def stored_files(
     file: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield the `wanted` names and their contents of a small tar file, compressed or not.
-
-    It is read once and whole; links are not followed.
-    """
+    """Yield the `wanted` names and contents of a small tar file, perhaps compressed; no links."""
     try:
         most = max(_LEAST_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
         with tarfile.open(file) as archive:
@@ -96,11 +93,10 @@ def open_tar(path: Path) -> int:
 
 
 def read_members(path: Path, most: int = MAX_MEMBERS) -> tuple[list[Member], str | None]:
-    """List the regular files of a tar up to its end, or up to where it is damaged (None: whole).
+    """List the regular files of a tar, and its damage (None: whole); stops after `most` files.
 
-    Links, devices, folders and sparse files (whose bytes do not lie there as they are) are left
-    out. Bytes of a name that are no UTF-8, and control characters, are written as \\xNN. After
-    `most` files a tar is not read further.
+    Links, devices and sparse files are left out. Control characters and bytes of a name that are
+    not UTF-8 are written as \\xNN.
     """
     with open(open_tar(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -110,11 +106,7 @@ def read_members(path: Path, most: int = MAX_MEMBERS) -> tuple[list[Member], str
 def members_in(
     file: IO[bytes], size: int, most: int = MAX_MEMBERS
 ) -> tuple[list[Member], str | None]:
-    """List the members of an open file, or of `size` bytes of it, as `read_members` does.
-
-    `tarfile` itself takes a damaged header for the end of the file, hence the check of what it
-    left unread.
-    """
+    """List the members of an open file, or of `size` bytes of it, as `read_members` does."""
     members: list[Member] = []
     headers = _HeaderReader(file, size)
     try:
@@ -208,10 +200,7 @@ _NUMBER = frozenset(b"01234567")
 
 
 def plain_members(data: bytes) -> list[Member] | None:
-    """List the files of a part of a tar as `members_in`, in a tenth of the time.
-
-    None where a header is damaged, or is more than the name, in ASCII, and the length of a file.
-    """
+    """List a part of a tar ten times as fast as `members_in`; None for any unusual header."""
     members = []
     place = 0
     while place < len(data):
@@ -244,10 +233,9 @@ def _octal(field: bytes) -> int | None:
 
 
 def section(file: int, start: int, stop: int, zeros: int = 0) -> BinaryIO:
-    """Return the bytes of an open file from `start` to `stop`, and so many zeros behind them.
+    """Return bytes `start` to `stop` of an open file, followed by `zeros` zeros.
 
-    Reads carry their own offset: processes that inherited the same handle do not disturb each
-    other. Closing it leaves `file` open.
+    Reads carry their own offset, so processes may share the handle. Closing it leaves `file` open.
     """
     return io.BufferedReader(_Section(file, start, stop, zeros), 4096)
 

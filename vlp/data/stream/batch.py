@@ -14,10 +14,7 @@ AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
 class Slots(Protocol):
-    """Interface of any batch that the training loop needs: slots, some of which may be empty.
-
-    valid: (B,) bool; skipped: this share's bad samples.
-    """
+    """Interface of any batch of the training loop; some of its slots may be empty."""
 
     @property
     def valid(self) -> Tensor:
@@ -116,9 +113,8 @@ class PatchMasking(NamedTuple):
 class Inputs(NamedTuple):
     """Sizes of a batch.
 
-    image_size: side in pixels; grid: patches (rows, columns); max_tokens: tokens of a padded
-    caption; vocab_size: rows of the model's word table; word_masking: probability that a word is
-    masked, or None; patch_masking: or None; statistics: mean and deviation of pixel values.
+    image_size: side in pixels; grid: patches (rows, columns); max_tokens: of a padded caption;
+    vocab_size: rows of the word table; word_masking: probability or None; statistics: mean and std.
     """
 
     image_size: int

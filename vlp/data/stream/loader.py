@@ -31,10 +31,7 @@ from vlp.signals import STOPS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
-    """Return arguments of a DataLoader whose workers leave signals to the main process.
-
-    Each worker has `prefetch` batches ready or in work; without workers the main process reads.
-    """
+    """Return DataLoader arguments: workers ignore signals and hold `prefetch` batches each."""
     if not workers:
         return {"num_workers": 0}
     return {
@@ -83,8 +80,7 @@ def _end_with_main_process() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-Prefetch = Callable[[int, int], object]
-"""Is told (source, shard) in a worker, about a window before the shard is needed."""
+Prefetch = Callable[[int, int], object]  # called in a worker with (source, shard)
 
 
 class BatchRequest(NamedTuple):
@@ -95,10 +91,7 @@ class BatchRequest(NamedTuple):
 
 
 class ShardAwareBatchSampler:
-    """Yield one `BatchRequest` for each global batch: the batch sampler of a torch `DataLoader`.
-
-    Shards to fetch are dealt out among `fetchers` workers; 0 asks for none.
-    """
+    """Batch sampler of one `BatchRequest` a global batch; `fetchers` workers share prefetching."""
 
     def __init__(
         self,
@@ -188,13 +181,9 @@ class Answers(Dataset[Any]):
 class OrderedData:
     """Batches in a training order, the same for any number of ranks and workers.
 
-    `samples` maps a `Request` to what `collate` takes, which makes a batch
-    (`vlp.data.stream.batch.Slots`) of a rank's samples; `batch` is the slots of a global batch.
-    More bad samples than `max_skipped_share` of an epoch end the run: a set that is half bad was
-    built wrongly. `prefetch` has a shard fetched that is needed soon.
-
-    `fingerprint` holds a hash of each part of the data by its name, equal for equal data wherever
-    it lies; whoever knows more of the data than its samples' number puts it there.
+    `samples` maps a `Request` to a sample, `collate` a rank's samples to `batch.Slots`; `batch`
+    counts the slots of all ranks. More bad samples than `max_skipped_share` of an epoch end the
+    run. `fingerprint` holds a hash of each part of the data, equal for equal data in any folder.
     """
 
     def __init__(
@@ -222,7 +211,7 @@ class OrderedData:
         return self.sampler.batches_in_epoch(epoch, self.batch)
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Return the number of global batches from so many samples to the end of epoch `epochs`."""
+        """Return the number of global batches from `samples_consumed` to the end of `epochs`."""
         now, _ = self.sampler.locate(samples_consumed)
         if now >= epochs:
             return 0
@@ -237,11 +226,10 @@ class OrderedData:
         world_size: int = 1,
         stop_after: int | None = None,
     ) -> Generator[tuple[Any, int], None, None]:
-        """Yield one rank's share of global batches, and the samples that all ranks consumed then.
+        """Yield a rank's share of each global batch, and the samples consumed by all ranks.
 
-        Goes on behind `samples_consumed`, by any number of ranks that divides `canonical_streams`,
-        epoch after epoch without end, unless `stop_after` so many batches. DataError where too much
-        is bad.
+        Endless without `stop_after`. The number of ranks divides `canonical_streams`. DataError if
+        too many samples are bad.
         """
         self.sampler.locate(samples_consumed)
         self.sampler.share(0, rank, world_size)
@@ -294,10 +282,7 @@ _MOST_IN_A_ROW = 10_000
 
 
 class SkippedShareWatch:
-    """Ends a run of whose epoch more than `max_share` of a rank's samples are bad.
-
-    It sees one rank's samples, from where the run started or resumed.
-    """
+    """Ends a run if over `max_share` of this rank's samples of an epoch (since resume) are bad."""
 
     def __init__(
         self,
@@ -349,12 +334,9 @@ class SkippedShareWatch:
 
 
 class CopyStream:
-    """Moves batches to `device`, to a GPU on a stream of its own.
+    """Moves batches to `device`; on a GPU by an own CUDA stream, if the batch is a tuple.
 
-    The host is launches ahead of a GPU that it does not wait for, so the copy of a batch from
-    pinned memory begins while the step before is still computed, and no batch need be fetched
-    earlier for it. What is launched after it on the current stream waits for the copy. A batch
-    that is no tuple, whose tensors cannot be found, is copied on the current stream.
+    The copy from pinned memory overlaps with the step before, and later launches wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -375,8 +357,7 @@ class CopyStream:
         return there
 
 
-RngFactory = Callable[[str], np.random.Generator]
-"""Gives a generator for a purpose ("crop"); equal for equal (seed, epoch, sample, purpose)."""
+RngFactory = Callable[[str], np.random.Generator]  # generator by purpose, such as "crop"
 
 
 class MapDatasetConfig(Config):
@@ -429,7 +410,7 @@ def indexed_data(
 ) -> OrderedData:
     """Return batches of `count` samples, each once an epoch, the same for any number of ranks.
 
-    `collate` makes a batch of a rank's good samples (there may be none) and its bad ones.
+    `collate` gets a rank's good samples, possibly an empty list, and its bad ones.
     """
     if batch % config.canonical_streams:
         raise ConfigError(

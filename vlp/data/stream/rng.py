@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, never on who asks or when."""
+"""Random number generators keyed by (seed, epoch, sample, purpose)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from numpy.random.bit_generator import ISeedSequence
 def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.random.Generator:
     """Return the generator of one purpose ("caption", "augment", ...) of a sample's visit.
 
-    Equal arguments give equal streams on every rank, worker and machine; Philox is counter-based,
-    so its key can be the hash itself. The purpose is hashed: under another word, other numbers
-    come, and a run trains something else.
+    Equal arguments give equal streams on every machine. The purpose is hashed: renaming one changes
+    the training.
     """
     key = _Key(_hash(seed, epoch, sample, purpose, 16))
     # numpy's annotations forget that any ISeedSequence will do.
@@ -27,11 +26,7 @@ def identity(*parts: int | str) -> int:
 
 
 class _Key(ISeedSequence):
-    """Hands a hash over as Philox's key.
-
-    `Philox(key=...)` draws a seed from the operating system first and drops it: three quarters of
-    the time that a generator takes, several times per sample.
-    """
+    """Hash as Philox's key, as `Philox(key=...)` would first draw an unused seed (slow)."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest

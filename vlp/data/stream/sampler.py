@@ -1,9 +1,8 @@
-"""The training order: which sample stands in which slot of which global batch.
+"""The training order: a function of (seed, epoch, streams, window) and of the shards' sizes alone.
 
-It is a function of (seed, epoch, streams, window) and of the shards' sizes alone. An epoch's
-shards, in random order, form one long row of elements; the row is cut into `streams` equal pieces,
-each is shuffled within windows, and every global batch takes the same number of elements from each
-stream. Ranks share the streams out among themselves, so their number changes no global batch.
+An epoch's shards, in random order, form one row of elements, cut into `streams` equal pieces that
+are shuffled within windows. A global batch takes equally many elements from each stream, and ranks
+share the streams, so the number of ranks changes no global batch.
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ def own_streams(streams: int, rank: int, world_size: int) -> range:
 
 
 class TrainingSampler:
-    """Places of the elements of every epoch, worked out piece by piece.
+    """Places of the elements of every epoch, computed lazily.
 
     A pool of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements to epoch e, from
-    where the epoch before stopped: 2 is twice each, 0.5 a fresh half. The number of ranks divides
-    `streams`, each of which is shuffled within a `window` of elements.
+    where the epoch before stopped. The number of ranks divides `streams`; `window` is in elements.
     """
 
     def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
@@ -89,7 +87,7 @@ class TrainingSampler:
 
     @property
     def prefetch_window(self) -> int:
-        """Elements of a stream whose shards are fetched while those before are read."""
+        """Elements of a stream that are prefetched ahead of the current ones."""
         return self.window
 
     def samples_before(self, epoch: int) -> int:
@@ -149,10 +147,7 @@ class TrainingSampler:
     def slots(
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
     ) -> list[Element | None]:
-        """Return one rank's slots of a global batch, stream by stream; None is an empty slot.
-
-        The ranks' slots one after another are the slots of the whole batch.
-        """
+        """Return a rank's (contiguous) slots of a global batch; None is an empty slot."""
         taken = self._per_stream(size)
         own = self._own(rank, world_size)
         bounds = self._bounds(epoch, own)
@@ -167,10 +162,7 @@ class TrainingSampler:
     def shards_of_window(
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List (source, shard) that a rank reads while its streams go through window `number`.
-
-        Each comes once, stream by stream; none where the epoch has ended.
-        """
+        """List each (source, shard) that a rank reads in window `number`; empty after the epoch."""
         bounds = self._bounds(epoch, self._own(rank, world_size))
         first = bounds[:-1] + number * self.window
         last = np.minimum(first + self.window, bounds[1:])
@@ -318,8 +310,7 @@ class EpochLayout:
         return [Element(*row) for row in columns.tolist()]
 
 
-_BLOCKS = 8
-"""Blocks of a window. A stream is sorted block by block, and shards are fetched a block ahead."""
+_BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
 
 
 class _Stream(NamedTuple):
@@ -332,18 +323,12 @@ class _Stream(NamedTuple):
 
 
 class SlidingSampler(TrainingSampler):
-    """Shards that are dealt to streams once a run and read through a sliding window.
+    """Shards dealt to streams once a run and read through a sliding window.
 
-    An epoch's shards come to the same ranks in every epoch, so that a node finds them in its cache.
-    Within a stream they change order at each epoch. A stream reads from about `window` / shard size
-    shards at a time, opens and leaves them one by one, and takes a batch from different ones.
-
-    The elements of a chunk with middle m, in random order, come evenly in [m - window/2,
-    m + window/2] of a time line as long as the stream, cut off at its ends. The line is cut into
-    blocks of an eighth of a window, in each of which a chunk's elements are evenly spread.
-
-    A source of a weight that is no whole number has other shards in the next epoch, which moves the
-    streams' borders by few shards.
+    A shard comes to the same ranks in every epoch (for their caches), in another order. A stream
+    reads from about `window` / shard size shards at a time. Elements of a chunk with middle m come
+    evenly in [m - window/2, m + window/2], in blocks of an eighth of a window. A fractional weight
+    changes the shards of an epoch and moves the streams' borders by few shards.
     """
 
     def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
@@ -352,7 +337,7 @@ class SlidingSampler(TrainingSampler):
 
     @property
     def prefetch_window(self) -> int:
-        """Elements of a stream whose shards are fetched while those before are read: a block."""
+        """Elements of a stream that are prefetched ahead of the current ones: a block."""
         return max(1, self.window // _BLOCKS)
 
     def shards_of_window(

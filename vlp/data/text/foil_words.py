@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COLOURS = {
+COLOURS = {  # each with colours it is never confused with
     "red": ("blue", "green", "yellow", "black", "white"),
     "blue": ("red", "yellow", "orange", "white", "pink"),
     "green": ("red", "orange", "white", "pink", "purple"),
@@ -17,7 +17,6 @@ COLOURS = {
     "grey": ("red", "yellow", "green", "orange", "brown"),
     "tan": ("black", "blue", "green"),
 }
-"""Colours, each with those that nobody would take it for."""
 
 OF_ANIMALS = frozenset({"black", "white", "brown"})
 
@@ -67,10 +66,9 @@ BEINGS = {
 }
 """Nouns of people and animals; two may name the same being if they share a letter."""
 
-PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}
-"""Pronouns, and the beings that they are not for."""
+PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}  # not for these beings
 
-PLURALS = {
+PLURALS = {  # irregular
     "man": "men",
     "woman": "women",
     "person": "people",
@@ -80,32 +78,27 @@ PLURALS = {
     "puppy": "puppies",
     "baby": "babies",
 }
-"""Irregular ones; the rest take an s."""
 
-GUESSABLE = (
+GUESSABLE = (  # nouns of obvious colour or without one
     "grass|snow|water|sky|sand|trees?|leaves|foliage|hair|haired|beard|eyes?|smoke|ice|clouds?|"
     "mountains?|fields?|forest|lights?|belt|wine|juice|photo|photograph|picture|image|shot|object"
 )
-"""Nouns whose colour needs no look at the image, or is none."""
 
-HEIGHTS = (
+HEIGHTS = (  # go up or down
     "hill|hillside|slope|mountain|mountainside|stairs|steps|staircase|stairway|ramp|cliff|dune|"
     "ladder|escalator|embankment|slide|rail|railing|handrail|bannister|banister"
 )
-"""Things that one goes up or down."""
 
-SUPPORTS = (
+SUPPORTS = (  # on or under
     "bench|table|bike|bicycle|motorcycle|skateboard|surfboard|snowboard|couch|chair|bed|horse|"
     "bridge|trampoline|rock|rocks|boulder|log|swing|roof|deck|dock|pier|platform|stage|car|truck|"
     "tree|blanket|towel|carpet|rug|ledge|wall|raft|boat|sled|scooter|counter|desk|mat|stool"
 )
-"""Things that one can be on, and under."""
 
-CONTAINERS = (
+CONTAINERS = (  # in or next to
     "pool|lake|river|pond|stream|creek|fountain|puddle|boat|canoe|kayak|raft|car|truck|tub|bathtub|"
     "box|tent|bucket|basket|cage|swing|cart|wheelchair|stroller|bed|crib|tunnel|doorway|hammock"
 )
-"""Things that one can be in, and beside."""
 
 _THE = r"(?= (?:an?|the|some|his|her|their|its|another|other|two|three)\b)"
 _SOME = r"(?= (?:an?|the|some|his|her|their) (?:[\w-]+ ){0,2}?"
@@ -142,24 +135,21 @@ PHRASES: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("in the foreground", ("in the background",)),
     ),
 }
-"""By kind: expressions and their opposites; where there is a group, it alone is replaced."""
 
 LEFT_RIGHT = r"(?:the|his|her|its|their|to|far) (left|right)(?! (?:way|moment|time|over|behind)\b)"
 
-SYMMETRIC = (
+SYMMETRIC = (  # nouns around it may be exchanged
     r"^(?:,|or|while|by)?$|\band$|"
     r"\b(?:with|next to|beside|near|alongside|nearby|facing|opposite|across from|face to face)$|"
     r"(?<!ed )by$|"
     r"\b(?:fight|wrestl|kiss|hug|embrac|danc|play|rac(?:e|ing)|talk|meet|argu|spar|greet|shak)\w*"
 )
-"""Text between two nouns that may change places without making the caption false."""
 
-SMALL_WORDS = (
+SMALL_WORDS = (  # end a noun phrase
     "in|on|at|of|with|and|or|as|by|to|for|from|into|onto|over|under|near|behind|through|while|is|"
     "are|was|who|that|which|has|have|his|her|its|their|him|them|it|he|she|they|a|an|the|next|up|"
     "down|off|out|inside|outside|beside|between|around|along|across|toward|towards|against"
 )
-"""Words that end a noun phrase."""
 
 SEVERAL = (
     "two|three|four|five|six|several|many|some|group|crowd|team|couple|pair|both|each|another|"

@@ -1,8 +1,7 @@
 """Foils: captions that are false of an image, each a true caption with one thing exchanged.
 
 The rules read words, not meaning (after FOIL-COCO, Shekhar et al. 2017, and VALSE, Parcalabescu et
-al. 2022): now and then a foil is still true, or so odd that the text alone gives it away. A score
-of blank images tells the share of the latter.
+al. 2022): some foils are still true, others odd; a score of blank images measures the odd ones.
 """
 
 from __future__ import annotations
@@ -46,11 +45,8 @@ class Edit(NamedTuple):
 def make_foils(captions: Sequence[str], seed: int, key: str) -> list[list[Foil]]:
     """Make for each caption of an image at most one foil of each of `FOIL_KINDS`, in that order.
 
-    Kinds: `subject_object` exchanges two noun phrases of beings; `colour` says another colour and
-    `binding` exchanges the colours of two things; `number` says another number from two to six and
-    `count` two of the one being that all captions speak of; `preposition`, `left_right` and
-    `near_far` say the opposite place. What any caption of the image says is no foil's new word.
-    Seed and key of the sample choose among several foils of a kind.
+    `subject_object` exchanges two beings, `binding` the colours of two things; the other kinds
+    replace one word or phrase. New words occur in no caption of the image.
     """
     known = {_plain(caption) for caption in captions}
     everything = " . ".join(captions).lower()
@@ -80,8 +76,7 @@ def edited(caption: str, edits: Sequence[Edit]) -> str:
     return "".join([*parts, caption[done:]])
 
 
-_Rule = Callable[[str, str], Iterator[list[Edit]]]
-"""From a caption, and all captions of its image in lower case, to the ways to make it false."""
+_Rule = Callable[[str, str], Iterator[list[Edit]]]  # (caption, all captions)
 
 
 def _subject_object(caption: str, everything: str) -> Iterator[list[Edit]]:

@@ -18,18 +18,16 @@ from vlp.io import check_hub, may_be_on_hub, parse_json, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MOST_TOKENS = 2**24
-"""Rows of an embedding table beyond which a token's id is a mistake or an attack."""
+MOST_TOKENS = 2**24  # rows of an embedding table
 
 # The same as RoBERTa, XLM-R and MPNet name them.
 _OTHERS = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
 
 
 class TextTokens(NamedTuple):
-    """Captions as tensors: (captions, tokens) each; masks are True where there is something.
+    """Captions as tensors (captions, tokens).
 
-    `attention_mask` covers everything but padding; `word_mask` real word pieces alone, without
-    [CLS], [SEP] and padding.
+    `attention_mask` covers everything but padding, `word_mask` also excludes [CLS] and [SEP].
     """
 
     text_ids: Tensor
@@ -38,10 +36,9 @@ class TextTokens(NamedTuple):
 
 
 class TextProcessor:
-    """Turns captions into ids of a fixed length; too long ones are cut, keeping [SEP].
+    """BERT-like tokenizer to ids of a fixed length; long captions are cut, keeping [SEP].
 
-    The tokenizer is BERT-like and knows the five special tokens, by BERT's names or by RoBERTa's;
-    it is copied. `max_tokens` counts [CLS] and [SEP]; `vocab_size` is the largest id and one.
+    Special tokens have BERT's or RoBERTa's names. `max_tokens` counts [CLS] and [SEP].
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -139,7 +136,7 @@ class TextProcessor:
         write_json(folder / "tokenizer_config.json", settings)
 
     def require_words_of(self, folder: str) -> None:
-        """Require that ids are those of a folder of weights, where that has a tokenizer."""
+        """Require the ids of the tokenizer in a folder of weights, if it has one."""
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return
         there = TextProcessor.load(folder, self.max_tokens)
@@ -173,10 +170,7 @@ class TextProcessor:
 
 
 def predicted_places(ids: Tensor, pad_id: int) -> Tensor:
-    """Find the tokens (R,) that a decoder of texts (B, L) predicts, in (B * (L - 1),) places.
-
-    Every text starts with [CLS], which is given; padding is not predicted.
-    """
+    """Return the places (R,) in (B * (L - 1),) that a decoder predicts: no padding, no [CLS]."""
     return (ids[:, 1:] != pad_id).flatten().nonzero()[:, 0]
 
 
@@ -216,11 +210,10 @@ def bert_tokenizer(
 
 
 def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-case BERT WordPiece vocabulary of at most `vocab_size` tokens on captions.
+    """Train a lower-case BERT WordPiece vocabulary of at most `vocab_size` tokens.
 
-    Equal captions give the same vocabulary. The library alone does not promise that: it numbers
-    the inner letters ("##a") in the order of a randomly seeded hash table and breaks ties of merges
-    by number, so they are numbered here first.
+    Equal captions give the same vocabulary: inner letters ("##a") are numbered here, since the
+    library numbers them in the order of a randomly seeded hash table and breaks ties by number.
     """
     from tokenizers.trainers import WordPieceTrainer
 

@@ -14,10 +14,10 @@ from vlp.data.schema import Annotation, caption_numbers
 def patches_in_box(
     box: Sequence[float], grid: tuple[int, int], size: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Return (rows * columns,) bool, patches whose centre lies in the box; one at least.
+    """Return (rows * columns,) bool, patches with their centre in the box; at least one.
 
-    The box is [x, y, width, height] in pixels of an image of `size` (width, height). The image is
-    squashed to the model's square, so patches of one that is not square are not square either.
+    box: [x, y, width, height] in pixels of an image of `size` (width, height), squashed to a
+    square.
     """
     rows, columns = grid
     x, y, width, height = box
@@ -37,10 +37,9 @@ OWN, OTHER = 1, 2
 
 
 class WordBox(NamedTuple):
-    """Word number `position` of caption number `caption` says the `kind` of what lies in `box`.
+    """Word `position` of caption `caption`: the `kind` of the thing in `box` or `others`.
 
-    kind is `colour`, `shape` or `object`, or `objects` where the word may mean the things in
-    `others` as well; boxes are [x, y, width, height] in pixels of the image.
+    kind: `colour`, `shape`, `object` or `objects`; boxes: [x, y, width, height] in pixels.
     """
 
     caption: int
@@ -52,15 +51,12 @@ class WordBox(NamedTuple):
 
     @property
     def boxes(self) -> tuple[tuple[float, ...], ...]:
-        """Return all boxes of what the word may mean."""
+        """All boxes that the word may mean."""
         return (self.box, *self.others)
 
 
 def named_words(annotation: Annotation) -> list[WordBox]:
-    """Return the words of captions that are known to name something; mostly none.
-
-    Their captions are numbered as `captions_of` gives them; words of others are left out.
-    """
+    """Return the words with known boxes; captions are numbered as in `captions_of`."""
     if not annotation.words:
         return []
     place = {number: at for at, number in enumerate(caption_numbers(annotation))}
@@ -79,11 +75,7 @@ def named_words(annotation: Annotation) -> list[WordBox]:
 
 
 def word_positions(pieces: Sequence[str]) -> list[range]:
-    """Return token positions of each word, from the word pieces of one caption.
-
-    A word (or punctuation mark) starts at a piece without `##`. The first and the last piece are
-    [CLS] and [SEP] and belong to no word.
-    """
+    """Return each word's token positions from word pieces, [CLS] and [SEP] at the ends."""
     last = len(pieces) - 1
     starts = [place for place in range(1, last) if not pieces[place].startswith("##")]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], last])]
@@ -102,11 +94,10 @@ def named_patches(
     grid: tuple[int, int],
     size: tuple[int, int],
 ) -> NDArray[np.int8]:
-    """Find the patches that show what each token of a caption names: (tokens, patches) int8.
+    """Return (tokens, patches) int8: OWN in the token's own box, OTHER in another's, else 0.
 
-    OWN in the box of the object that the token names, OTHER in another object's box, 0 elsewhere
-    and for tokens that name nothing. `pieces` are the caption's word pieces, [CLS] and [SEP] in;
-    `tokens` is the padded length, `size` the image's (width, height) in pixels.
+    `pieces` include [CLS] and [SEP]; `tokens` is the padded length, `size` (width, height) in
+    pixels.
     """
     shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     named = named_words(annotation)
