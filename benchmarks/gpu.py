@@ -269,11 +269,7 @@ class WatchedData(Generic[T]):
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Slots, int]]:
-        """Yield the batch to the warm-up, and to the steps from there to a logged one.
-
-        Raises:
-            EnoughSteps: in place of the next.
-        """
+        """Yield the batch to the warm-up, and to the steps from there to a logged one."""
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
         for number in range(2 * LOG_EVERY, 2 * LOG_EVERY + LOG_EVERY):

@@ -316,9 +316,6 @@ def agreed(kind: type[ValueError]) -> Iterator[None]:
 
     Args:
         kind: what the block may raise.
-
-    Raises:
-        ValueError: of that kind, on every rank.
     """
     problem: str | None = None
     try:

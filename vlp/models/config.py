@@ -92,14 +92,12 @@ class AnchorOptions(Config):
 class CrossConfig(Config):
     """Post-norm layers of self-attention, cross-attention and feed-forward.
 
-    `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `anchor-soft` the same with soft anchors (`options.anchor.tau: 5`, which is stored in its
-    place), `uniform` its baseline with all paths 1, `alignment` leads words to the patches they
-    resemble (beyond the paper), `ape` a learned position for every token of either stream, `rpe`
-    contextual iRPE-product on queries and keys in the self-attention of each stream.
-    Every other name of `vlp.positions.list_positions()` acts on each stream by itself, with
-    `options` of its own: on the tokens before the first layer, or in the self-attention of every
-    layer. A text is a grid of one row.
+    `position` lists encodings, possibly several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
+    `anchor-soft` the same with soft anchors (stored as `options.anchor.tau: 5`), `uniform` its
+    baseline with all paths 1, `alignment` leads words to similar patches (beyond the paper), `ape`
+    adds learned positions to both streams, `rpe` is contextual iRPE-product on queries and keys in
+    the self-attention of each stream. Every other name of `vlp.positions.list_positions()` acts on
+    each stream alone; a text is a grid of one row.
     """
 
     layers: Count = Field(6, description="number of layers")
@@ -151,10 +149,7 @@ class CrossConfig(Config):
 
     @property
     def reads_padding(self) -> bool:
-        """Return whether an encoding may count padding, or is bound to a length.
-
-        Those of streams may, and those of one's own.
-        """
+        """Return whether an encoding may count padding or is bound to a length."""
         return not {*self.position} <= {*BUILT_IN, *SHORTHANDS}
 
     @model_validator(mode="before")
@@ -231,8 +226,7 @@ def lora_rank(trainable: Trainable) -> int | None:
 class TextConfig(Config):
     """BERT embeddings and the first `layers` post-norm layers, or a tower; widths in channels.
 
-    With `architecture` the tower has layers, heads, intermediate and positions of its own, and the
-    keys of these say nothing.
+    `architecture` brings its own layers, heads, intermediate and positions; their keys are unused.
     """
 
     architecture: Mapping[str, Any] | str | None = Field(
@@ -299,10 +293,9 @@ class TextConfig(Config):
 
 
 class ImageConfig(Config):
-    """A pre-norm vision transformer, or a tower from outside; sizes in pixels and channels.
+    """A pre-norm vision transformer, or an outside tower; sizes in pixels and channels.
 
-    With `architecture` the tower has layers, heads, intermediate and positions of its own, and the
-    keys of these say nothing.
+    `architecture` brings its own layers, heads, intermediate and positions; their keys are unused.
     """
 
     architecture: Mapping[str, Any] | str | None = Field(
@@ -376,7 +369,7 @@ class ImageConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _architecture_options(cls, values: Any) -> Any:
-        """Accept timm's arguments beside a name, as `architecture_options`."""
+        """Accept timm's arguments in `architecture` as `architecture_options`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
         options = {"name": values.get("architecture"), **(values["architecture_options"] or {})}

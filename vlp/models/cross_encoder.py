@@ -24,7 +24,7 @@ from vlp.positions.anchor_field import AnchorField
 from vlp.positions.base import ByModality, through_call
 
 APE_DEVIATION = 0.5
-"""Of learned positions at the start: what they are added to is normalised, of deviation 1."""
+"""Initial standard deviation of learned positions; the states they are added to have 1."""
 
 
 ImageKeys = tuple[tuple[Tensor, Tensor], ...]
@@ -39,11 +39,11 @@ class PairIndices(NamedTuple):
 
 
 class CrossEncoder(nn.Module):
-    """53,277,696 parameters at the paper's sizes in layout `ace` with tables for q, k and v.
+    """Cross-modal encoder: 53,277,696 parameters at the paper's sizes (`ace`, tables for q, k, v).
 
-    Layouts: `ace` runs both streams with one set of weights, text attends to image and image to
-    text; `text` runs the text stream alone over the image encoder's states; `albef` does so with
-    an output projection in the cross-attention, as ALBEF's fusion layers have.
+    Layout `ace` runs both streams with one set of weights, each attending to the other; `text` runs
+    the text stream alone over the image encoder's states; `albef` adds the output projection of
+    ALBEF's cross-attention to `text`.
     """
 
     def __init__(
@@ -78,25 +78,22 @@ class CrossEncoder(nn.Module):
         keys: ImageKeys | None = None,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Cross-modal states of pairs.
+        """Compute cross-modal states of pairs: text (B, N, width), image (B, 1 + M, width) or None.
 
-        The first self-attention of each stream knows nothing of the other side, so it runs once
-        per text and once per image, before they are paired.
+        The first self-attention of each stream runs once per text and once per image, before
+        pairing.
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width), or of P images side by side: (I, P (1 + M), width).
-                Texts attend to all of them, the tokens of an image to their own.
+            image: (I, 1 + M, width), or (I, P (1 + M), width) of P images side by side: texts
+                attend to all of them, the tokens of an image to their own.
             text_mask: (T, N) bool, True = not padding.
-            anchors: paths of the B pairs, where the configuration has ACE-RPE.
-            pairs: which text and which image each pair joins; None pairs them row by row.
-            need_image: False skips what only the image output of the last layer needs.
-            keys: of the I images, from `image_keys`, for several passes over the same images.
-            wanted: tokens (B, Q) int64 that are read of each text, with Q in place of N in what
-                is returned; where `shares_images`.
-
-        Returns:
-            Text states (B, N, width) and image states (B, 1 + M, width) or None.
+            anchors: paths of the B pairs, for ACE-RPE.
+            pairs: indices of text and image of each pair; None pairs them row by row.
+            need_image: False skips computations for the image output of the last layer.
+            keys: `image_keys` of the I images, for several passes over the same images.
+            wanted: (B, Q) int64 token indices; outputs then have Q for N (only with
+                `shares_images`).
         """
         if (keys is not None or wanted is not None) and not self.shares_images(text):
             raise ValueError("keys and wanted are for encoders that share images")
@@ -146,10 +143,10 @@ class CrossEncoder(nn.Module):
         return text, other if both and need_image else None
 
     def shares_images(self, states: Tensor) -> bool:
-        """Return whether texts alone ask, of keys and values that pairs of an image share.
+        """Return whether only texts send queries, to keys and values shared by pairs of an image.
 
-        So it is in layouts `text` and `albef` on a CPU. On a GPU, where `states` (B, T, width) tell
-        it, a kernel takes what is projected pair by pair; encodings of one's own do, too.
+        True in layouts `text` and `albef` on a CPU. False on a GPU (device of `states` (B, T,
+        width)), where a kernel reads per-pair projections, and with custom encodings.
         """
         if self.config.layout == "ace" or on_gpu(states):
             return False
@@ -245,9 +242,9 @@ class ImageFeatures(NamedTuple):
 
 
 class TextFeatures(NamedTuple):
-    """states (B, N, width), [CLS] first; feature (B, d) and tokens (B, N, d) of unit length.
+    """Text states (B, N, width), [CLS] first, and unit vectors: feature (B, d), tokens (B, N, d).
 
-    attention_mask and word_mask are (B, N) bool, True = real; the words are without [CLS], [SEP].
+    attention_mask and word_mask are (B, N) bool, True = real; words exclude [CLS] and [SEP].
     """
 
     states: Tensor
@@ -262,11 +259,11 @@ class TextFeatures(NamedTuple):
 
 
 class CrossFeatures(NamedTuple):
-    """text (B, N, width), whose [CLS] is the joint representation (papers.md#ace-a29).
+    """Cross-modal states: text (B, N, width), with the joint [CLS] (papers.md#ace-a29), and image.
 
-    image (B, 1 + M, width), or None where only the text stream was asked for; anchors: the paths
-    of the pairs, or None without ACE-RPE; attention_mask (B, N) bool, True = no padding;
-    token_score (B,) is a part of the match score, where the model has it.
+    image: (B, 1 + M, width), or None if not requested; anchors: paths of the pairs, None without
+    ACE-RPE; attention_mask: (B, N) bool, True = no padding; token_score: (B,) part of the match
+    score.
     """
 
     text: Tensor

@@ -45,7 +45,7 @@ class AnswerDecoderConfig(Config):
 
 
 class Memory(NamedTuple):
-    """Memory of the decoder's attention: keys and values of each layer, (B, heads, N, head width).
+    """Keys and values of each decoder layer, (B, heads, N, head width).
 
     bias: (B, 1, 1, N) of padding, or None.
     """
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 
 
 class MemoryAttention(nn.Module):
-    """Cross-attention whose keys and values are made once and used by every token and answer."""
+    """Cross-attention with keys and values computed once for all tokens and answers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -84,10 +84,7 @@ class MemoryAttention(nn.Module):
 
 
 class AnswerLayer(nn.Module):
-    """Causal self-attention, cross-attention, feed-forward; each added and then normalised.
-
-    Names are those of `vlp.layers.blocks.CrossLayer`, whose weights it can start from.
-    """
+    """Post-norm self-attention (causal), cross-attention, feed-forward; named as `CrossLayer`'s."""
 
     def __init__(self, width: int, heads: int, intermediate: int) -> None:
         super().__init__()
@@ -108,17 +105,11 @@ class AnswerLayer(nn.Module):
 
 
 class AnswerDecoder(nn.Module):
-    """Writes texts token by token; padding behind a text changes nothing in front of it.
+    """Autoregressive text decoder; padding after a text changes nothing before it.
 
-    Words are embedded by the text encoder's embedding, handed in at every call so that it is owned
-    once, or by the decoder's own. The output is BERT's: dense layer, GELU, norm, and the word
-    embedding of the input once more (Press and Wolf 2017).
-
-    Args:
-        config: sizes.
-        model: those of the encoders.
-        head: (..., width) states and (vocabulary, width) word embedding -> logits, as
-            `vlp.objectives.mlm.MLMHead`.
+    It embeds words itself, or by the text encoder's embedding, which every call passes so that one
+    module owns it. The output is BERT's: dense layer, GELU, norm, tied word embedding (Press and
+    Wolf 2017). head: (..., width) states and (vocabulary, width) embedding -> logits, as `MLMHead`.
     """
 
     def __init__(self, config: AnswerDecoderConfig, model: ModelConfig, head: nn.Module) -> None:
@@ -145,11 +136,9 @@ class AnswerDecoder(nn.Module):
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:
-        """Compute the keys and values that every layer attends to.
+        """Compute every layer's keys and values of states (B, N, width).
 
-        Args:
-            states: (B, N, width).
-            mask: (B, N) bool, True = real; None is all.
+        mask: (B, N) bool, True = real; None is all.
         """
         crosses = [part for part in self.modules() if isinstance(part, MemoryAttention)]
         layers = tuple(cross.project(states) for cross in crosses)
@@ -163,17 +152,13 @@ class AnswerDecoder(nn.Module):
         embedding: TextEmbedding,
         pasts: Sequence[Past] | None = None,
     ) -> Tensor:
-        """States that say what follows each token.
+        """Compute next-token states (B, L, width); with `pasts` only of the last token, (B, 1,
+        width).
 
         Args:
             ids: (B, L) int64, [CLS] first.
-            memory: of as many rows.
-            embedding: the text encoder's.
-            pasts: of each layer, of every token but the last, which is then computed alone and
-                added to them.
-
-        Returns:
-            (B, L, width); with `pasts` (B, 1, width).
+            memory: of B rows.
+            pasts: cache of each layer for all tokens but the last, which is added to it.
         """
         states = self._words(embedding)(ids)
         if pasts is not None:
@@ -198,13 +183,7 @@ _HEAD = r"head\."
 
 
 def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
-    """Start layers and embedding as the decoder's configuration says.
-
-    A head is the caller's to start: pretraining's `mlm_head` fits it.
-
-    Raises:
-        FileNotFoundError: `weights` is neither a folder nor on the hub.
-    """
+    """Initialise layers and embedding as configured; the caller initialises a head (`mlm_head`)."""
     config = decoder.config
     if model.config.text.architecture:
         raise ConfigError(
@@ -309,27 +288,17 @@ def beam_search(
     penalty: float = 0.6,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The best sequence of every row, as far as the beams see.
+    """Return the best sequence of every row: (rows, at most `length`) ids, padded with `end`.
 
-    Scores are log-probabilities over ((5 + tokens) / 6) ^ penalty (Wu et al. 2016, Eq. 14), where
-    the end counts as a token; while beams grow they compete by plain log-probability. One beam is
-    greedy decoding.
+    Scores are log-probabilities over ((5 + tokens) / 6) ^ penalty (Wu et al. 2016, Eq. 14); the end
+    counts as a token. Growing beams compete by plain log-probability. One beam is greedy decoding.
 
     Args:
-        step: (rows * beams, t) ids of which the first is `start`, and for each the row of the call
-            before that it continues (itself in the first call), for decoders that remember what
-            came before -> log-probabilities (rows * beams, vocabulary) of the next one; row r's
-            beams lie side by side, in any number that divides the rows.
-        rows: sequences.
-        start: first id of each.
-        end: id after which a sequence is over.
+        step: (rows * beams, t) ids, `start` first, and the row of the previous call that each one
+            continues (itself in the first call) -> log-probabilities (rows * beams, vocabulary). A
+            row's beams are adjacent; their number may vary between calls.
         length: most ids after the first.
-        beams: sequences that are kept for each row.
-        penalty: of length; 0 favours short ones.
-        device: of the ids.
-
-    Returns:
-        (rows, at most `length`) ids without the first; after `end` there are only ends.
+        penalty: of length; 0 favours short sequences.
     """
     if beams < 1 or length < 1:
         raise ValueError(f"a search of {beams} beams and {length} tokens finds nothing")
@@ -379,11 +348,7 @@ def generate(
     penalty: float = 0.6,
     cached: bool = True,
 ) -> Tensor:
-    """A text for every row of the memory.
-
-    Returns:
-        (B, at most `length`) ids without the start; after the end there are only ends.
-    """
+    """Generate a text for every memory row: (B, at most `length`) ids, no start, end-padded."""
     step = _Step(decoder, memory, embedding, marks.silent, cached)
     rows = len(memory.layers[0][0])
     device = memory.layers[0][0].device
@@ -426,8 +391,10 @@ def _continued(past: Past, parents: Tensor) -> Past:
 
 
 class Likelihood(NamedTuple):
-    """log_probability (rows,) of each text, its end included; right (rows,): tokens the decoder
-    would have said itself; tokens (rows,): their number."""
+    """Log-probability of each text, with its end, (rows,).
+
+    right and tokens: (rows,) numbers of greedily correct tokens, and of all tokens.
+    """
 
     log_probability: Tensor
     right: Tensor
@@ -444,7 +411,7 @@ def answer_logits(
 ) -> Tensor:
     """Compute (R, vocabulary) logits of the R real tokens of all texts, in float32 or better.
 
-    The output layer runs on real tokens alone; arguments are those of `answer_likelihood`.
+    Only real tokens pass the output layer; arguments are as in `answer_likelihood`.
     """
     places = predicted_places(ids, pad_id) if places is None else places
     states = decoder(ids[:, :-1], memory, embedding)
@@ -463,19 +430,14 @@ def answer_likelihood(
     alpha: float = 0.0,
     places: Tensor | None = None,
 ) -> Likelihood:
-    """log p(text) = sum of log p(token | tokens before it), in float32 or better.
+    """Compute log p(text) = sum of log p(token | previous tokens), in float32 or better.
 
     Args:
-        decoder: in its mode.
-        memory: what each row attends to.
         ids: (rows, L) int64, [CLS] ... [SEP] and padding.
-        embedding: the text encoder's.
-        pad_id: of padding.
-        smoothing: share of each token's target that is spread over the vocabulary (label
-            smoothing); what comes out is then minus that cross-entropy.
+        smoothing: label smoothing; the result is then the negative smoothed cross-entropy.
         soft: (R, vocabulary) predictions of a teacher for the R real tokens, rows that sum to 1.
-        alpha: share of `soft` in each token's target, likewise.
-        places: (R,) `predicted_places`; None finds them, for which a GPU is waited for.
+        alpha: weight of `soft` in each token's target.
+        places: (R,) `predicted_places`; None computes them, which waits for a GPU.
     """
     places = predicted_places(ids, pad_id) if places is None else places
     logits = answer_logits(decoder, memory, ids, embedding, pad_id, places)
@@ -511,25 +473,17 @@ class Ranked(NamedTuple):
 
 
 class AnswerRanking:
-    """Ranks answers for each row of a memory.
+    """Ranks answers for each memory row by full likelihood.
 
-    The probability of an answer's first token picks the candidates, and their full likelihood
-    decides. Among equals, up to rounding (1e-4 nats), the answer that stands first in the list
-    wins, of candidates too: many share their first token, so the list is best sorted with frequent
-    answers first.
-
-    Without a number of candidates, answers are tried in the order of their first token's
-    probability until none that is left can win, as an answer is never likelier than its first
-    token. That gives the best of all answers for a part of the work.
+    The first token's probability picks `candidates` answers. Ties (1e-4 nats) go to the earlier
+    answer, among candidates too: many share their first token, so sort the list by frequency. With
+    `candidates` None, answers are tried by the probability of their first token until no other can
+    win, since an answer is never likelier than its first token: the exact maximum for less work.
 
     Args:
         decoder: in evaluation mode.
         answers: (A, L) int64, [CLS] ... [SEP] and padding; no two the same.
-        embedding: the text encoder's.
-        pad_id: of padding.
-        candidates: answers of each row whose full likelihood is computed, or None.
-        logits: most in memory at once (tokens of several answers times the vocabulary); does not
-            change what is found.
+        logits: most in memory at once (tokens of several answers times the vocabulary).
     """
 
     def __init__(
@@ -614,7 +568,7 @@ class AnswerRanking:
 
 
 def _pieces(lengths: list[int], most: int) -> Iterator[slice]:
-    """Parts of an ascending list whose longest times number is at most `most`; one at least."""
+    """Split an ascending list into parts of one item or at most `most` longest times number."""
     start = 0
     for stop in range(1, len(lengths) + 1):
         if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > most:

@@ -1,8 +1,7 @@
 """The public model folder: weights, configuration, tokenizer and preprocessing.
 
-A folder holds `model.safetensors`, `config.json`, the tokenizer's files and
-`processor_config.json`; one that pretraining wrote also `heads.safetensors`, the prediction heads
-of its objectives. `vlp.tasks.serving` reads and writes it by transformers' classes.
+Files: `model.safetensors`, `config.json`, the tokenizer's files, `processor_config.json`, and after
+pretraining `heads.safetensors`. `vlp.tasks.serving` opens it with transformers' classes.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ Placed = TypeVar("Placed", bound=nn.Module)
 
 
 class Loaded(NamedTuple):
-    """A model with what prepares its inputs.
+    """A model with its tokenizer (`text`: captions -> ids and masks) and preprocessing.
 
-    text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL image ->
-    (3, size, size) float32; heads: weights of pretraining's heads by name, such as
-    `mlm_head.bias`, empty where the folder has none; folder: where it was all read.
+    preprocess: PIL image -> (3, size, size) float32; heads: weights of pretraining heads by name,
+    such as `mlm_head.bias`, possibly empty; folder: source of all files.
     """
 
     model: VLPModel
@@ -115,24 +113,20 @@ def from_pretrained(
     revision: str | None = None,
     plugins: Iterable[str] = (),
 ) -> Loaded:
-    """Load a model folder, in evaluation mode.
-
-    A name that is no local folder is looked up on the hub (`huggingface_hub.snapshot_download`).
+    """Load a local model folder, or else one from the hub, in evaluation mode.
 
     Args:
-        folder_or_name: model folder, or a name on the hub.
-        device: where the model goes, such as "cuda"; None: the CPU. Inputs go there, too.
+        folder_or_name: model folder, or a name on the hub (`huggingface_hub.snapshot_download`).
+        device: of the model, such as "cuda"; None: the CPU. Inputs must be there, too.
         dtype: of its weights, such as "bfloat16"; None: float32.
         revision: branch, tag or commit of a name on the hub.
-        plugins: Python files or modules that register the model's own encodings; they are imported,
-            and no other, whatever the folder says.
+        plugins: Python files or modules that register custom encodings; only these are imported,
+            whatever the folder lists.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
-        ConfigError: `config.json` is no configuration of this version's model, or one of its
-            plugins is not named.
-        ValueError: the weights do not fit the configuration, a file is damaged, or there is no such
-            device or type.
+        ConfigError: `config.json` does not fit this version, or needs a plugin that is not listed.
+        ValueError: weights do not fit, a file is damaged, or the device or type does not exist.
     """
     load_plugins(plugins)
     folder = local_folder(folder_or_name, revision)
@@ -172,11 +166,7 @@ def placed(
 
 
 def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
-    """Read a folder's model, in evaluation mode on the CPU.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-    """
+    """Read a folder's model, in evaluation mode on the CPU."""
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
@@ -209,17 +199,13 @@ def _no_model(name: str | Path, folder: Path, missing: str) -> str:
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
-    """Start a model from a folder's weights; their configurations may differ in position encodings.
+    """Initialise a model from a folder's weights; position encodings may differ.
 
-    Encodings, token projections and a token score that the folder lacks keep their own start (zero
-    for ACE-RPE, so that the model computes at first what the folder's does); those it has and the
-    model has not are left out. So are ACE-RPE's tables of another number of groups, a match head
-    that reads other states, and the anchor threshold where this model's configuration fixes it.
-    Where images have another size, the image encoder's positions are resampled, and tables of
-    encodings carried over (`vlp.positions.carry_over`).
-
-    Raises:
-        FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+    Encodings, token projections and a token score that the folder lacks keep their initialisation
+    (zero for ACE-RPE, so the first outputs are the folder's); those that this model lacks are left
+    out. So are ACE-RPE tables of another number of groups, a match head that reads other states,
+    and the anchor threshold where this configuration fixes it. For another image size, positions
+    are resampled and encoding tables carried over (`vlp.positions.carry_over`).
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -280,7 +266,7 @@ def load_start(
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Weights of the heads that a folder has beside its model, by name."""
+    """Read the weights of the prediction heads in a folder, by name."""
     file = folder / HEADS
     return _read_weights(file) if file.is_file() else {}
 
@@ -365,13 +351,12 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
 def require_sizes(
     values: Any, make: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Require that a stranger's configuration makes what its weights are of, before it is made.
+    """Check that a configuration builds modules of the weights' sizes, before allocating them.
 
     Args:
         values: the configuration, plain.
-        make: makes the module; its `model.` is there already.
-        weights: all others, by name.
-        file: of the configuration, for the message.
+        make: builds the module; its `model.` exists already.
+        weights: all other weights, by name.
     """
     pairs = [("", values)]
     while pairs:
@@ -437,7 +422,7 @@ def tower_key(model: VLPModel) -> TowerKey:
 
 
 def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
-    """Require that stored features, if there are any, are those of a model's image tower."""
+    """Require that stored features, if any, come from a model's image tower."""
     if features is None:
         return
     features.require_tower(tower_key(model))

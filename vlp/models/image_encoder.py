@@ -31,9 +31,9 @@ class _Edit(ThreadLocal):
 
 
 class ImageEncoder(TrainableTower):
-    """43,760,128 parameters at the paper's sizes (ViT-B/16, 6 layers, 577 positions, 768 -> 256).
+    """Image encoder: 43,760,128 parameters with ViT-B/16, 6 layers, 577 positions, 768 -> 256.
 
-    `vit` is the tower, `adapter` a linear layer to the model's width where the tower has another.
+    `adapter` fits a `vit` of another width.
     """
 
     blocks = "vit.blocks"
@@ -61,16 +61,11 @@ class ImageEncoder(TrainableTower):
         self.restrict(config.trainable, "image.trainable")
 
     def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
-        """Pixels, or what `tower` made of them before, -> states.
+        """Encode pixels (B, 3, height, width), normalised, or a stored output of `tower`.
 
-        Args:
-            pixels: (B, 3, height, width), normalised; or what `tower` returns, of any float type,
-                pooled already or not.
-            edit_patches: as `tower` takes it.
-
-        Returns:
-            (B, 1 + M + S, width), [CLS] first, the S summary tokens of `image.pooled_layers` last:
-            `on_grid` drops these, `project` reads them.
+        Returns (B, 1 + M + S, width): [CLS], patches, and the S summary tokens of
+        `image.pooled_layers`, which `on_grid` drops and `project` reads. Stored outputs have any
+        float type and may be pooled.
         """
         self._require(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
@@ -97,18 +92,12 @@ class ImageEncoder(TrainableTower):
             raise ValueError(f"pixels have shape {tuple(given.shape)}; {wanted}")
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
-        """Compute the tower's normalised output; registers and distillation tokens are dropped.
+        """Compute the tower's normalised output (B, 1 + M + S, tower's width) of normalised pixels.
 
-        A frozen tower keeps nothing for a backward pass.
-
-        Args:
-            pixels: (B, 3, height, width), normalised.
-            edit_patches: what to do with the patch embeddings (B, M, tower's width) before
-                positions are added; masked image modelling puts its mask token there.
-
-        Returns:
-            (B, 1 + M + S, tower's width); first [CLS], or the mean of the patches where the tower
-            has none; last the pooled states of the S / parts blocks before the last.
+        First [CLS], or the mean patch where the tower has no [CLS]; last the pooled states of the S
+        / parts blocks before the last. Registers and distillation tokens are dropped, and a frozen
+        tower keeps no graph. edit_patches changes patch embeddings (B, M, tower's width) before
+        positions are added; masked image modelling inserts its mask token there.
         """
         vit: Any = self.vit
         fuse_by_device(vit, pixels)
@@ -163,7 +152,7 @@ class ImageEncoder(TrainableTower):
         return patches if edit is None else edit(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
-        """Average `tower` of images and of their flips, whose patches are flipped back."""
+        """Average `tower` of images and of their flips, with the flips' patches flipped back."""
         states, flipped = self.tower(pixels), self.tower(pixels.flip(-1))
         rows, columns = self.config.tower_grid
         cls, patches, summary = flipped.split(
@@ -177,10 +166,7 @@ class ImageEncoder(TrainableTower):
         return self.adapter(self.pooled(states))
 
     def pooled(self, states: Tensor) -> Tensor:
-        """Average squares of `image.pool` patches a side of what `tower` returns, same channels.
-
-        States that are pooled already stay as they are.
-        """
+        """Average squares of `image.pool` patches a side; pooled states stay as they are."""
         pool, (rows, columns) = self.config.pool, self.config.grid
         summary = self.config.summary_tokens
         if states.shape[1] == 1 + rows * columns + summary:
@@ -236,10 +222,9 @@ def _attach(vit: nn.Module, name: str, options: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _start_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
-    """Learned positions, (1, 1 + M, width), begin as 2D sines.
+    """Return 2D sines as initial learned positions, (1, 1 + M, width).
 
-    From small random vectors, where a patch lies is learned last, if at all: a probe of the place
-    of a single object then needs three times the steps.
+    Small random vectors need three times the steps until a probe locates a single object.
     """
     sines = build_sincos2d_pos_embed(list(grid), table.shape[-1], temperature=SINE_BASE)
     table.zero_()

@@ -22,10 +22,9 @@ from vlp.precision import at_least_float32
 
 
 class PathShift(NamedTuple):
-    """Additions per unit of mean path, by group, to the inputs of projections and their outputs.
+    """Additions per unit of mean path, by group, to projections' inputs and outputs.
 
-    inputs (G, width) are added to queries and keys before they are projected; query, key and value
-    (heads, G, head width) to the projected ones.
+    inputs (G, width) for queries and keys; query, key and value (heads, G, head width).
     """
 
     query_inputs: Tensor
@@ -196,7 +195,7 @@ def _softmax(
 def _with_values(
     attention: Attention, out: Tensor, attended: Tensor, context: PositionContext
 ) -> Tensor:
-    """The output (T, heads, Q, head width) and what the hooks `value` add to it."""
+    """Add the contributions of the hooks `value` to the output (T, heads, Q, head width)."""
     for encoding in _with_hook(attention, "value"):
         addition = through_call(encoding, PositionEncoding.value, attended, context)
         out = out if addition is None else out + addition
@@ -237,9 +236,9 @@ class PreparedTexts(NamedTuple):
 class PreparedImage(NamedTuple):
     """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
 
-    tokens (M, D) are for paths. keys and values hold (heads, 1 + M, head width) for each layer
-    that all texts can share, none where the cross-attention is not taken apart; query (1, heads,
-    1 + M, head width) is layout `ace`'s, of the first.
+    tokens (M, D) are for paths. keys and values: (heads, 1 + M, head width) of each layer with
+    projections that texts share, else empty; query: (1, heads, 1 + M, head width) of the first
+    layer in layout `ace`.
     """
 
     states: Tensor
@@ -250,13 +249,9 @@ class PreparedImage(NamedTuple):
 
 
 class ITMScorer:
-    """Scores one image with many texts at a time, for inference.
+    """Scores one image with many texts at a time, for inference with constant weights.
 
-    `reads_padding` says whether a score may depend on how far texts are padded; they should then
-    come as long as in training.
-
-    Args:
-        model: its weights must not change from now on.
+    If `reads_padding`, pad texts as in training, since scores may depend on padding.
     """
 
     def __init__(self, model: VLPModel) -> None:
@@ -381,7 +376,7 @@ class ITMScorer:
 
 
 def _first_query(context: PositionContext) -> PositionContext:
-    """The context of a text whose first token alone asks."""
+    """Return the context of a text with the first token as the only query."""
     field = context.anchors
     if field is not None:
         field = field._replace(

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA) of towers by peft: trained beside frozen weights, merged if saved."""
+"""Low-rank adaptation (LoRA) of frozen towers by peft, merged when saved."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.
 
 
 def add_lora(model: VLPModel) -> None:
-    """Add low-rank matrices to the towers of `trainable: lora-RANK`, once weights are loaded.
+    """Add low-rank matrices to loaded towers of `trainable: lora-RANK`, with zero initial effect.
 
-    All else of these towers is frozen, but for encodings that are attached to them. The matrices
-    start at zero effect.
+    Other tower parameters are frozen, except attached encodings.
     """
     for side, encoder, rank in (
         ("text", model.text_encoder, lora_rank(model.config.text.trainable)),
@@ -70,11 +69,7 @@ def add_lora(model: VLPModel) -> None:
 def merged_lora(
     state: Mapping[str, Tensor], config: ModelConfig
 ) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Add low-rank matrices to the weights beside which they were trained.
-
-    Returns:
-        The state and the configuration of a model without LoRA that computes the same.
-    """
+    """Merge low-rank matrices: state and configuration of an equivalent model without LoRA."""
     sides = {
         "text_encoder.": lora_rank(config.text.trainable),
         "image_encoder.": lora_rank(config.image.trainable),

@@ -14,10 +14,10 @@ from vlp.models.towers import TrainableTower, blocks_of, create_text_tower
 
 
 class TextEncoder(TrainableTower):
-    """66,561,280 parameters at the paper's sizes (BERT-base, 6 layers, 768 -> 256, no pooler).
+    """Text encoder: 66,561,280 parameters with BERT-base, 6 layers, 768 -> 256, no pooler.
 
-    Without `text.architecture` it has `embedding` and `layers`; with it `tower`, and where the
-    tower has another width than the model `adapter`, a linear layer.
+    With `text.architecture`, `tower` replaces `embedding` and `layers`, and `adapter` fits a tower
+    of another width.
     """
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:
@@ -56,10 +56,10 @@ class TextEncoder(TrainableTower):
         return getattr(getattr(self.tower, "config", None), "pad_token_id", None) or 0
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width).
+        """Encode ids (B, N) int64 with mask (B, N) bool: states (B, N, width).
 
-        With `text.length_groups` above 1 padding beyond a group's longest text has states of 0. A
-        GPU, which would have to be asked for the lengths, encodes all texts as one group.
+        With `text.length_groups` above 1, padding beyond a group's longest text has states of 0. A
+        GPU encodes one group, as reading lengths would wait for it.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             in_groups = self.length_groups > 1 and not on_gpu(text_ids)

@@ -21,10 +21,7 @@ from vlp.models.config import ImageConfig, ModelConfig, TextConfig, Trainable
 
 
 def create_image_tower(config: ImageConfig) -> nn.Module:
-    """Make the model that `image.architecture` names, at the configured size, without a head.
-
-    It has `num_prefix_tokens`, `num_features` and `forward_features` as timm's ViTs have them.
-    """
+    """Create the headless model of `image.architecture` at the configured size, like a timm ViT."""
     import timm
 
     tower_options = config.architecture if isinstance(config.architecture, Mapping) else {}
@@ -84,7 +81,7 @@ _FILES = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_ove
 
 
 def require_editable(config: ImageConfig) -> None:
-    """Require a tower whose patch embeddings (B, M, width) can be replaced, as MIM does."""
+    """Require a tower with replaceable patch embeddings (B, M, width), as MIM needs."""
     with torch.device("meta"):
         tower: Any = create_image_tower(config)
     embed = getattr(tower, "patch_embed", None)
@@ -121,10 +118,7 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
 
 
 def create_text_tower(config: TextConfig) -> nn.Module:
-    """Make the model that `text.architecture` describes, without a pooler and without weights.
-
-    It takes `input_ids` and `attention_mask`, and returns `last_hidden_state`.
-    """
+    """Create transformers' model of `text.architecture`, without pooler and weights."""
     from transformers import AutoModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
@@ -238,10 +232,10 @@ def require_maskable(image: ImageConfig) -> None:
 
 
 class TrainableTower(nn.Module):
-    """Base of both encoders: a tower of blocks, and an adapter and a projection after it.
+    """Base of both encoders: a tower of blocks, then an adapter and a projection.
 
-    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A tower
-    that is frozen as a whole stays in evaluation mode.
+    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A wholly
+    frozen tower stays in evaluation mode.
     """
 
     AFTER: ClassVar[tuple[str, ...]] = ("projection", "adapter")
@@ -254,11 +248,10 @@ class TrainableTower(nn.Module):
         return len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
 
     def layer_distances(self) -> dict[str, int]:
-        """Return how far each parameter of the tower lies below its top, by name.
+        """Return the distance of each tower parameter from the top, by name.
 
-        Norms after the last block have 0, the last block 1, the one before 2, embeddings and the
-        encodings of tokens, norms within them included, one more than the first block (the layer
-        ids of BEiT's layer-wise rates, counted from the top).
+        Norms after the last block have 0, the last block 1, the one before 2; embeddings and token
+        encodings, with their norms, one more than the first block (BEiT's layer ids from the top).
         """
         block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         distances: dict[str, int] = {}
@@ -286,7 +279,9 @@ class TrainableTower(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all but a frozen tower and frozen batch norms, whose statistics stay."""
+        """Set the mode, except of a frozen tower and of frozen batch norms, which keep their
+        statistics.
+        """
         super().train(mode)
         for name, child in self.named_children():
             if self.frozen and name not in self.AFTER:
@@ -305,10 +300,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 def require_whole_batches(task: nn.Module, ranks: int, recomputed: str | None) -> None:
     """Require that batch norms of towers see each global batch whole, and once.
 
-    Args:
-        task: in training mode.
-        ranks: that share a batch.
-        recomputed: key of the configuration that runs a pass in chunks or twice.
+    recomputed: configuration key that runs a pass in chunks or twice.
     """
     towers = [part for part in task.modules() if isinstance(part, TrainableTower)]
     if (ranks > 1 or recomputed) and any(

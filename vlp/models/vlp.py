@@ -45,12 +45,8 @@ BERT_WIDTH = 768
 class TokenScore(nn.Module):
     """A learned multiple of the mean over words of the best patch's cosine.
 
-    Added to the match score of cross-modal states, it hands over what the token term of the
-    contrastive objective has taught the token projections (FILIP, Yao et al. 2021, section 3.1,
-    from text to image).
-
-    Args:
-        start: of the factor.
+    Added to the match score, it uses the token projections that the contrastive token term trains
+    (FILIP, Yao et al. 2021, section 3.1, text to image). start is the initial factor.
     """
 
     def __init__(self, start: float) -> None:
@@ -60,15 +56,10 @@ class TokenScore(nn.Module):
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor) -> Tensor:
-        """Score pairs.
+        """Score pairs: (B,) in the tokens' type; a text without words scores 0.
 
-        Args:
-            image_tokens: (..., M, D) of unit length.
-            text_tokens: (B, N, D) of unit length.
-            word_mask: (B, N) bool, True = a real word; a text without words scores 0.
-
-        Returns:
-            (B,) in the tokens' type.
+        Unit vectors image_tokens (..., M, D), text_tokens (B, N, D); word_mask (B, N) bool, True =
+        word.
         """
         with torch.autocast(text_tokens.device.type, enabled=False):
             best = (text_tokens @ image_tokens.mT).amax(-1)
@@ -77,11 +68,11 @@ class TokenScore(nn.Module):
 
 
 class VLPModel(nn.Module):
-    """Public calls: `encode_image`, `encode_text`, `match`.
+    """Vision-language model; public calls: `encode_image`, `encode_text`, `match`.
 
     `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold` is
-    delta of Eq. 4: the configured value, or the running quantile that pretraining maintains; it is
-    saved with the weights and does not move in evaluation.
+    delta of Eq. 4: configured, or a running quantile that pretraining maintains and weights
+    include.
     """
 
     anchor_threshold: Tensor
@@ -120,18 +111,14 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Whether any step trained the match score: its biases start at 0.
-
-        Of a loss over lists their gradients are rounding alone, from which AdamW moves them, too.
-        """
+        """Whether any step trained the match score: its biases start at 0."""
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:
-        """Freeze parts that no loss reads, as an engine would let weight decay shrink them.
+        """Freeze modules without a loss, which weight decay would otherwise shrink.
 
-        Args:
-            parts: names of modules; those that the model lacks are passed over, and token
-                projections where anchor paths that the cross-modal encoder reads have a gradient.
+        Missing modules are skipped; token projections stay trainable if anchor paths have a
+        gradient.
         """
         named, untrained = dict(self.named_modules()), {*parts}
         options, kept = self.anchor_options, set[nn.Module]()
@@ -145,12 +132,9 @@ class VLPModel(nn.Module):
                 named[part].requires_grad_(False)
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
-        """Encode images.
+        """Encode images (B, 3, height, width), normalised as the model folder's preprocessing does.
 
-        Args:
-            pixels: (B, 3, height, width), normalised as the model folder's preprocessing does, or
-                the tower's stored output, as `ImageEncoder` takes it.
-            edit_patches: as `ImageEncoder` takes it.
+        pixels may be a stored tower output and edit_patches is passed on, see `ImageEncoder`.
         """
         encoder = self.image_encoder
         found = encoder(pixels, edit_patches)
@@ -169,10 +153,9 @@ class VLPModel(nn.Module):
     ) -> TextFeatures:
         """Encode texts: `encode_text(text(["a dog"]))`, with the tokenizer of `vlp.load`.
 
-        Args:
-            text_ids: (B, N) int64, [CLS] first; or what the tokenizer returns, with both masks.
-            attention_mask: (B, N) bool, True = not padding.
-            word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
+        text_ids: (B, N) int64, [CLS] first, or the tokenizer's output with both masks.
+        attention_mask: (B, N) bool, True = not padding. word_mask: (B, N) bool, True = word piece
+        (not [CLS], [SEP]).
         """
         if isinstance(text_ids, TextTokens):
             text_ids, attention_mask, word_mask = text_ids
@@ -243,15 +226,10 @@ class VLPModel(nn.Module):
         keys: ImageKeys | None = None,
         wanted: Tensor | None = None,
     ) -> CrossFeatures:
-        """Cross-modal states of B pairs, aligned rows when `pairs` is None.
+        """Compute cross-modal states of B pairs, aligned rows when `pairs` is None.
 
-        Args:
-            image: features of the images.
-            text: of the texts.
-            pairs: which of either make a pair.
-            need_image: False spares what only the image output needs.
-            keys: as `CrossEncoder` takes them.
-            wanted: tokens (B, Q) int64 of each text; `text` then holds their states alone.
+        need_image, keys: as in `CrossEncoder`. wanted: (B, Q) int64 tokens, to which `text` is
+        reduced.
         """
         anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
@@ -267,15 +245,11 @@ class VLPModel(nn.Module):
     def cross_several(
         self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
     ) -> CrossFeatures:
-        """Cross-modal states of texts that are each about several images, read in one pass.
+        """Compute cross-modal states of texts that each describe several images, in one pass.
 
-        The tokens of all images stand side by side before the words; paths, positions and the
-        images' self-attention lie within each image.
-
-        Args:
-            images: features of the first, second, ... image of every row.
-            text: B texts.
-            tags: (images, width), added to every token of its image.
+        Tokens of all images are concatenated before the words; paths, positions and image
+        self-attention stay within each image. images: features of each row's first, second, ...
+        image; text: B texts; tags: (images, width), added to every token of its image.
         """
         states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
         fields = [self.anchors(image, text) for image in images]
@@ -287,7 +261,7 @@ class VLPModel(nn.Module):
         return CrossFeatures(text_states, None, anchors, text.attention_mask)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
-        """Log-odds that row i's text describes row i's image: (B,) float32.
+        """Compute log-odds that row i's text describes row i's image: (B,) float32.
 
         One image is matched with every text, and one text with every image.
         """

@@ -1,9 +1,8 @@
-"""Checkpoints: whole or absent, checked when read, and tied to what they were trained as.
+"""Checkpoints: written atomically, verified when read, and tied to configuration and data.
 
-Training waits for a copy of the state; what follows is done in a thread beside it. `step_N/` is
-written as `step_N.tmp/`, synced and renamed, so a folder with the final name is complete. It holds
-rank-free weights and optimiser state, the task's extra state (teacher, queue), `state.json`, and
-`SHA256SUMS`, which `sha256sum -c` reads too.
+Training waits for a copy of the state; a thread does the rest. `step_N/` is written as
+`step_N.tmp/`, synced and renamed. It holds rank-independent weights and optimiser state, the task's
+extra state (teacher, queue), `state.json`, and `SHA256SUMS` for `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -61,15 +60,10 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The `checkpoints/` folder of a run; its methods are collective, but for `close`.
+    """The `checkpoints/` folder of a run; methods are collective, except `close`.
 
-    Rank 0 alone writes and reads it. A fault of the disk says nothing about the checkpoints on it:
-    only content that was read and is wrong makes one damaged.
-
-    Args:
-        folder: of the run's checkpoints.
-        config: of the run.
-        fingerprint: hashes of the data's parts by name.
+    Only rank 0 reads and writes it. A disk error does not mark a checkpoint damaged; only wrong
+    content does. fingerprint: hashes of the data's parts by name.
     """
 
     def __init__(
@@ -86,13 +80,7 @@ class Checkpoints:
         return str(self._folder)
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
-        """Write `step_N/`, then remove what `training.keep_last` does not keep.
-
-        An earlier one that is still being written is waited for.
-
-        Raises:
-            CheckpointError: see `wait`.
-        """
+        """Write `step_N/` after the previous write ends, then prune to `training.keep_last`."""
         self.wait()
         name = f"step_{progress.step}"
         state = {  # as it is at this moment: later progress does not reach it
@@ -110,12 +98,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that was saved last is written.
-
-        Raises:
-            CheckpointError: on every rank when it cannot be written (a full disk, say). The
-                partial folder is gone and earlier checkpoints are as they were.
-        """
+        """Wait for the last write; CheckpointError on every rank if it fails."""
         if self._writing is None:
             return
         name, self._writing = self._writing, None
@@ -164,15 +147,11 @@ class Checkpoints:
             shutil.rmtree(going, ignore_errors=True)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
-        """Take up the newest good checkpoint; None when there is none at all.
+        """Load the newest good checkpoint; None if there are no checkpoints.
 
-        One whose content is wrong is set aside as `step_N.corrupt` with a warning, and the one
-        before it is used. One that cannot be read now stays, and ends the run.
-
-        Raises:
-            CheckpointError: on every rank when no checkpoint is whole, the newest cannot be read,
-                another node's own disk has a newer one, or the newest good one was written with
-                another configuration or on other data (what differs is named).
+        One with wrong content is renamed to `step_N.corrupt` with a warning, and the one before it
+        is used. CheckpointError on every rank if all are damaged, the newest is unreadable now,
+        another node's disk has a newer one, or configuration or data differ (the message says how).
         """
         found, damaged = self._on_rank_0(self._cleaned)
         self._require_newest(found)
@@ -237,12 +216,7 @@ class Checkpoints:
         return progress
 
     def _read_state(self, name: str) -> Progress:
-        """Return the progress of a checkpoint that this run can go on from.
-
-        Raises:
-            CheckpointError: it was written with another configuration or on other data (what
-                differs is named), or it is no such file.
-        """
+        """Return the progress of a checkpoint with this run's configuration and data."""
         path = self._folder / name
         try:
             with self._readable(name):
@@ -289,11 +263,7 @@ class Checkpoints:
             ) from error
 
     def _on_rank_0(self, work: Callable[[], Value]) -> Value:
-        """Return what rank 0 finds, on every rank.
-
-        Raises:
-            CheckpointError: on every rank, rank 0 cannot find it.
-        """
+        """Call a function on rank 0 and return its result, or raise its error, on every rank."""
         found: tuple[Any, str | None] = (None, None)
         if distributed.rank() == 0:
             try:
@@ -307,11 +277,7 @@ class Checkpoints:
 
 
 def checkpoint_names(folder: Path, suffix: str = "") -> list[str]:
-    """List checkpoints `step_N`, the newest first; those that were set aside have a suffix.
-
-    Raises:
-        OSError: the disk cannot be read now.
-    """
+    """List checkpoint folders `step_N` + `suffix`, newest first."""
     try:  # not `glob`, which passes over a folder that it may not read
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name.startswith("step_")]
@@ -333,10 +299,9 @@ def step_of(name: str) -> int:
 
 
 def verify(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None when all files have their checksums.
+    """Return an error message for a damaged checkpoint, None if all checksums match.
 
-    Raises:
-        OSError: a file cannot be read now, and may be whole.
+    OSError: a file is unreadable now, and may be whole.
     """
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()

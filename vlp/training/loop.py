@@ -83,11 +83,6 @@ def train(
 
     With `best` the run also ends when patience is at its end, and the model that did best on
     the validation data is kept in `best/`. `signals` are those the caller listens to already.
-
-    Raises:
-        CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
-            data).
-        NonFiniteError: more than MAX_NON_FINITE steps in a row were not finite.
     """
     training = config.training
     main = engine.rank == 0

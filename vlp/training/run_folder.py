@@ -198,11 +198,7 @@ class RunFolder:
             )
 
     def holds_run(self) -> bool:
-        """Return whether a run has been started in the folder.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return whether a run has been started in the folder."""
         if any(path.is_dir() for path in self.checkpoints.glob("step_*")):
             return True
         return isinstance(_json(self.record).get("starts"), list)
@@ -248,11 +244,7 @@ class RunFolder:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return what a file of JSON holds; empty where there is none or it is none.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return what a file of JSON holds; empty where there is none or it is none."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -317,11 +309,7 @@ def record_start(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what `run.json` holds; empty without one.
-
-    Raises:
-        OSError: it cannot be read now, and is not to be replaced.
-    """
+    """Return what `run.json` holds; empty without one."""
     return _json(folder / "run.json")
 
 

@@ -1,12 +1,9 @@
 """A public ALBEF checkpoint as the start of a model with ACE-RPE (the paper's first limitation).
 
-ALBEF (Li et al. 2021) is a ViT-B/16, a BERT whose first half reads the text and whose second half
-cross-attends to the image, two projections into the contrastive space, and an ITM head: layout
-`albef` has a place for each. The tables of ACE-RPE start at zero, so the loaded model computes what
-ALBEF computes until fine-tuning moves them.
-
-Its files come from pretraining (`text_encoder.bert.*` and an MLM head) or from retrieval
-fine-tuning (`text_encoder.*`); both hold momentum copies and queues, which are not used.
+ALBEF (Li et al. 2021) is a ViT-B/16, a BERT of text layers and cross-attending layers, two
+contrastive projections, and an ITM head; layout `albef` holds each. ACE-RPE tables start at zero,
+so the first outputs are ALBEF's. Files come from pretraining (`text_encoder.bert.*`, MLM head) or
+retrieval fine-tuning (`text_encoder.*`); momentum copies and queues are not used.
 """
 
 from __future__ import annotations
@@ -72,14 +69,10 @@ _PARTS = {
 
 
 def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ModelConfig:
-    """Sizes read from the shapes of an ALBEF state dict, with ACE-RPE on.
+    """Read sizes from the shapes of an ALBEF state dict (or meta tensors), with ACE-RPE on.
 
-    The anchors are found by ALBEF's own projections into the contrastive space
-    (`token_projection` off): new ones would know nothing.
-
-    Args:
-        state: as `read_pth` gives it; tensors on the meta device will do.
-        image_size: side of the images in pixels; None keeps the checkpoint's.
+    Anchors use ALBEF's trained contrastive projections (`token_projection` off). image_size is the
+    side in pixels; None keeps the checkpoint's.
     """
 
     def shape(key: str) -> torch.Size:
@@ -139,14 +132,10 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
 
 
 def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
-    """Copy an ALBEF state dict into a model of layout `albef`.
+    """Copy an ALBEF state dict into a model of layout `albef`; return a report for each part.
 
-    Positions of another image size are resampled as ALBEF's own code does: bicubic, without
-    smoothing. What ALBEF does not have keeps its own start: ACE-RPE tables, token projections and
-    the threshold.
-
-    Returns:
-        A report each for the image, text and cross-modal encoder, and for the heads.
+    Positions of another image size are resampled as in ALBEF's code (bicubic, no antialiasing).
+    ACE-RPE tables, token projections and the threshold keep their initialisation.
     """
     layout = model.config.cross.layout
     if layout != "albef":

@@ -1,8 +1,7 @@
-"""Public weights: declared key maps from BERT and ViT/DeiT, and a report of what each did.
+"""Public weights: declared key maps from BERT and ViT/DeiT, and a report of each copy.
 
-Nothing loads silently by halves: a source key that no rule maps is an error unless its prefix is
-declared as unused, and every target that stays at its own start is named in the report. A whole
-ALBEF checkpoint is `vlp.models.pretrained.albef`.
+A source key without a rule is an error unless its prefix is declared unused; the report names every
+target that keeps its initialisation.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ def check_bert(
     with_cross: bool,
     with_text: bool = True,
 ) -> list[str]:
-    """Hold a BERT's config.json against the model's configuration.
-
-    Returns:
-        Notes for the report.
-    """
+    """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
         return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
     there = _DEFAULTS | dict(settings)
@@ -105,13 +100,9 @@ def check_bert(
 def check_vit(
     there: Mapping[str, Any] | nn.Module | None, here: Mapping[str, Any], source: str
 ) -> list[str]:
-    """Hold a ViT's settings, or timm's network, against the image encoder's `vit_settings`.
+    """Check a ViT's settings, or timm's network, against `vit_settings`; return report notes.
 
-    Another epsilon of the norms is noted alone: transformers states 1e-12 for the very weights that
-    timm has with 1e-6.
-
-    Returns:
-        Notes for the report.
+    A different norm epsilon is only noted: transformers states 1e-12, timm 1e-6, for equal weights.
     """
     if there is None:
         return [TRUSTED.format(here["heads"])]
@@ -171,16 +162,7 @@ _OF_TRAINING = re.compile(
 def check_text_tower(
     there: Mapping[str, Any] | None, config: ModelConfig, source: str
 ) -> list[str]:
-    """Hold the config.json of weights against `text.architecture`.
-
-    Args:
-        there: None where the source has none.
-        config: the model's.
-        source: what the message calls it.
-
-    Returns:
-        Notes for the report.
-    """
+    """Check the config.json of weights (None without one) against `text.architecture`."""
     if there is None:
         return ["the source does not tell its heads and functions: taken as text.architecture's"]
     ours = transformers_config(config.text)
@@ -207,7 +189,7 @@ def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> Non
 
 
 def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
-    """Require that a folder's weights read what they were trained on, which no shape tells."""
+    """Require that a folder's weights get the inputs of their training, which no shape shows."""
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["image.heads"] if config.image.architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
@@ -225,8 +207,8 @@ def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: 
 class LoadReport(NamedTuple):
     """Report of a weight copy: the outcome for the tensors of both sides.
 
-    matched and resized: names of target tensors; missing: parts of the target that keep their own
-    start, `*` standing for every layer; unused: source keys; notes: values that were changed.
+    matched and resized: target names; missing: target parts that keep their initialisation, `*` for
+    every layer; unused: source keys; notes: changed values.
     """
 
     source: str
@@ -252,15 +234,13 @@ def copy_weights(
     unused: list[str],
     may_miss: tuple[str, ...],
 ) -> LoadReport:
-    """Copy tensors into a module once everything has been checked.
+    """Copy tensors into a module after all checks.
 
     Args:
-        module: the target.
         found: tensors by the target's names.
-        source: where they come from, for messages and the report.
         unused: source keys that are declared as unused.
-        may_miss: patterns of the names' beginnings that may keep their own start; the first one
-            that matches names the part in the report.
+        may_miss: patterns of name prefixes that may keep their initialisation; the first match
+            names the part in the report.
     """
     target = module.state_dict()
     unknown = sorted(set(found) - set(target))
@@ -314,11 +294,7 @@ _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 
 def load_image_tower(model: VLPModel, name: str) -> LoadReport:
-    """Start the image tower from public weights; positions are resampled as timm does.
-
-    Raises:
-        FileNotFoundError: it is neither here nor on the hub.
-    """
+    """Start the image tower from public weights; positions are resampled as timm does."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     there, settings = read_vit(name)
     notes = check_image_tower(settings, encoder.vit, there, source)
@@ -342,13 +318,9 @@ def load_text_tower(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """Start the text tower from public weights of the same model, whose heads are left out.
+    """Initialise the text tower from public weights of the same architecture, without heads.
 
-    Args:
-        model: has a tower of `text.architecture`.
-        state: by the names of transformers, with the model's prefix (`roberta.`) or without.
-        source: what the report and messages call it.
-        settings: its config.json, if it has one.
+    state: by the names of transformers, with the model's prefix (`roberta.`) or without.
     """
     notes = check_text_tower(settings, model.config, source)
     encoder = model.text_encoder
@@ -408,15 +380,12 @@ POSITION_TABLES = r"(.+\.)?positions\."
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
-    """Start the encoders from what `weights` of `text`, `image` and `cross` name.
+    """Initialise the encoders from `weights` of `text`, `image` and `cross`.
 
-    BERT's first layers go to the text encoder, the following ones to the cross-modal encoder, or
-    the last ones of the BERT that `cross.weights` names; its cross-attention has no counterpart and
-    keeps its start. A ViT's first blocks go to the image encoder; positions of another grid are
-    resampled. A tower of `architecture` takes all of its own.
-
-    Raises:
-        FileNotFoundError: weights that are neither here nor on the hub.
+    BERT's first layers go to the text encoder, the following ones (or the last ones of the BERT in
+    `cross.weights`) to the cross-modal encoder; its cross-attention keeps its initialisation. A
+    ViT's first blocks go to the image encoder; positions of another grid are resampled. A tower of
+    `architecture` takes all weights.
     """
     reports = []
     if name := model.config.text.weights:
@@ -452,13 +421,7 @@ def _about(key: str) -> Iterator[None]:
 
 
 def bert_state(folder_or_name: str) -> Published:
-    """Encoder of a public BERT, from a folder, a file or the hub, by today's names.
-
-    Its heads and pooler are left out.
-
-    Raises:
-        FileNotFoundError: it is neither here nor on the hub.
-    """
+    """Read a public BERT encoder under current names, without heads and pooler."""
     bert = read_bert(folder_or_name)
     state = todays_names(bert.state, folder_or_name)
     kept = {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
@@ -471,7 +434,7 @@ def load_bert(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> list[LoadReport]:
-    """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
+    """Copy BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
 
     A BERT of exactly k layers, or `cross.weights`, leaves the cross-modal encoder as it is.
     """
@@ -558,10 +521,9 @@ def load_vit(
     source: str,
     settings: Mapping[str, Any] | nn.Module | None = None,
 ) -> LoadReport:
-    """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid.
+    """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled.
 
-    The image encoder has no distillation token: DeiT's is left out with its position, and the
-    report says so.
+    DeiT's distillation token and its position are left out, as the report says.
     """
     config, found, unused, notes = model.config.image, {}, [], []
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
@@ -600,17 +562,10 @@ def load_vit(
 def resample_positions(
     positions: Tensor, grid: tuple[int, int], source: str, antialias: bool = True
 ) -> Tensor:
-    """A ViT's learned positions on another grid: bicubic, [CLS] unchanged.
+    """Resample a ViT's learned positions to a grid (rows, columns): bicubic, [CLS] unchanged.
 
-    Args:
-        positions: (1, 1 + M, width), of a square grid.
-        grid: (rows, columns) wanted.
-        source: what the positions belong to, for the message.
-        antialias: as timm resamples; without it as DeiT's and ALBEF's authors do.
-
-    Returns:
-        (1, 1 + rows * columns, width); the tensor itself where the number of positions fits, else
-        at least in float32.
+    (1, 1 + M, width) of a square grid -> (1, 1 + rows * columns, width), at least float32, or the
+    tensor itself if it fits. antialias: True as timm; False as DeiT's and ALBEF's authors.
     """
     from timm.layers.pos_embed import resample_abs_pos_embed
 

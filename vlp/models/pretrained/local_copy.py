@@ -17,11 +17,10 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_dow
 
 
 def is_local(folder_or_name: str | Path) -> bool:
-    """Return whether a folder of this machine is meant, with a model or by mistake.
+    """Return whether a name means a folder of this machine.
 
-    A folder that is empty or holds nothing but results, as evaluating a model of the hub once left
-    them, does not hide the hub's model of that name. Any other does, with `config.json` or without:
-    a wrong path is told as such, and not looked up among strangers' models.
+    An empty folder, or one of results alone, does not hide a hub model of that name. Any other
+    folder does, even without `config.json`: a wrong path is an error, never a hub lookup.
     """
     folder = Path(folder_or_name)
     if not folder.is_dir():
@@ -32,11 +31,10 @@ def is_local(folder_or_name: str | Path) -> bool:
 
 
 def results_folder(folder_or_name: str | Path) -> Path:
-    """Return where results of a model are written.
+    """Return the folder for evaluation results of a model.
 
-    Training replaces the model folders of a run, so that their results lie beside them, in
-    `RUN/evaluation/model` and `RUN/evaluation/best`. Results of other folders lie in
-    `FOLDER/evaluation`, those of a hub name in `evaluation/OWNER--NAME`.
+    `RUN/evaluation/model` and `RUN/evaluation/best` for a run, since training replaces its model
+    folders; `FOLDER/evaluation` for other folders, `evaluation/OWNER--NAME` for a hub name.
     """
     folder = Path(folder_or_name)
     if not is_local(folder_or_name):
@@ -49,11 +47,7 @@ def results_folder(folder_or_name: str | Path) -> Path:
 
 
 def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
-    """A folder itself (see `is_local`), or a name on the hub as its local copy.
-
-    Raises:
-        FileNotFoundError: neither, or a run folder.
-    """
+    """Return a folder itself (see `is_local`), or the local copy of a hub name."""
     folder = Path(folder_or_name)
     if is_local(folder):
         inner = folder / "model"
@@ -77,11 +71,7 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
 
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those of the hub, and what Auto classes add, out of transformers' options.
-
-    Returns:
-        Options of `local_folder`.
-    """
+    """Pop hub options, and additions of Auto classes, from transformers' options."""
     taken = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
     for name in [name for name in options if name.startswith("_")]:
         del options[name]

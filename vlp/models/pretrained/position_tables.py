@@ -34,8 +34,7 @@ Lists = Mapping[str, tuple[str, ...]]
 
 
 class ResizedTables(NamedTuple):
-    """state: all weights by this model's names; resized: names of tables of another size there;
-    unused: names in the folder of encodings that this model has not, or has in other groups."""
+    """Weights by this model's names (`state`), and names of resized and unused tables."""
 
     state: dict[str, Tensor]
     resized: list[str]
@@ -43,10 +42,7 @@ class ResizedTables(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """An encoding that was trained on another grid: the path of this model's, and its own module.
-
-    name: for messages.
-    """
+    """An encoding trained on another grid: path of this model's, trained module, and name."""
 
     path: str
     name: str
@@ -58,11 +54,11 @@ class _Trained(NamedTuple):
 def carry_encodings(
     model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]
 ) -> ResizedTables:
-    """Weights of a model trained as `trained` says, its encodings found by their names.
+    """Match the weights of a trained model to this model's encodings by name.
 
-    Their modules are numbered as `cross.position` and `image.positions` list them, so a number
-    alone does not say whose table it is. Tables of another grid become those of this model's where
-    the encoding allows it; tables between both streams of another number of groups are left out.
+    Modules are numbered by position in `cross.position` and `image.positions`, so numbers alone do
+    not identify a table. Tables of another grid are resized where the encoding allows it; tables
+    between both streams of another number of groups are left out.
     """
     theirs, ours = _lists(trained), _lists(model.config)
     here = model.state_dict()
@@ -127,7 +123,7 @@ def _to_sizes_of(model: VLPModel, trained: ModelConfig, state: dict[str, Tensor]
 
 
 def _of_tower(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
-    """Yield the encodings of an image tower whose grid is another."""
+    """Yield the encodings of an image tower that has another grid."""
     grids = model.config.image.tower_grid, trained.image.tower_grid
     vit = model.image_encoder.vit
     if grids[0] == grids[1] or not trained.image.positions:

@@ -1,6 +1,6 @@
-"""Sources of public weights: a folder, the hub, one file, or a name that timm knows.
+"""Sources of public weights: a folder, the hub, one file, or a timm model name.
 
-No code of a file is run, and nothing is filled in: what a file lacks is missing here too.
+No code of a file is run.
 """
 
 from __future__ import annotations
@@ -88,15 +88,11 @@ def _split(name: str) -> tuple[str, str]:
 
 
 KEYS = ("model", "state_dict")
-"""Under which other projects store a state dict beside their optimiser, the first one found."""
+"""State-dict keys in training checkpoints of other projects; the first one present counts."""
 
 
 def read_pth(file: str | Path) -> dict[str, Tensor]:
-    """State dict of a `.pth`, under `model` or `state_dict` or bare; no code of the file is run.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Read the state dict of a `.pth`, under `model` or `state_dict` or bare, without its code."""
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
@@ -135,10 +131,9 @@ _LOCAL, _HUB = "local-dir:", ("hf-hub:", "hf_hub:")
 
 
 class Published(NamedTuple):
-    """Tensors under the source's own names, and what no shape of theirs tells.
+    """Tensors under the source's names, and settings that shapes do not determine.
 
-    settings: of a BERT its config.json; of a ViT as `vit_settings` gives them, or timm's network,
-    without weights; None of a file alone, which says nothing beside its tensors.
+    settings: a BERT's config.json; a ViT's `vit_settings` or timm network; None for a bare file.
     """
 
     state: dict[str, Tensor]
@@ -146,11 +141,7 @@ class Published(NamedTuple):
 
 
 def read_bert(name: str) -> Published:
-    """A public BERT: a folder or hub name in transformers' form, or one file.
-
-    Raises:
-        FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
-    """
+    """Read a public BERT: a folder or hub name in transformers' form, or one file."""
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
     config, weights = _find(name)
@@ -158,12 +149,9 @@ def read_bert(name: str) -> Published:
 
 
 def read_vit(name: str) -> Published:
-    """A public ViT or DeiT in timm's names: a file, folder, hub name, or model that timm knows.
+    """Read a public ViT or DeiT in timm's names: a file, folder, hub name, or timm model name.
 
     Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers.
-
-    Raises:
-        FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
     """
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
@@ -199,10 +187,7 @@ _IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
 
 
 def network_settings(network: nn.Module) -> dict[str, str]:
-    """Return the settings of a timm model that tensors do not tell, by the names of its modules.
-
-    These are types of modules, heads, activations, and epsilons of norms.
-    """
+    """Return module types, heads, activations and norm epsilons of a timm model, by module name."""
     found = {}
     for name, module in network.named_modules():
         # A class with position encodings is made of timm's.
@@ -218,11 +203,7 @@ def network_settings(network: nn.Module) -> dict[str, str]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """A state dict from `.safetensors`, or from any file that torch wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Read a state dict from `.safetensors`, or from any file that torch wrote."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     if file.suffix != ".safetensors":

@@ -67,7 +67,7 @@ def on_tokens(position: PositionConfig) -> bool:
 
 
 def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
-    """Return one encoding with those of `sizes` (width, heads, grid) that it has."""
+    """Create one encoding with the `sizes` (width, heads, grid) that it accepts."""
     try:
         _refuse_cross_modal(position)
         placed = place_roles(position.name, position.roles, position.options)
@@ -83,14 +83,9 @@ def attention_encodings(
     grid: tuple[int, int],
     causal: bool = False,
 ) -> list[PositionEncoding]:
-    """Encodings of one layer of self-attention, those of `positions` that act there.
+    """Create the `positions` that act in one self-attention layer, in order.
 
-    Args:
-        positions: in order; those that act on tokens are left out.
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) of the tokens.
-        causal: the layer sees no later tokens; `cope` then counts earlier ones.
+    grid: (rows, columns) of the tokens. causal: tokens see earlier ones only, which `cope` counts.
     """
     found = []
     for position in positions:

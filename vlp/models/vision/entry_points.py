@@ -1,21 +1,18 @@
-"""Models with position encodings under names of timm: `timm.create_model("vlp_deit_small_...")`.
+"""Models with position encodings under timm names: `timm.create_model("vlp_deit_small_...")`.
 
-They are timm's own classes with `vlp.positions.attach` called on them, and take every option of
-`timm.create_model`. Two options are added: `absolute`, "keep" or "drop" the model's own positions,
-and `position_options` of the encoding, such as `{"shared_heads": False}`.
+timm's classes with `vlp.positions.attach`, and two more options: `absolute`, "keep" or "drop" the
+model's absolute positions, and `position_options`, such as `{"shared_heads": False}`.
 
 - `vlp_deit_{tiny,small,base}_patch16_irpe_{k,qk,qkv}_224`: iRPE's final models (section 4.3):
   product, contextual, 50 buckets, one table for all heads, absolute positions kept. Without them
   (rows 3-7 of Table 4): `absolute="drop"`.
-- `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, beside Swin's own
-  bias (papers.md#irpe-i18); in its place: `absolute="drop"`.
-- `vlp_vit_small_patch4_<variant>_32`: models of the SaPE paper (section 5.1), ViT-S with patches of
-  4 on images of 32 pixels. The encoding replaces the learned absolute positions, as the names in
-  the paper's Table 1 mean; `absolute="keep"` is its "+ APE". `learned` has these alone, `none` no
-  positions.
+- `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, added to Swin's bias
+  (papers.md#irpe-i18); in its place: `absolute="drop"`.
+- `vlp_vit_small_patch4_<variant>_32`: SaPE's models (section 5.1), ViT-S with patches of 4 on
+  images of 32 pixels. The encoding replaces absolute positions (the paper's Table 1);
+  `absolute="keep"` is its "+ APE". `learned` keeps only these; variant `none` has no positions.
 
-The public weights of DeiT and Swin are the pretrained weights of the first two families: encodings,
-which those lack, begin at zero, so that the model computes what timm's does.
+The first two families take public DeiT and Swin weights; encodings start at zero effect.
 """
 
 from __future__ import annotations
@@ -45,16 +42,10 @@ Convert = Callable[..., dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Model:
-    """Definition of a registered model name.
+    """Definition of a registered model: timm class `of` with `options`, and a position encoding.
 
-    Attributes:
-        of: timm's class.
-        options: of that class.
-        position: name of the encoding, None for no more than the absolute positions.
-        on: where it acts, see `attach`.
-        position_options: of the encoding.
-        absolute: what becomes of the model's own positions by default.
-        weights: timm's model whose public weights fit, None for none.
+    position: name, None for absolute positions alone; on: where it acts, see `attach`; absolute:
+    default for the model's absolute positions; weights: timm model with fitting public weights.
     """
 
     of: type[VisionTransformer] | type[SwinTransformer]

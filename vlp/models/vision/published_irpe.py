@@ -24,17 +24,10 @@ _ROLES = {"q": "query", "k": "key", "v": "value"}
 def load_published_irpe(model: Model, file: str | Path) -> Model:
     """Load a published DeiT with iRPE, `deit_small_patch16_224_ctx_product_50_shared_k.pth` or so.
 
-    The model is one of our entry points, `vlp_deit_small_patch16_irpe_k_224` for that file: product
-    method, contextual mode, piecewise buckets of ratio 1.9. Every weight must find its place. The
-    authors' code looks the query table of the pair i, j up at j, i (papers.md#irpe-i11): tables of
-    queries are mirrored for encodings that follow the paper, and taken as they are by those made
-    with `q_ids_transposed`.
-
-    Returns:
-        The model.
-
-    Raises:
-        FileNotFoundError: there is no such file.
+    Returns the entry point, here `vlp_deit_small_patch16_irpe_k_224` (product, contextual,
+    piecewise buckets of ratio 1.9), with every weight matched. The authors' code looks the query
+    table of i, j up at j, i (papers.md#irpe-i11): query tables are mirrored for encodings that
+    follow the paper, and copied for those with `q_ids_transposed`.
     """
     weights = read_pth(file)
     encodings = {
@@ -67,16 +60,12 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
 def from_published(
     state: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Translate names and shapes of the published tables to ours; everything else as it is.
+    """Translate names and shapes of the published tables to ours; others stay as they are.
 
-    Theirs are `blocks.0.attn.rpe_k.lookup_table_weight`, (1 or heads, head width, buckets), of
-    values (1 or heads, buckets, head width); ours `blocks.0.attn.positions.0.tables.key`, buckets
-    before channels.
-
-    Args:
-        state: the published weights.
-        transposed: encodings, such as `blocks.0.attn.positions.0`, that look queries up at j, i as
-            the authors' do; the tables of the others are mirrored.
+    `blocks.0.attn.rpe_k.lookup_table_weight`, (1 or heads, head width, buckets), of values (1 or
+    heads, buckets, head width), becomes `blocks.0.attn.positions.0.tables.key`, buckets before
+    channels. Tables of encodings outside `transposed`, which lists paths such as
+    `blocks.0.attn.positions.0` that look queries up at j, i, are mirrored.
     """
     found = {}
     for name, weight in state.items():

@@ -142,11 +142,7 @@ class DdpEngine:
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back the files of `snapshot` on any number of ranks.
-
-        Raises:
-            KeyError: a tensor is missing or unknown: the checkpoint is of another model.
-        """
+        """Take back the files of `snapshot` on any number of ranks."""
         for file, here in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
             missing = set(here)
             for name, value in broadcast_tensors(None if folder is None else folder / file):

@@ -207,11 +207,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back the files of `snapshot` on any number of ranks and any stage.
-
-        Raises:
-            KeyError: a tensor is missing or unknown: the checkpoint is of another model.
-        """
+        """Take back the files of `snapshot` on any number of ranks and any stage."""
         parameters, buffers = self._frozen | self._named, saved_buffers(self.module)
         missing = parameters.keys() | buffers.keys()
         for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):
