@@ -1,4 +1,4 @@
-"""Interface of a task for the training loop: a loss per batch, and state beside the parameters."""
+"""Interface of a task for the training loop: a loss per batch, and extra state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from vlp.objectives.loss import Loss, normalise
 class StepOutput(NamedTuple):
     """Result of one forward pass on one rank's share of a global batch.
 
-    loss: scalar to be backpropagated. losses: its named parts. Both are scaled so that their mean
-    over ranks is the mean over the global batch (`vlp.objectives.loss.normalise`). statistics:
-    scalars for the log, averaged over ranks as they are.
+    loss: scalar to be backpropagated; losses: its named parts, both scaled so that their mean over
+    ranks is the mean over the global batch (`vlp.objectives.loss.normalise`). statistics: scalars
+    for the log, averaged over ranks.
     """
 
     loss: Tensor
@@ -29,10 +29,10 @@ class StepOutput(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """An `nn.Module` with head, losses and extra state; the loop knows nothing else of it.
+    """An `nn.Module` with head, losses and extra state.
 
-    The module's parameters belong to the engine and stay float32. What lives outside of it
-    (momentum teacher, key queue) is the extra state: the same tensors on every rank.
+    Parameters belong to the engine and stay float32. Extra state (momentum teacher, key queue) lies
+    outside of the module: the same tensors on every rank.
     """
 
     def __call__(self, batch: Any, step: int) -> StepOutput:
@@ -41,23 +41,22 @@ class Task(Protocol):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Update state beside the parameters after an applied step, on every rank.
+        """Update the extra state after an applied step, on every rank.
 
-        `parameters()` gives the new float32 parameters by name, full size; it is
-        collective under ZeRO-3, so a task calls it on all ranks or on none. `applied` is given
-        where only the device knows yet whether the step was applied: a 0-d bool, without which
-        nothing may move.
+        `parameters()` gives the new float32 parameters by name, full size; it is collective under
+        ZeRO-3, so a task calls it on all ranks or on no rank. `applied`, a 0-d bool, is passed
+        where only the device knows whether the step was applied; nothing may move where it is
+        False.
         """
 
     def after_skip(self) -> None:
-        """Replace `after_step` when the step was not finite and nothing was applied.
+        """Forget the values that `forward` collected for `after_step`, as the step was not applied.
 
-        What `forward` has collected for `after_step` is to be forgotten; buffers that it changed
-        are put back by the loop.
+        The loop puts back buffers that it changed.
         """
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Return tensors beside parameters and buffers that a resumed run needs."""
+        """Return the tensors outside of parameters and buffers that a resumed run needs."""
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `extra_state` gave."""
@@ -76,9 +75,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 class PlainTask(nn.Module):
-    """Base of tasks whose state is their parameters and buffers; see `vlp.tasks.task.Task`.
-
-    A subclass has `forward(batch, step)` and `save_model(folder, state)`.
+    """Base of tasks without extra state; a subclass has `forward(batch, step)` and `save_model`.
 
     Args:
         precision: "bf16" and "fp16" run `autocast()` in half precision, "float32" does not.
@@ -121,7 +118,7 @@ class PlainTask(nn.Module):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Do nothing: there is no state beside the parameters."""
+        """Do nothing, as there is no extra state."""
 
     def teachers(self) -> list[nn.Module]:
         """Return nothing."""
@@ -135,10 +132,6 @@ class PlainTask(nn.Module):
         return {}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `extra_state` gave.
-
-        Raises:
-            ValueError: it is not nothing.
-        """
+        """Restore the state of `extra_state`; ValueError if it is not empty."""
         if state:
             raise ValueError(f"unknown state {', '.join(sorted(state))}")

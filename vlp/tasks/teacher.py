@@ -31,7 +31,7 @@ SOFT_SHARE = 0.4
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module's linear and convolutional layers, by name.
 
-    One that another module reads too, such as a table of words, is not among them.
+    Parameters that another module reads too, such as a table of words, are left out.
     """
     named = list(module.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for _, parameter in named)
@@ -45,14 +45,14 @@ def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class RoundedWeights:
-    """Weights that a module holds in half precision, and their float32 masters beside it."""
+    """Weights that a module holds in half precision, with their float32 masters."""
 
     def __init__(self) -> None:
         self._weights: dict[str, nn.Parameter] = {}
         self._masters: dict[str, Tensor] = {}
 
     def keep(self, weights: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-        """Round weights in place, by name; what they held is their masters from here on."""
+        """Round weights in place, by name, and keep their former values as masters."""
         for name, weight in weights.items():
             self._weights[name], self._masters[name] = weight, weight.data
             weight.data = weight.data.to(dtype)
@@ -75,16 +75,15 @@ class RoundedWeights:
 class Teacher(Generic[Student]):
     """Exponential average of a module's weights (MoCo; ALBEF, section 3.3).
 
-    Not an `nn.Module`: a holder that keeps one as an attribute does not register its weights, so
-    neither the optimiser nor DeepSpeed nor `state_dict()` of the holder sees them. Weights are
-    float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never moves.
-    Call it under `torch.no_grad()` through `module`.
+    Not an `nn.Module`, so that its holder, its optimiser and DeepSpeed do not see the weights. They
+    are float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never
+    moves. Call it under `torch.no_grad()` through `module`.
 
     Args:
-        student: what is copied.
-        products: type in which autocast takes weights of linear and convolutional layers. From the
-            first `to` on `module` holds them in it, and the float32 ones are beside it: autocast
-            would cast them anew in each call.
+        student: module to copy.
+        products: autocast's type for linear and convolutional weights. From the first `to` on
+            `module` holds them in it, with float32 masters, so that autocast need not cast them in
+            each call.
     """
 
     def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
@@ -115,13 +114,10 @@ class Teacher(Generic[Student]):
     ) -> None:
         """Move every weight by 1 - momentum towards the student's.
 
-        `named_parameters` holds full-size tensors by the names they have in the student (under
-        ZeRO-3 the engine gathers them). Further names are allowed, other heads' for example.
-        `named_buffers` are copied, not averaged. `applied`, 0-d bool on the device of the weights:
-        they stay as they are where it is False.
-
-        Raises:
-            KeyError: a weight of the teacher is not among the names.
+        `named_parameters` holds full-size tensors by their names in the student (under ZeRO-3 the
+        engine gathers them), and may hold others; KeyError where one is missing. `named_buffers`
+        are copied, not averaged. Where `applied`, 0-d bool on the weights' device, is False they
+        stay as they are.
         """
         teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
         _check(teacher, named_parameters)
@@ -179,7 +175,7 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
 
 
 def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
-    """Begin to gather keys without gradients, in two calls; what is returned waits for them."""
+    """Begin to gather keys without gradients; the returned call waits for them."""
     features = start_gather(torch.cat([image.feature, text.feature], dim=1))
     valid = batch.valid.to(batch.image_ids)[:, None]
     marks = start_gather(torch.cat([batch.pair_ids, valid], dim=1))
@@ -195,10 +191,9 @@ def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) ->
 class TeacherOutput(NamedTuple):
     """Output of the teacher for objectives.
 
-    image, text: its features of the unmasked batch. keys: those of the batch, then those of the
-    queue. alpha: share of its soft targets in the targets at this step, 0 in evaluation. modules:
-    `model` and the copied heads by name, for soft targets of other inputs; call them without
-    gradient.
+    image, text: its features of the unmasked batch. keys: the batch's, then the queue's. alpha:
+    share of its soft targets at this step, 0 in evaluation. modules: `model` and the copied heads
+    by name, for soft targets of other inputs; call them without gradient.
     """
 
     image: ImageFeatures
@@ -214,15 +209,12 @@ class TeacherOutput(NamedTuple):
 
 
 class MomentumTeacher:
-    """Momentum copy of the student with its key queue.
-
-    Not an `nn.Module`: neither belongs to the task's parameters; `state_dict` has both.
+    """Momentum copy of the student with its key queue; no `nn.Module`, `state_dict` has both.
 
     Args:
         settings: momentum, queue, and share of the soft targets.
-        student: `model`, and the heads whose predictions objectives ask of the teacher.
+        student: `model`, and the heads that objectives read from the teacher.
         width: channels of a key.
-        products: see `Teacher`.
     """
 
     def __init__(
@@ -240,9 +232,9 @@ class MomentumTeacher:
 
     @torch.no_grad()
     def start(self, batch: Batch, step: int, training: bool) -> Callable[[], TeacherOutput]:
-        """Encode the batch; what is returned waits for the keys of all ranks.
+        """Encode the batch; the returned call waits for the keys of all ranks.
 
-        They travel while the student encodes. While training, they then wait for `after_step`.
+        They travel while the student encodes. In training, they then wait for `after_step`.
         """
         device = batch.pixels.device
         modules = self.average.to(device).module
@@ -282,10 +274,7 @@ class MomentumTeacher:
         buffers: Mapping[str, Tensor],
         applied: Tensor | None = None,
     ) -> None:
-        """Move towards the new student and push the step's keys into the queue.
-
-        Where `applied` (0-d bool) is False, nothing moves.
-        """
+        """Move to the new student and push the step's keys, unless `applied` (0-d) is False."""
         self.average.update(parameters, self.settings.momentum, buffers, applied)
         for image, text, image_ids, valid in self._new_keys:
             valid = valid if applied is None else valid & applied
@@ -344,10 +333,7 @@ class SoftTarget(NamedTuple):
 
 
 class Distilled(Downstream):
-    """Base of tasks that a momentum copy of themselves may teach.
-
-    `teacher` lies beside the parameters: a checkpoint has it in the task's extra state.
-    """
+    """Base of tasks with an optional momentum copy, `teacher`, in the task's extra state."""
 
     config: DistilledConfig
     teacher: Teacher[Any] | None = None
@@ -371,7 +357,6 @@ class Distilled(Downstream):
 
         Args:
             step: from 0.
-            device: of the batch.
             logits: computes (..., classes) logits of the batch with a task.
         """
         settings = self.config.teacher
@@ -396,11 +381,7 @@ class Distilled(Downstream):
         return {f"{_PREFIX}{name}": value for name, value in state.items()}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `extra_state` gave.
-
-        Raises:
-            RuntimeError: the state is of another task.
-        """
+        """Restore the state of `extra_state`; RuntimeError if it is of another task."""
         if self.teacher is None:
             super().load_extra_state(state)
         else:

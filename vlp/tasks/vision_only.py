@@ -1,6 +1,6 @@
-"""Vision-only tasks by kind: what trains them, and what loads them again.
+"""Vision-only tasks by kind: training and loading.
 
-Each kind is a folder whose `task.py` has a configuration, a `VisionTask`, and
+Each kind is a folder with a `task.py`, which has a configuration, a `VisionTask`, and
 `build(config, batch, seed, precision) -> (task, data)`.
 """
 
@@ -27,11 +27,7 @@ MODEL_TYPE = "vlp-vision"
 
 
 class VisionTask(PlainTask):
-    """Base of vision-only tasks; a subclass names its configuration's class.
-
-    Args:
-        precision: see `PlainTask`.
-    """
+    """Base of vision-only tasks; a subclass names its configuration's class."""
 
     config_class: ClassVar[type[Config]]
 
@@ -40,7 +36,7 @@ class VisionTask(PlainTask):
         self.config = config
 
     def known(self) -> dict[str, Any]:
-        """Return what the data told when it was opened, such as class names, as JSON values."""
+        """Return values that opening the data gave, such as class names, as JSON values."""
         return {}
 
     @classmethod

@@ -1,7 +1,6 @@
-"""BLEU, ROUGE-L, CIDEr and METEOR of captions, by the code of the COCO caption evaluation.
+"""BLEU, ROUGE-L, CIDEr and METEOR by pycocoevalcap: shares between 0 and 1, CIDEr up to 10.
 
-All figures are pycocoevalcap's own: shares between 0 and 1, but CIDEr, which goes to 10. SPICE is
-left out, since it downloads what it needs when it is called.
+SPICE is left out, since it downloads its tools when it is called.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class CaptionToolError(RuntimeError):
 
 
 class CaptionScores(NamedTuple):
-    """corpus: figures of all captions; each: (captions,) of one by one, where it is defined so.
+    """Scores of the corpus and of each caption, (captions,).
 
-    Keys are bleu1 to bleu4, rouge_l, cider, and meteor. A corpus' BLEU is no mean, so `each` has
-    none; ROUGE-L and CIDEr are the means of `each`; METEOR is aggregated over the corpus.
+    Keys are bleu1 to bleu4, rouge_l, cider and meteor; `each` lacks BLEU, which is no mean of
+    captions.
     """
 
     corpus: dict[str, float]
@@ -38,7 +37,7 @@ class CaptionScores(NamedTuple):
 
 
 def require_caption_tools(java: bool = True) -> None:
-    """Say what is missing before a long run needs it."""
+    """Raise an error if a tool of the metrics is missing, before a long run needs it."""
     try:
         importlib.import_module("pycocoevalcap")
     except ImportError as error:
@@ -58,13 +57,13 @@ def caption_scores(
     tokenizer: TokenizerName = "ptb",
     meteor: bool = True,
 ) -> CaptionScores:
-    """Compare captions with what people said.
+    """Compare captions with people's references.
 
     Args:
-        candidates: one caption each; may be empty, which scores 0.
-        references: as many, with one caption or more each.
-        tokenizer: "ptb" as COCO has it (Java), or
-            "plain", which drops ASCII punctuation and splits at blanks. Both lower-case.
+        candidates: one caption each; an empty one scores 0.
+        references: one or more for each candidate.
+        tokenizer: "ptb" (COCO's, in Java) or "plain", which drops ASCII punctuation and splits at
+            blanks. Both lower-case.
     """
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
@@ -102,10 +101,8 @@ def caption_scores(
 
 @contextmanager
 def _english_java() -> Iterator[None]:
-    """Let programs of Java write numbers, lower-case and read UTF-8 as where they were made.
-
-    They do so by the user's locale: "0,5" is no number to who reads it, and Turkish has an i
-    without a dot.
+    """Run Java programs in English, as in other locales they write "0,5" and lower-case
+    differently.
     """
     name, wanted = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
     before = os.environ.get(name)
@@ -138,7 +135,7 @@ def _tokenised(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> d
 
 @contextmanager
 def _writable(module: Any) -> Iterator[None]:
-    """Let a module that writes beside its own file write, where it may not, to a folder like it."""
+    """Replace a module's own folder, where it is read-only, by a writable one like it."""
     file = Path(module.__file__)
     if os.access(file.parent, os.W_OK):
         yield
@@ -162,7 +159,7 @@ PARSER = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
 
 def require_spice() -> None:
-    """Say what is missing."""
+    """Raise an error if the tools of SPICE are missing."""
     require_caption_tools()
     folder = Path(_module("spice").__file__).parent / "lib"
     missing = [name for name in PARSER if not (folder / name).is_file()]

@@ -1,8 +1,6 @@
-"""Captioning: the decoder attends to the image encoder's states and writes what they show.
+"""Captioning: a causal decoder attends to the image encoder's states.
 
-A layer of the decoder starts as a layer of the cross-modal encoder, whose text stream attends to
-image states; with causal attention it is the same computation, so the image enters here as it
-does there, and no text has to be made up to go through the cross-modal encoder.
+Its layers start as copies of the cross-modal encoder's, as its text stream attends to images, too.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class CaptionTask(WritingTask):
         return self.write(self.remember(batch.pixels))
 
     def remember(self, pixels: Tensor) -> Memory:
-        """Encode images (B, 3, rows, columns) into what the decoder attends to."""
+        """Encode images (B, 3, rows, columns) as the decoder's memory."""
         return self.decoder.remember(self.model.encode_image(pixels).states)
 
     @torch.no_grad()

@@ -142,7 +142,7 @@ class LabelledSamples:
 def labelled_data(
     images: LabelledImages, config: LabelledDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`."""
+    """Return the training batches of `images` by the settings `config.train`."""
     images = some_of(images, config.limit, config.train)
     samples = LabelledSamples(images, config)
     collate = partial(_collate, size=config.image_size)

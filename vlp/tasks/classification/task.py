@@ -28,8 +28,8 @@ from vlp.tasks.vision_only import VisionTask
 class ClassificationConfig(Config):
     """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks.
 
-    Public weights of timm's own names see pixels as they were trained to, unless `data` has a
-    `mean` or `std`.
+    Public timm weights get the normalisation of their training, unless `data` has a `mean` or
+    `std`.
     """
 
     kind: Literal["classification"] = Field("classification", description="selects this class")
@@ -94,7 +94,7 @@ class Classification(VisionTask):
         return self.step_output(losses, statistics=statistics)
 
     def known(self) -> dict[str, Any]:
-        """Return what `restore` needs beside the configuration."""
+        """Return the values that `restore` needs in addition to the configuration."""
         return {"classes": self.classes}
 
     @classmethod

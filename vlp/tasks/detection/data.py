@@ -71,11 +71,10 @@ ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")
 
 
 class ObjectImage(NamedTuple):
-    """An image (RGB) and its objects, in pixels of `width` x `height`.
+    """An RGB image and its objects, in pixels of `width` x `height` (the annotation's size).
 
-    The image itself may have other pixels than the annotation. boxes (objects, 4) float64: left,
-    top, right, bottom, inside the image; labels (objects,) int64; areas (objects,) float64, what
-    COCO's small, medium and large go by; crowds (objects,) bool: regions of many objects.
+    boxes (objects, 4) float64: left, top, right, bottom, inside the image; labels (objects,) int64;
+    areas (objects,) float64, for COCO's small, medium and large; crowds (objects,) bool.
     """
 
     image: Image.Image
@@ -169,12 +168,11 @@ AnyRow = TypeVar("AnyRow", bound=_Row)
 class CocoImages:
     """Images of an annotation file in the order of their ids, also those without objects.
 
-    Images may be stored at another size than the annotation's; boxes follow the rule of
-    `vlp.data.boxes`. What cannot be used is left out by row, and said. Classes are the categories
-    in the order of their ids, which have gaps in COCO.
+    Boxes follow the rule of `vlp.data.boxes` and fit images stored at another size. Unusable rows
+    are left out and logged. Classes are the categories in the order of their ids.
 
     Args:
-        classes: names in order, as training had them; None takes the file's own.
+        classes: names in the order of training; None takes the file's.
     """
 
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
@@ -300,7 +298,7 @@ class _ImageFiles:
 
     @cached_property
     def _names(self) -> FileNames:
-        """All files, listed when a name is none of them."""
+        """Return all files, listed when a name does not exist."""
         place = self._place.resolve()
         if self._members is not None:
             return FileNames({name: f"{place.with_suffix('')}/{name}" for name in self._members})
@@ -341,7 +339,7 @@ def _rows(
     layout: type[AnyRow],
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
-    """Return the rows of a list; those that do not fit are counted, unless none does."""
+    """Return the rows of a list that fit and count the others; raise an error if no row fits."""
     rows, wrong = [], []
     for number, row in enumerate(content[part]):
         try:
@@ -379,8 +377,7 @@ DETR_SIZES = tuple(range(480, 801, 32))
 class DetectionDataConfig(MapDatasetConfig):
     """Images with boxes, and the sizes at which they are seen; DETR's are the defaults.
 
-    An image keeps its shape but for rounding to whole multiples. Where `train` is of scenes they
-    are drawn at the largest size and resized to the smaller ones.
+    Aspect ratios stay, up to rounding to whole multiples. Scenes are drawn at the largest size.
     """
 
     train: ObjectSource = Field(description="images to train on, of one `format`")
@@ -438,11 +435,11 @@ class DetectionDataConfig(MapDatasetConfig):
 
 
 class DetectionBatch(NamedTuple):
-    """B images, each of its own size, with their objects.
+    """B images of different sizes with their objects.
 
     pixels: B times (3, height, width) float32, normalised; boxes: B times (objects, 4) float32,
-    centre x, y, width, height as shares of the image; labels: B times (objects,) int64; valid
-    (B,) bool.
+    centre x, y, width, height as shares of the image; labels: B times (objects,) int64; valid (B,)
+    bool.
     """
 
     pixels: tuple[Tensor, ...]
@@ -467,11 +464,7 @@ class DetectionSample(NamedTuple):
 def open_objects(
     source: CocoSource | SceneSource, image_size: int, classes: Sequence[str] | None = None
 ) -> ObjectImages:
-    """Open what a configuration names.
-
-    Args:
-        classes: names in order, as training had them; None takes the source's own.
-    """
+    """Open the images of a configuration; `classes` are the names of training in order, or None."""
     if isinstance(source, CocoSource):
         return CocoImages(source, classes)
     scenes = SceneImages(source, image_size)
@@ -486,11 +479,10 @@ def open_objects(
 def fit_size(
     width: int, height: int, shortest: int, longest: int, multiple: int
 ) -> tuple[int, int]:
-    """Width and height in pixels at which an image is seen.
+    """Return the width and height in pixels at which an image is seen.
 
-    The shorter side is `shortest`, unless the longer one would be more than `longest`; both are
-    rounded to multiples, so that an image fills the cells of a feature map exactly, and few
-    shapes differ.
+    The shorter side is `shortest`, unless the longer one would exceed `longest`; both are rounded
+    to multiples of a feature map's cell, which also leaves few shapes.
     """
     scale = min(shortest / min(width, height), longest / max(width, height))
     most = max(longest // multiple, 1)
@@ -500,10 +492,7 @@ def fit_size(
 
 
 class DetectionSamples:
-    """Reads and augments one training image: crop, size, mirror.
-
-    An image may have `most` objects, the model's queries.
-    """
+    """Reader of training images with crop, size and mirror, and at most `most` objects each."""
 
     def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
         self.images, self.config, self.most = images, config, most
@@ -542,7 +531,7 @@ class DetectionSamples:
 def detection_data(
     images: ObjectImages, config: DetectionDataConfig, most: int, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`."""
+    """Return the training batches of `images` by the settings `config.train`."""
     samples = DetectionSamples(images, config, most)
     return indexed_data(len(samples), samples, _collate, config, batch, seed)
 

@@ -16,8 +16,7 @@ from torchvision.ops import box_convert, generalized_box_iou, generalized_box_io
 from vlp.objectives.loss import Loss
 
 IMPOSSIBLE = 1e6
-"""Cost of what is not finite: the loss of that image says so itself, the matching must not end
-the run."""
+"""Cost in place of a number that is not finite: the loss reports it, the matching goes on."""
 
 
 def matching_cost(
@@ -53,8 +52,7 @@ def matching_cost(
 def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
     """Find the assignment of least total cost for every cost matrix (queries, objects).
 
-    Returns:
-        For each matrix the queries of objects 0, 1, ...: (objects,), all different.
+    Each result (objects,) holds the queries, all different, of objects 0, 1, ....
     """
     assigned = []
     for cost in costs:
@@ -96,9 +94,8 @@ def set_losses(
 ) -> list[SetLosses]:
     """Match each decoder layer with the objects and compute its losses.
 
-    The class term is a cross-entropy over all queries, those without object at the weight
-    `no_object`, and is normalised by the sum of the weights; the terms of boxes are normalised by
-    the number of objects.
+    The class term is a cross-entropy over all queries, normalised by the sum of their weights; box
+    terms are normalised by the number of objects.
 
     Args:
         logits: (layers, B, queries, classes + 1), the last class is 'no object'.

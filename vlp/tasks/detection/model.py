@@ -121,7 +121,7 @@ class QueryKeyPlaces(PositionEncoding):
 
 
 class DetrConfig(Config):
-    """Sizes of DETR (Carion et al. 2020), whose own are the defaults, and the encodings."""
+    """Sizes of DETR (Carion et al. 2020) with its defaults, and the encodings."""
 
     backbone: ResNetConfig = Field(ResNetConfig(), description="ResNet that reads the image")
     width: int = Field(256, ge=1, description="channels of a token")
@@ -163,17 +163,11 @@ class Detections(NamedTuple):
 
 
 class Detr(nn.Module):
-    """Images of any sizes to a fixed number of boxes with classes each.
+    """Images of any sizes to a fixed number of boxes with classes, as DETR with these differences.
 
-    Images of one size are computed together and without padding: every position encoding sees
-    the grid that the image really has, nothing has to be masked, and what is said of an image
-    does not depend on the others in its batch. (DETR pads to the largest image.) ZeRO-3, which
-    gathers weights at every call, therefore needs images of as many sizes on every rank; the
-    stages below do not.
-
-    Layers are post-norm with ReLU, linear layers of the transformer start from Xavier, and all
-    decoder layers share the output heads and the norm before them, as in DETR. There is no dropout
-    of attention.
+    Images of one size are computed together and without padding, so that every position encoding
+    sees the real grid and a result does not depend on the batch. ZeRO-3, which gathers weights at
+    every call, therefore needs equal numbers of sizes on every rank. Attention has no dropout.
 
     Args:
         classes: without 'no object'.
@@ -249,7 +243,7 @@ class Detr(nn.Module):
         return tokens, place
 
     def require_grid(self, height: int, width: int) -> None:
-        """Return whether an image of so many pixels can be encoded."""
+        """Require that the position encodings can encode an image of this many pixels."""
         rows, columns = self.backbone.grid(height, width)
         like = self.project.weight
         tokens = like.new_zeros(1, rows * columns, like.shape[0])

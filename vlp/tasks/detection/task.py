@@ -91,7 +91,7 @@ class DetectionTask(VisionTask):
         )
 
     def known(self) -> dict[str, Any]:
-        """Return what `restore` needs beside the configuration."""
+        """Return the values that `restore` needs in addition to the configuration."""
         return {"classes": self.classes}
 
     @classmethod

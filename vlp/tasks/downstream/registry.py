@@ -1,16 +1,15 @@
-"""Registry of downstream tasks: trainer, evaluation, reports, pages and model cards ask it.
+"""Registry of downstream tasks for trainer, evaluation, reports, pages and model cards.
 
 A new task is at most four files:
 
 1. `vlp/tasks/MINE/task.py` with the task's configuration (`kind: Literal["mine"]`), its
    `Downstream` and `build`, which calls `register_task`;
 2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see `evaluation.downstream.registry`);
-3. a line in `_BUILT_IN`, or, from another package, an entry point of the group `vlp.tasks` that
-   names a module for the kind; importing that module registers task and evaluation;
+3. a line in `_BUILT_IN`, or an entry point of the group `vlp.tasks` in another package, which names
+   the module that registers task and evaluation;
 4. a configuration file of its fine-tuning.
 
-Nothing heavy is imported here: `task_kinds()` and `task_summary(kind)` answer a command line
-without PyTorch. `get_task(kind)` imports the task's module.
+`task_kinds()` and `task_summary(kind)` work without PyTorch; `get_task(kind)` imports the module.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ class DownstreamTask:
     """One kind of downstream task.
 
     kind: its name in configurations, commands and results. config: class of its configuration.
-    build: `(config, parts, batch, seed, precision) -> (task, training data)`. restore:
-    `(config, parts, known) -> Downstream` with a fresh head, for `load_task`; None where the model
-    folder is one without a head.
+    build: `(config, parts, batch, seed, precision) -> (task, training data)`. restore: `(config,
+    parts, known) -> Downstream` with a fresh head, for `load_task`; None for a task without a head.
     """
 
     kind: str
@@ -88,22 +86,14 @@ def task_kinds() -> tuple[str, ...]:
 
 
 def task_summary(kind: str) -> str:
-    """Return what a kind of task is, in a few words for `--help`.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Return a few words about a kind of task for `--help`; ValueError if unknown."""
     if kind in _BUILT_IN:
         return _BUILT_IN[kind][1]
     return get_task(kind).card.purpose
 
 
 def get_task(kind: str) -> DownstreamTask:
-    """Return the task of a kind, importing its module on first use.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Return the task of a kind, importing its module on first use; ValueError if unknown."""
     if kind not in _registered:
         if kind not in _BUILT_IN:
             load_plugins()

@@ -1,7 +1,6 @@
-"""A pretrained model with the head of one benchmark, and the model folder that it leaves.
+"""A pretrained model with the head of one benchmark, and its model folder.
 
-The folder is one that `vlp.load` reads, with the head's weights in `heads.safetensors` and
-`task.json`, which says which head they belong to.
+`vlp.load` reads the folder; `heads.safetensors` has the head's weights, `task.json` its kind.
 """
 
 from __future__ import annotations
@@ -76,12 +75,11 @@ class DownstreamConfig(TaskConfig):
 
 
 class Downstream(PlainTask):
-    """Base of tasks with a head on a pretrained model.
+    """Base of tasks with a head; a subclass adds it, `forward(batch, step)`, `dataset` and
+    `predict`.
 
-    A subclass adds its head, `forward(batch, step)`, `dataset` and `predict`.
-
-    `metric` names the figure of the kind's evaluation that chooses the best model, `untrained` the
-    parts of the model that the loss does not read, which are frozen.
+    `metric` names the evaluation's figure that chooses the best model; `untrained` names parts of
+    the model that the loss does not read, which are frozen.
     """
 
     metric: ClassVar[str]
@@ -126,11 +124,7 @@ class Downstream(PlainTask):
         return known == self.known()
 
     def take_head(self, parts: Loaded) -> bool:
-        """Copy the head of a folder that was fine-tuned for the same kind of task.
-
-        Returns:
-            Whether there was one that fits.
-        """
+        """Copy the head of a folder fine-tuned for the same kind of task; return if it fits."""
         if parts.folder is None or not has_task(parts.folder):
             return False
         config, known = read_task(parts.folder)
@@ -215,14 +209,14 @@ DELTA = 0.05
 
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
-    """Load a model folder, some of its configuration changed, as the start of fine-tuning.
+    """Load a model folder, with changes of its configuration, as the start of fine-tuning.
 
     Args:
         start: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
             positions are resampled; encodings and projections that the folder lacks start anew.
-            Tasks with a head leave the anchor threshold as it is, retrieval and grounding move it
-            on: one that never ran becomes `DELTA`.
+            Retrieval and grounding move an unset anchor threshold on to `DELTA`; tasks with a head
+            leave it.
     """
     try:
         folder = local_folder(start)
@@ -259,7 +253,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
 
 
 class WritingTask(Downstream):
-    """Base of tasks whose decoder writes texts; a subclass calls `add_decoder` when it is made."""
+    """Base of tasks with a decoder of texts; a subclass calls `add_decoder` in its constructor."""
 
     decoder: AnswerDecoder
 
@@ -301,7 +295,7 @@ class WritingTask(Downstream):
         return config.start != "none" and config.weights is None
 
     def write_texts(self, memory: Memory, beams: int, penalty: float = 0.6) -> list[str]:
-        """Write a text for each row of what the decoder attends to."""
+        """Write a text for each row of the decoder's memory."""
         text = self.text
         # Special tokens are never said.
         silent = tuple(one for one in text.special_ids if one != text.sep_id)

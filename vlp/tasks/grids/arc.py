@@ -38,10 +38,10 @@ class ArcTask(NamedTuple):
 
 
 def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
-    """Return the named tasks, in that order.
+    """Return the tasks of some names, in that order.
 
     Args:
-        path: a folder, in which files are looked for at every depth, or a tar file of one.
+        path: a folder, searched at every depth, or a tar file of one.
         names: file names without `.json`, such as 67a3c6ac.
     """
     wanted, contents = set(names), {}
@@ -239,9 +239,9 @@ EVERY_COLOUR = tuple(range(COLOURS))
 class Rule(NamedTuple):
     """A task's rule.
 
-    largest: rows and columns of the largest grid that is drawn. draw(rng, side): a grid to be
-    answered, of at most `side` rows and columns; its answer is not larger. answer(grid): what is
-    asked for. symmetry: changes of both that the rule stays the same under.
+    largest: rows and columns of the largest grid that is drawn. draw(rng, side): an input grid of
+    at most `side` rows and columns. answer(grid): its output, not larger. symmetry: joint changes
+    of input and output that keep the rule.
     """
 
     largest: int
@@ -268,7 +268,7 @@ def _colourful(
 
 
 def _narrow(rng: np.random.Generator, side: int) -> Grid:
-    """A few colours in a grid so narrow that it fits twice beside itself."""
+    """Draw a grid of a few colours that is narrow enough to be placed twice side by side."""
     rows, columns = (int(rng.integers(3, limit + 1)) for limit in (min(side, 5), min(side // 2, 4)))
     kinds = rng.choice(COLOURS, int(rng.integers(2, 7)), replace=False)
     return rng.choice(kinds, (rows, columns))

@@ -50,7 +50,7 @@ def to_tokens(grid: Grid, size: int) -> np.ndarray:
 def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
     """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid.
 
-    What stands beyond the border does not count.
+    Tokens beyond the border are ignored.
     """
     template = np.asarray(tokens).reshape(size + 1, size + 1)
     corners = np.argwhere(template == CORNER)
@@ -67,11 +67,12 @@ def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
 
 
 def object_boxes(grid: Grid) -> np.ndarray:
-    """Boxes around the objects of a grid, for ViTARC's object encoding (papers.md#vitarc-v12).
+    """Return boxes around the objects of a grid, for ViTARC's object encoding
+    (papers.md#vitarc-v12).
 
     An object is a connected group of cells of one colour, diagonal neighbours included, of any
-    colour but the most frequent one (the lowest of several). Boxes come colour by colour, each
-    colour's in raster order of their first cells, so later colours paint over earlier ones.
+    colour but the most frequent one (the lowest of several). Boxes come colour by colour, then in
+    raster order of their first cells, so later colours paint over earlier ones.
 
     Returns:
         (objects, 4) float32: x, y, width, height in cells, x the column.
@@ -172,7 +173,7 @@ def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
 
 
 def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
-    """Return the tasks of a configuration, all of whose test pairs fit its size."""
+    """Return the tasks of a configuration, with all test pairs fitting its size."""
     tasks = read_tasks(config.path, [task.name for task in config.tasks])
     for number, chosen in enumerate(config.tasks):
         where, task = f"data.tasks.{number}: task {chosen.name}", tasks[chosen.name]
@@ -201,10 +202,7 @@ def orbits_of_tests(task: ArcTask, symmetry: Symmetry) -> set[object]:
 
 
 class GridSamples:
-    """Makes one training sample: a pair of one of the tasks, in turn, and a variant of it.
-
-    No test input comes, nor any variant of one, whatever its source.
-    """
+    """Maker of training samples: a variant of a pair of each task in turn, without test inputs."""
 
     def __init__(self, tasks: Mapping[str, ArcTask], config: GridDataConfig) -> None:
         self.config = config
@@ -250,7 +248,7 @@ def grid_data(
 def collate_grids(
     size: int, samples: list[GridSample], skipped: tuple[SkippedSample, ...] = ()
 ) -> GridBatch:
-    """Return a batch of samples, of which there may be none."""
+    """Return a batch of samples, which may be empty."""
     length = (size + 1) ** 2
     boxes = torch.zeros(len(samples), max((len(one.boxes) for one in samples), default=0), 4)
     for row, one in enumerate(samples):

@@ -1,9 +1,8 @@
-"""An encoder-decoder for ARC: a grid in, the grid that a task asks for out, cell after cell.
+"""An encoder-decoder for ARC after ViTARC (Li et al. 2024): grid in, output grid cell by cell.
 
-After ViTARC (Li et al. 2024): every cell of a padded template is a token, 2D sinusoids and 2D-RPE
-tell the encoder and the decoder where it is, objects are told to the encoder alone
-(papers.md#vitarc-v13). Logits are scaled by Eq. 11 or, by option, not at all as in the authors'
-code (papers.md#vitarc-v6).
+Every cell of a padded template is a token; 2D sinusoids and 2D-RPE give its place to encoder and
+decoder, objects are given to the encoder alone (papers.md#vitarc-v13). Logits are scaled by Eq. 11
+or, by option, not at all as in the authors' code (papers.md#vitarc-v6).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class GridQuestion(NamedTuple):
     """Input of the encoder.
 
     inputs: (B, T) int64, the template's tokens. boxes: (B, K, 4), see `PositionContext`. tasks:
-    (B,) int64, which of the model's tasks it is.
+    (B,) int64, number of the task in the model.
     """
 
     inputs: Tensor
@@ -104,10 +103,9 @@ class GridDecoderLayer(nn.Module):
 class GridTransformer(nn.Module):
     """p(output template | input template, task), one cell after another in raster order.
 
-    A token that stands before the grid and has no place tells the encoder which task it is, so
-    that one model may learn several; ViTARC trains one model a task. The decoder's input at each
-    cell is the token before it, with the place of the cell that is to be predicted. Padding is a
-    token like any other: it is attended to and predicted.
+    A task token without a place leads the encoder's input, so that one model may learn several
+    tasks; ViTARC trains one model a task. The decoder's input at each cell is the previous token,
+    with the place of the cell to be predicted. Padding is attended to and predicted like any token.
 
     Args:
         size: rows and columns of the largest grid; the template has one more of either.
@@ -141,12 +139,8 @@ class GridTransformer(nn.Module):
         self.head = nn.Linear(width, tokens)
 
     def forward(self, question: GridQuestion, outputs: Tensor) -> Tensor:
-        """Logits of every cell given those before it.
-
-        `outputs` (B, T) int64 is the template that is asked for.
-
-        Returns:
-            (B, T, tokens).
+        """Return logits (B, T, tokens) of every cell given the cells before it in `outputs` (B, T)
+        int64.
         """
         return self.decode(outputs, self.encode(question))
 
@@ -173,11 +167,12 @@ class GridTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, question: GridQuestion) -> Tensor:
-        """Return the likeliest token of every cell after those before it, greedily: (B, T) int64.
+        """Return the likeliest token of every cell after the ones before it, greedily: (B, T)
+        int64.
 
-        Each cell costs a pass over the whole template, which the encodings' hooks need. Whether the
-        result is a given template is known in one pass: it is where, and only where, the logits of
-        `forward` on that template are highest at its own tokens.
+        Each cell costs a pass over the whole template, which the encodings' hooks need. A template
+        is the greedy one exactly where the logits of `forward` on it are highest at its tokens: one
+        pass.
         """
         encoded = self.encode(question)
         outputs = torch.zeros_like(question.inputs)

@@ -1,6 +1,5 @@
-"""Metrics of visual grounding: overlap of boxes, and boxes ranked by a map over patches.
-
-Boxes are [x, y, width, height] in pixels.
+"""Metrics of grounding: overlap of boxes [x, y, width, height] in pixels, and boxes ranked by a
+map.
 """
 
 from __future__ import annotations
@@ -30,17 +29,14 @@ def intersection_over_union(
 def box_scores(
     heat: NDArray[np.floating], boxes: NDArray[np.floating], size: tuple[int, int]
 ) -> NDArray[np.float64]:
-    """Compute the sum of a map in each box, over the square root of the box's area.
+    """Compute the sum of a map in each box, over the square root of the box's area: (n,).
 
-    ALBEF's score of a proposal (its section 5, visual grounding): a sum alone would prefer the
-    largest box, a mean the smallest. The sum is exact for a map that is constant in each patch.
+    ALBEF's score of a proposal (section 5, visual grounding): a sum alone would prefer the largest
+    box, a mean the smallest. The map is constant in each patch; a box without area gets 0.
 
     Args:
         heat: (rows, columns), at least 0.
-        boxes: (n, 4); parts outside the image count nothing.
-
-    Returns:
-        (n,), 0 for a box without area.
+        boxes: (n, 4); parts outside the image add nothing.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     rows, columns = heat.shape

@@ -1,7 +1,6 @@
 """Weakly supervised visual grounding: the losses of retrieval on referring expressions.
 
-Boxes are never shown in training (ACE-RPE, section 4.2, after ALBEF); the pointing accuracy on the
-validation data chooses the best model.
+Training sees no boxes (ACE-RPE, section 4.2, after ALBEF).
 """
 
 from __future__ import annotations

@@ -74,11 +74,10 @@ class PairBatch(NamedTuple):
 
 
 class PairDataset(DownstreamDataset[PairExample, PairBatch]):
-    """Samples of shard folders, each a text with its images.
+    """Samples of shard folders, a text with 1 or 2 `images` each.
 
     Args:
-        images: of each sample, 1 or 2.
-        parts: into which each image is cut, from left to right; each is read as an image.
+        parts: equal cuts of each image from left to right, each read as an image.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ _UNUSED = TextLabels("caption", {})
 
 
 class AssignmentDataset(PairDataset):
-    """Captioned samples, each beside images of others; the class is the image of the caption."""
+    """Captioned samples with images of other samples; the class is the caption's image."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         super().__init__(items, _UNUSED, 2, 1, text, prepare)

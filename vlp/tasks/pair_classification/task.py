@@ -1,8 +1,7 @@
 """Pair classification of a text and one or two images: SNLI-VE and NLVR2.
 
-The joint representation, the text stream's [CLS], goes through a two-layer perceptron (ACE-RPE,
-section 4.2, after UNITER). Two images are read in one pass, each with a tag of its own added to
-its tokens and ACE-RPE within each.
+The text stream's [CLS] goes through a two-layer perceptron (ACE-RPE, section 4.2, after UNITER).
+Two images are read in one pass, each with a learned tag on its tokens and ACE-RPE within each.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CHANNELS = 3
 
 
 class PixelDataConfig(MapDatasetConfig):
-    """Images whose pixels are modelled: what `open_labelled` opens; classes are not used."""
+    """Images for pixel modelling, from any source of `open_labelled`; classes are ignored."""
 
     train: str = Field(
         description="images to train on: a tar file, a folder of class folders, or shards with "
@@ -38,10 +38,7 @@ class PixelDataConfig(MapDatasetConfig):
 
 
 class PixelBatch(NamedTuple):
-    """values (B, size, size, 3) int64, 0 to 255, red, green, blue; valid (B,) bool.
-
-    Flattened, an image is in the paper's order: raster scan, red-green-blue.
-    """
+    """values (B, size, size, 3) int64 in 0..255, flattened as in the paper; valid (B,) bool."""
 
     values: Tensor
     valid: Tensor
@@ -53,10 +50,9 @@ class PixelBatch(NamedTuple):
 
 
 def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
-    """Return the pixels of an image's largest square in its middle: (size, size, 3) uint8.
+    """Return the pixels of an image's largest central square: (size, size, 3) uint8.
 
-    A larger image is made smaller by the mean of each pixel's area, as the ImageNet-64 that such
-    models are compared on was made; at `size` nothing is changed.
+    A larger image is reduced by the mean over each pixel's area, as ImageNet-64 was.
     """
     side = min(image.size)
     if side < size:
@@ -88,7 +84,7 @@ class PixelSamples:
 def pixel_data(
     images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `images`, those of `config.train`."""
+    """Return the training batches of `images` by the settings `config.train`."""
     images = some_of(images, config.limit, config.train)
     samples = PixelSamples(images, config)
     collate = partial(_collate, config.image_size)

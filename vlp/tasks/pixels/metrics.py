@@ -6,13 +6,10 @@ import math
 
 
 def bits_per_dimension(nats: float, dimensions: int) -> float:
-    """-log2 p(x) / dimensions, of the negative log-likelihood of discrete data in nats.
+    """Return -log2 p(x) / dimensions from the negative log-likelihood of discrete data in nats.
 
     Args:
-        dimensions: numbers that x consists of, summed likewise: 3 for each pixel in RGB.
-
-    Returns:
-        Bits; log2 of the levels for a model that knows nothing, 8 for pixels of 256 levels.
+        dimensions: numbers in x, summed likewise: 3 for each pixel in RGB.
     """
     if dimensions < 1:
         raise ValueError(f"the likelihood of {dimensions} dimensions has no mean")

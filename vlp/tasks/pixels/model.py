@@ -1,8 +1,7 @@
-"""A transformer that says how likely an image is, channel by channel.
+"""A transformer over the channels of an image, the image generation model of Li et al. 2021.
 
-The image generation model of Li et al. 2021 (section 4.1) is a Reformer on the raster scan of a
-image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Its layers
-are a Reformer's, with exact attention, or a transformer's.
+Section 4.1: a Reformer on the raster scan, red, green and blue of every pixel in turn: 12,288
+tokens at 64 x 64. Its layers are a Reformer's, with exact attention, or a transformer's.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from vlp.positions.options import PositionConfig
 
 
 class SharedQueryAttention(nn.Module):
-    """Causal self-attention whose keys are its queries at unit length, without biases.
+    """Causal self-attention with queries at unit length as keys, without biases.
 
-    A token's own key would win, so that it attends to those before it alone; the first one, which
-    has none, attends to itself.
-
-    `heads * head_width` may be other than the width.
+    A token attends to earlier ones alone (its own key would win); the first attends to itself.
+    `heads * head_width` may differ from the width.
     """
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
@@ -108,13 +105,12 @@ class PixelModelConfig(Config):
 
 
 class PixelPlaces(nn.Module):
-    """Tells every token which pixel and which channel it is about to be (Li et al., section 4.1).
+    """Places of every token's pixel and channel to be predicted (Li et al., section 4.1).
 
-    An encoding that knows pixels gets all channels of the model but the last `channel_width`, into
-    which a vector for red, green or blue is added: the paper concatenates 768 channels for the
-    pixel and 256 for the colour. `learned-1d` and `sine-1d` number all tokens of the sequence
-    (12,288 vectors of width 1024 in the paper's Embed-1D, papers.md#fourier-f13) and need no
-    colours beside.
+    An encoding of pixels gets all channels but the last `channel_width`, to which a vector for red,
+    green or blue is added: the paper concatenates 768 and 256 channels. `learned-1d` and `sine-1d`
+    number all tokens (12,288 vectors of width 1024 in Embed-1D, papers.md#fourier-f13), without
+    colours.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -183,8 +179,8 @@ class PixelLayer(nn.Module):
 class PixelTransformer(nn.Module):
     """p(image) as the product of p(channel | all channels before it).
 
-    The input at each place is the value before it, with the place of the value that is to be
-    predicted. Encodings of attention see a grid whose columns are the channels, (size, 3 size).
+    The input at each place is the previous value, with the place of the value to be predicted.
+    Encodings of attention see a grid with the channels as columns, (size, 3 size).
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -207,13 +203,10 @@ class PixelTransformer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Logits of every channel given those before it, in raster scan, red, green, blue.
+        """Return logits (B, size, size, 3, 256) of every channel given all before it.
 
         Args:
             values: (B, size, size, 3) int64, 0 to 255.
-
-        Returns:
-            (B, size, size, 3, 256).
         """
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:

@@ -1,8 +1,7 @@
 """Pretraining: `objectives.py` holds the objectives, `task.py` composes them.
 
-A new objective is a subclass of `Objective` and a line `register_objective(...)`, here or in a
-module outside the package that is imported before the configuration is read. Objectives run, and
-their losses are summed, in the order in which they are registered.
+A new objective is a subclass of `Objective` and a call `register_objective(...)` in a module that
+is imported before the configuration is read. Losses are summed in the order of registration.
 """
 
 from vlp.tasks.pretraining.objectives import (

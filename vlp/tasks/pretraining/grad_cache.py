@@ -1,9 +1,8 @@
-"""Passes in chunks of rows, of which one at a time has activations (GradCache).
+"""Passes in chunks of rows, one of which has activations at a time (GradCache).
 
-Gao et al. 2021 (arXiv 2101.06983) compute the features of a batch without a graph, the gradient of
-the loss to them, and then chunk by chunk the features again with a graph. Checkpoints around the
-chunks do that inside one ordinary backward pass, so that every objective takes part, and
-dropout draws the same both times.
+Gao et al. 2021 (arXiv 2101.06983) compute features without a graph, the loss's gradient to them,
+and each chunk again with a graph. Checkpoints around the chunks do that inside one ordinary
+backward pass, for every objective and with the same dropout both times.
 """
 
 from __future__ import annotations

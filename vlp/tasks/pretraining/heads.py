@@ -20,10 +20,10 @@ _BERT_HEAD = {
 
 
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
-    """Copy a public BERT's head of masked language modelling, as ALBEF starts from.
+    """Copy a public BERT's head of masked language modelling, as ALBEF does; return the copies
+    made.
 
-    Returns:
-        What was copied; nothing without such a head on both sides, or of other sizes.
+    The list is empty where a side lacks the head or sizes differ.
     """
     if "mlm_head" not in modules:
         return []
@@ -43,11 +43,7 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
 
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
-    """Copy those weights of a model folder's heads that fit; others keep their own start.
-
-    Returns:
-        What was copied; nothing for a folder without heads.
-    """
+    """Copy the weights of a model folder's heads that fit; return the copies made."""
     own = nn.ModuleDict(dict(modules))
     here = own.state_dict()
     try:

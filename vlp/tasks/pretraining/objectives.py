@@ -44,9 +44,9 @@ class Step:
     """Inputs of all objectives at one step, computed once, and the statistics they log.
 
     number: optimiser steps from 0. image, text: outputs of both encoders on the unmasked batch.
-    teacher: outputs of the momentum teacher, if there is one. is_logged: whether a log line is due,
-    so that costly statistics are computed. shares: passes share the images' keys, and compute the
-    tokens that are read. image_keys: what `keys` has computed.
+    teacher: outputs of the momentum teacher, if any. is_logged: whether a log line is due and
+    costly statistics are computed. shares: passes share the images' keys. image_keys: cache of
+    `keys`.
     """
 
     number: int
@@ -61,17 +61,14 @@ class Step:
     image_keys: ImageKeys | None = None
 
     def keys(self) -> ImageKeys | None:
-        """Return the images' keys for all passes over clean images; None where none share them."""
+        """Return the images' keys for all passes over clean images; None without sharing."""
         if self.image_keys is None and self.shares:
             self.image_keys = self.model.cross_encoder.image_keys(self.image.states)
         return self.image_keys
 
 
 class Term(NamedTuple):
-    """One loss with its weight in the total.
-
-    anchors: paths of the B matching pairs, detached, where the loss has computed them.
-    """
+    """One loss with its weight; anchors: detached paths of the B matching pairs, if computed."""
 
     loss: Loss
     weight: float
@@ -81,13 +78,11 @@ class Term(NamedTuple):
 class Objective:
     """Base of the objectives; an instance is called once a step and returns its losses by name.
 
-    An objective is built when `settings_of` finds settings for it. Its own trainable modules, given
-    by `modules()`, become members of the task under the names there.
+    An objective is built when `settings_of` finds settings for it. `modules()` gives trainable
+    modules, which become members of the task under their names.
 
     Args:
-        settings: what `settings_of` found.
-        objectives: settings of all objectives.
-        model: sizes of the model.
+        settings: result of `settings_of`.
     """
 
     on_clean_pairs: ClassVar[bool] = False
@@ -95,7 +90,7 @@ class Objective:
     in_chunks: ClassVar[bool] = False
     """True if its losses are sums over sample groups, so that it can run on a few at a time."""
     saves_modules: ClassVar[bool] = True
-    """True if its modules go into the model folder, beside the model's weights."""
+    """True if its modules go into the model folder."""
     taught: ClassVar[bool] = False
     """True if the momentum teacher has a copy of its modules."""
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
@@ -126,15 +121,10 @@ OBJECTIVES: dict[str, type[Objective]] = {}
 def register_objective(
     name: str, objective: type[Objective], settings: type[Config] | None = None
 ) -> None:
-    """Make an objective trainable under a name.
+    """Register an objective by its name in logs and its key in the `objectives` configuration.
 
     Args:
-        name: its name in logs, and its key in the `objectives` part of a configuration.
-        objective: its class.
         settings: type of the settings under that key, where `ObjectivesConfig` has no such field.
-
-    Raises:
-        ValueError: the name is taken.
     """
     if name in OBJECTIVES:
         raise ValueError(f"an objective {name!r} is registered already")
@@ -156,8 +146,8 @@ TOKEN_SCALE = 10.0
 class Contrastive(Objective):
     """Match images and captions against the keys of all ranks and the teacher's queue.
 
-    Inputs: features of the unmasked batch; with a teacher, its keys and its soft targets. The
-    paper's form (Eqs 1-2) also reads the tokens, and no soft targets. Loss: `contrastive`.
+    Inputs: features of the unmasked batch, and a teacher's keys and soft targets. The paper's form
+    (Eqs 1-2) reads tokens, and no soft targets. Loss: `contrastive`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -221,7 +211,7 @@ class Contrastive(Objective):
 
 
 def pair_temperature(model: VLPModel, objectives: ObjectivesConfig) -> Tensor | float:
-    """Return the temperature of pair similarities; 1 / lambda where the loss learns none."""
+    """Return the temperature of pair similarities; 1 / lambda unless the loss learns it."""
     contrastive = objectives.contrastive
     if contrastive and contrastive.is_paper_form:
         return 1 / contrastive.scale
@@ -269,7 +259,7 @@ class SigmoidContrastive(Objective):
 
 
 class TokenTerms(Objective):
-    """Train tokens inside sample groups, beside the contrastive objective and with its weight.
+    """Train tokens inside sample groups, with the weight of the contrastive objective.
 
     Inputs: tokens of the unmasked batch. Losses: `token` (captions find images), `word` (single
     words find images), `phrase` (words follow a neighbour that points). Logs `token_scale`.
@@ -416,7 +406,7 @@ class MaskedLanguageModelling(Objective):
     ) -> tuple[Tensor, Tensor]:
         """Return logits (R, vocabulary) and labels (R,) of the R masked tokens.
 
-        On a GPU, which would have to be asked for their number, R is a number of slots.
+        R is a fixed number of slots on a GPU, which would have to wait for the count.
         """
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)

@@ -59,7 +59,7 @@ def anchor_sums(
     reachable: Tensor,
     word_mask: Tensor,
 ) -> Tensor:
-    """Compute the sums that `from_sums` takes, (5, G) float64; those of batches may be added."""
+    """Compute the sums that `from_sums` takes, (5, G) float64; sums of batches may be added."""
     words = word_mask[..., None]  # (B, N, 1)
     patches = similarity.shape[1]
     passing = (similarity >= threshold).sum(1)  # (B, N, G)
@@ -95,7 +95,7 @@ def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | Non
     """Average the cosine between different tokens of one sample, a scalar; 1 when all are alike.
 
     `tokens` (B, M, D) of any length, `mask` (B, M) bool, `valid` (B,) bool. Mean over samples with
-    at least two tokens, 0 when there is none.
+    at least two tokens, 0 without such samples.
     """
     (tokens,) = full_precision(tokens)
     if mask is None:
@@ -128,13 +128,12 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 class CollapseWatch:
-    """Warns once per number when tokens or global features stay dead.
+    """Watch that warns once per number when tokens or global features stay dead.
 
-    Names that contain `cosine` are token cosines and dead above `max_cosine`; names that contain
-    `spread` are feature spreads and dead below `min_spread`. In trials collapsed runs reached
-    token cosines of 1.00 and the others stayed at 0.80 or less; a spread of 0.1 means that features
-    keep 1 % of their variance. Untrained encoders look dead too, so the first `grace_steps` do not
-    count, and only `patience` checks in a row raise the warning.
+    Names with `cosine` are dead above `max_cosine`, names with `spread` below `min_spread`:
+    collapsed runs reached token cosines of 1.00, others 0.80 or less; a spread of 0.1 means that
+    features keep 1 % of their variance. Untrained encoders look dead too, so the first
+    `grace_steps` do not count, and `patience` checks in a row raise the warning.
     """
 
     def __init__(
@@ -151,10 +150,7 @@ class CollapseWatch:
         self._dead_checks: dict[str, int] = {}
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
-        """Check the statistics of a step and log a warning for each that has just died.
-
-        Other names are ignored. Returns the names warned about now.
-        """
+        """Log a warning for each statistic that has just died, and return their names."""
         if step < self.grace_steps:
             return []
         warned = []
@@ -179,7 +175,7 @@ class CollapseWatch:
 
 
 def watch(step: Step, anchors: AnchorField | None) -> dict[str, Tensor]:
-    """Compute all statistics of a step; `anchors` are those of its matching pairs."""
+    """Compute all statistics of a step from its outputs and its matching pairs' `anchors`."""
     with record_function("pass/statistics"):
         shares = {} if anchors is None else anchor_shares(step, anchors)
         return shares | collapse(step) | word_cosines(step)
@@ -239,8 +235,7 @@ def similarity_quantile(
 ) -> Tensor:
     """Compute the quantile of S over patches, real words and groups of the global batch.
 
-    A histogram is summed over ranks, so the result does not depend on how many there are. Every
-    rank must call it.
+    Ranks sum a histogram, so their number does not matter. Every rank must call it.
 
     Args:
         similarity: (B, M, N, G) in [-1, 1], Eq. 3.
@@ -265,8 +260,8 @@ def _quantile(counts: Tensor, quantile: float) -> Tensor:
 def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None) -> Tensor:
     """Count the entries (B, M, N, G) of words (B, N) in each bin, (BINS,) int64.
 
-    The form for a GPU (`on_device`, None: by the tensors' place) reads no number from it; on a CPU
-    it costs more, because padding is counted too.
+    With `on_device` (None: by the tensors' place) no number is read from a GPU, but padding is
+    counted, too, which costs more on a CPU.
     """
     by_word = similarity.transpose(1, 2)
     if on_gpu(similarity) if on_device is None else on_device:
@@ -295,9 +290,8 @@ def move_threshold(
 ) -> None:
     """Move a 0-d threshold, in place, towards the quantile of a batch (`similarity_quantile`).
 
-    Its first value, in place of 0, is the quantile itself; later ones are running means. A batch
-    without words leaves it as it is. Every rank must call it. Shapes are those of
-    `similarity_quantile`.
+    A threshold of 0 becomes the quantile, later ones are running means; a batch without words
+    changes nothing. Every rank must call it. Shapes are as in `similarity_quantile`.
     """
     now = similarity_quantile(similarity, word_mask, valid, quantile)
     threshold.copy_(_moved(threshold, now, momentum))

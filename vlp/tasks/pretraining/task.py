@@ -32,18 +32,18 @@ from vlp.tasks.teacher import MomentumTeacher, strip_prefix
 class Pretraining(PlainTask):
     """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
 
-    Losses are scaled so that their mean over ranks is the mean over the global batch. On a CPU, and
-    uncompiled, texts end at the longest of the share; what is learned does not depend on padding,
-    but for rounding, or where an encoding reads it (`CrossConfig.reads_padding`).
+    Losses are scaled so that their mean over ranks is the mean over the global batch. On a CPU,
+    uncompiled, texts are cut to the share's longest, which changes rounding alone unless an
+    encoding reads padding (`CrossConfig.reads_padding`).
 
     Args:
-        config: sizes; public weights that it names are loaded.
-        objectives: what is trained.
-        vocabulary: tokenizer that goes into the model folder.
+        config: sizes, and public weights to load.
+        objectives: settings.
+        vocabulary: tokenizer of the model folder.
         precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
         log_every: steps between the statistics that cost time.
-        init_from: model folder whose weights come last, over public ones, and those of its heads.
-        model: of this configuration, taken as it is in place of a new one.
+        init_from: model folder with weights of model and heads that replace public ones.
+        model: of this configuration, in place of a new one.
         grad_cache: rows that have activations at a time; None is all.
     """
 
@@ -180,10 +180,7 @@ class Pretraining(PlainTask):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Move the teacher towards the new student and push its keys into the queue.
-
-        Nothing moves where `applied` (0-d bool) is False.
-        """
+        """Move the teacher and push its keys into the queue, unless `applied` (0-d) is False."""
         if self.teacher is not None:
             self.teacher.after_step(parameters(), dict(self.named_buffers()), applied)
 

@@ -1,7 +1,6 @@
 """Retrieval: pretraining's contrastive and matching terms on the pairs of one benchmark.
 
-All captions of an image are right answers for it, in the batch and in the queue. What it leaves is
-a model folder like pretraining's.
+All captions of an image are right answers for it, in the batch and in the queue.
 """
 
 from __future__ import annotations

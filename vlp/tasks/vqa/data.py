@@ -95,8 +95,9 @@ class VqaDataConfig(DownstreamDataConfig):
 
 
 class VqaExample(NamedTuple):
-    """pixels (3, size, size); tokens of one row; answers with the number of people, none in a test
-    set; types of the question by division, as far as the sample tells; weight in the loss."""
+    """pixels (3, size, size); tokens of one row; answers with the number of people, empty in a test
+    set; types of the question by division, where known; weight in the loss.
+    """
 
     pixels: Tensor
     tokens: TextTokens
@@ -215,10 +216,7 @@ def questions_in(annotation: Annotation) -> int:
 
 
 def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
-    """Return a question's types by division: `answer_type` and `question_type` of the annotation.
-
-    The generated corpus says what a question asks for in its id.
-    """
+    """Return a question's `answer_type` and `question_type`, by its annotation or generated id."""
     extra = question.model_extra or {}
     named = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
     found = {part: kind for part, kind in named.items() if isinstance(kind, str) and kind}

@@ -1,8 +1,8 @@
-"""VQA accuracy: how many of the people asked gave the predicted answer (Antol et al. 2015).
+"""VQA accuracy: the share of people who gave the predicted answer (Antol et al. 2015).
 
-Two evaluators are in use, and they differ on one question in seven of VQA v2: `official` is the
-current one of the data set's authors, `albef_copy` the older one that ALBEF and its successors
-report. What both do to an answer is part of the metric, oddities included.
+Two evaluators differ on one question in seven of VQA v2: `official` is the current one of the data
+set's authors, `albef_copy` the older one that ALBEF and its successors report. Their treatment of
+answers is part of the metric, oddities included.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _APOSTROPHES["somebody'd"] = "somebodyd"
 
 
 def normalise_answer(answer: str) -> str:
-    """An answer as the evaluators compare it.
+    """Normalise an answer as the evaluators do.
 
     In lower case, without articles, number words up to ten as digits, missing apostrophes of
-    contractions put back, and punctuation dropped: a mark becomes a blank, or nothing where it
-    stands beside a blank or the answer has a comma between digits. Colons, apostrophes and periods
-    before a digit stay.
+    contractions put back, and punctuation dropped: a mark becomes a blank, or nothing where a blank
+    is next to it or the answer has a comma between digits. Colons, apostrophes and periods before a
+    digit stay.
     """
     words = (_DIGITS.get(word, word) for word in _without_punctuation(answer).lower().split())
     return " ".join(_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
@@ -65,17 +65,16 @@ def normalise_answer(answer: str) -> str:
 def vqa_accuracy(
     prediction: str, answers: Iterable[tuple[str, int]], version: Version = "official"
 ) -> float:
-    """Share of the mark, between 0 and 1, that a predicted answer gets.
+    """Return the score, between 0 and 1, of a predicted answer.
 
     Each person's answer is left out once; the prediction gets the part of three that agree among
-    the others, at most 1, and the mean over persons counts. VQA v2 asked ten. With fewer than four
-    people, all others have to agree (`min(3, people - 1)`), and with one, that person: so a
-    prediction equal to every answer always gets 1, and the official figure is kept from four on.
+    the others, at most 1, and the mean over persons counts. VQA v2 has ten. With fewer than four
+    people, all others have to agree (`min(3, people - 1)`), and with one, that person.
 
     Args:
         version: `official` normalises prediction and answers unless all people gave the same, and
-            ignores case; `albef_copy` always normalises the prediction, and of the answers drops
-            nothing but punctuation, and that only where they differ.
+            ignores case; `albef_copy` always normalises the prediction, and drops only punctuation
+            of the answers, where they differ.
     """
     said = [(_trimmed(answer), count) for answer, count in answers if count > 0]
     people = sum(count for _, count in said)

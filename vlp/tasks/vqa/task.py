@@ -1,7 +1,6 @@
-"""Question answering: a decoder writes the answer, or ranks those of a list (ALBEF, section 4).
+"""Question answering: a decoder writes the answer, or ranks a list (ALBEF, section 4).
 
-The question goes through both encoders and the cross-modal encoder with its image; the decoder
-attends to the text stream (ACE-RPE, section 4.2).
+The decoder attends to the cross-modal encoder's text stream (ACE-RPE, section 4.2).
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class Vqa(Distilled, WritingTask):
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode B questions with their images into what the decoder attends to.
+        """Encode B questions with their images as the decoder's memory.
 
         One image stands for all questions, and one question for all images.
         """

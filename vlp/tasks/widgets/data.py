@@ -173,7 +173,7 @@ class WidgetText:
 
     Args:
         max_words: length of a text's row.
-        max_caption: word pieces of a caption; its row has [CLS] and [SEP] besides.
+        max_caption: word pieces of a caption; its row has [CLS] and [SEP] as well.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_words: int, max_caption: int) -> None:
@@ -222,10 +222,7 @@ class WidgetText:
 def widget_text(
     screens: Screens, vocabulary: str | None, size: int, max_words: int, max_caption: int
 ) -> WidgetText:
-    """Return a public vocabulary, or one trained on all texts and captions of `screens`.
-
-    Without a vocabulary one of at most `size` tokens is trained.
-    """
+    """Return a public vocabulary, or train one of at most `size` tokens on `screens`."""
     if vocabulary is not None:
         tokenizer = TextProcessor.load(vocabulary, max_words + 2).tokenizer
     else:
@@ -321,7 +318,7 @@ def encode_screen(
 
     Args:
         spoken: number of a widget, and its caption; may be repeated.
-        max_widgets: how many stay: the spoken ones, then the first in pre-order.
+        max_widgets: limit: the spoken ones stay, then the first in pre-order.
     """
     named = dict.fromkeys(number for number, _ in spoken)
     if not screen.widgets or len(named) > max_widgets:

@@ -1,7 +1,6 @@
-"""Widget captioning: a transformer over the widgets of a screen, and a caption decoder.
+"""Widget captioning of Li et al. 2020: a transformer over a screen's widgets and a caption decoder.
 
-The model of Li et al. 2020 ("Widget Captioning") as Li et al. 2021 use it (section 4.4), without
-the pixels of the widgets: content is the type, whether it can be clicked, and words.
+As in Li et al. 2021 (section 4.4), without pixels: content is type, clickability and words.
 """
 
 from __future__ import annotations
@@ -75,11 +74,10 @@ class _ScreenLayer(nn.Module):
 
 
 class ScreenEncoder(nn.Module):
-    """Widgets to states that know of each other.
+    """Encoder of a screen's widgets.
 
-    Encodings of tokens act once, in the way `combine` says, those of attention in every layer with
-    tables of its own; each reads the boxes as `context.coordinates`. Without any, the order of the
-    widgets means nothing.
+    Encodings of tokens act once, in the way `combine` says, encodings of attention in every layer
+    with tables of its own; each reads the boxes as `context.coordinates`.
     """
 
     def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
@@ -109,11 +107,11 @@ class ScreenEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, batch: WidgetBatch, words: nn.Embedding) -> Tensor:
-        """States of the widgets, (B, W, width).
+        """Return the states of the widgets, (B, W, width).
 
         Args:
-            words: the embedding, `config.width` wide, that captions have, too; passed here so that
-                it is owned once.
+            words: the captions' embedding, `config.width` wide, passed here so that one module owns
+                it.
         """
         context = PositionContext(coordinates=batch.boxes)
         parts = [
@@ -144,7 +142,7 @@ class ScreenEncoder(nn.Module):
         return states
 
     def _spoken(self, ids: Tensor, words: nn.Embedding) -> Tensor:
-        """(B, W, N) -> (B, W, width): the largest of every channel over the words, 0 of none."""
+        """Return channel maxima over words, (B, W, N) -> (B, W, width), 0 without words."""
         there = (ids != self.pad_id)[..., None]
         largest = words(ids).masked_fill(~there, -torch.inf).amax(-2)
         return largest.masked_fill(~there.any(-2), 0)
@@ -154,7 +152,7 @@ class WidgetCaptioner(nn.Module):
     """Screen encoder, and a causal decoder that attends to the state of one widget.
 
     Args:
-        special_ids: never said, other than `end`.
+        special_ids: never generated, other than `end`.
     """
 
     def __init__(
@@ -216,7 +214,7 @@ class WidgetCaptioner(nn.Module):
 
     @torch.no_grad()
     def generate(self, batch: WidgetBatch, length: int, beams: int = 1) -> Tensor:
-        """Captions (T, at most length), without [CLS], ending in [SEP] where they end.
+        """Return captions (T, at most length), without [CLS], up to their [SEP].
 
         Args:
             length: word pieces and [SEP].

@@ -1,9 +1,8 @@
 """Generated screens with captioned widgets, and the view hierarchies of Rico.
 
-A screen has a toolbar, a body and tabs, at places drawn anew each time, as a view hierarchy in
-RICO's format. Its icons look alike: none has a text, and siblings stand in random order. What one
-is called follows from where it lies ("delete the second message"), and from the text that is next
-to it ("delete the message from anna", "open the home tab").
+A generated screen has a toolbar, a body and tabs at random places, in Rico's format. Icons have no
+text, and siblings stand in random order: an icon's caption follows from its place ("delete the
+second message") and from the text next to it ("delete the message from anna").
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ def read_screen(
 ) -> Screen:
     """Return the widgets of a view hierarchy.
 
-    Nodes that are not visible to the user, or have no area on the screen, are left out unless they
-    have a caption. Bounds are clipped to the screen; one that is wider than tall is 2560 x 1440.
+    Nodes that are invisible or have no area on the screen are left out unless they have a caption.
+    Bounds are clipped to the screen; a landscape one is 2560 x 1440.
 
     Args:
         hierarchy: parsed JSON: `activity.root` is the tree, or the whole is.
-        nodes: "all" nodes or "leaves" alone; those with captions always count.
+        nodes: "all" nodes or "leaves" alone; nodes with captions always count.
     """
     root = hierarchy
     if isinstance(hierarchy, Mapping) and "activity" in hierarchy:
@@ -215,12 +214,7 @@ class _Node:
 
 
 def generate_screen(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """One screen, all of it drawn from `rng`.
-
-    Returns:
-        A view hierarchy as `read_screen` takes it, and captions by path: two for each widget that
-        has any, of which either is right.
-    """
+    """Draw a screen: a view hierarchy for `read_screen`, and two right captions by path."""
     top = bottom = 0
     parts = []
     if rng.random() < 0.8:
@@ -349,7 +343,7 @@ def _photos(rng: np.random.Generator, area: Box) -> _Node:
 def _rows(
     rng: np.random.Generator, area: Box, count: int, row: Callable[[int, Box, int], list[_Node]]
 ) -> _Node:
-    """A list whose rows are of one height, which is drawn, too."""
+    """Draw a list with rows of one random height."""
     height = min((area[3] - area[1]) // count, _between(rng, 180, 420))
     side = _between(rng, 80, height - 60)
     rows = _Node(_GROUP, area)

@@ -80,7 +80,7 @@ class Widgets(VisionTask):
         return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
 
     def known(self) -> dict[str, Any]:
-        """Return what `restore` needs beside the configuration."""
+        """Return the values that `restore` needs in addition to the configuration."""
         return {"tokenizer": self.text.to_json()}
 
     @classmethod
