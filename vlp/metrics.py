@@ -1,14 +1,11 @@
 """Recall at k in both directions of retrieval, and bootstrap intervals for means over clusters.
 
-Recall works on ranks: the number of wrong candidates that stand before the best right one (0 =
-found first). A wrong candidate with an equal score stands before, so ties never inflate a figure;
-in half precision ties are common (CLIP-style tables gained points from them). All figures are
-shares between 0 and 1.
+A rank is the number of wrong candidates before the best right one, ties included, so that ties,
+common in half precision, never inflate a figure. Figures are shares between 0 and 1.
 
-The bootstrap's unit is the image: captions of one image succeed and fail together, so drawing
-captions one by one would print intervals that are too narrow. `scipy.stats.bootstrap` gives the
-same intervals, but it refuses a single cluster and holds (resamples, clusters) numbers of every
-figure at a time.
+The bootstrap draws images, as captions of one image succeed and fail together.
+`scipy.stats.bootstrap` gives the same intervals, but it refuses a single cluster and holds
+(resamples, clusters) numbers of every figure at a time.
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ def pessimistic_ranks(
 
 
 def chance_recall(positives: NDArray[np.integer], candidates: int, k: int) -> float:
-    """Return the expected recall at k of a random order.
+    """Return the expected recall at k of a random order, the mean over queries.
 
-    A query with p right answers among n candidates misses all of them with probability C(n - p, k)
-    / C(n, k) (hypergeometric); the mean over queries, of `positives` (queries,) right ones each, is
-    returned.
+    A query with p of `positives` (queries,) among n candidates misses all of them with probability
+    C(n - p, k) / C(n, k) (hypergeometric).
     """
     counts, queries = np.unique(np.asarray(positives), return_counts=True)
     if not counts.size or counts[0] < 1 or counts[-1] > candidates:
@@ -63,10 +59,9 @@ def bootstrap_means(
 ) -> NDArray[np.float64]:
     """Compute (resamples, figures) weighted means of clusters drawn with replacement.
 
-    `values` (clusters, figures) are sums of a figure over the cluster's queries, such as hits;
-    `weights` alike the number of queries, 1 each by default. A figure without any query in a
-    resample keeps the mean of all clusters there. The same seed draws the same clusters for every
-    figure.
+    `values` (clusters, figures) are sums over the cluster's queries, `weights` alike their number,
+    1 each by default. A figure without any query in a resample keeps the mean of all clusters. A
+    seed draws the same clusters for every figure.
     """
     values = np.asarray(values, dtype=np.float64)
     weights = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -90,8 +85,7 @@ def percentile_interval(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return low and high of the central interval over the first axis of resampled means.
 
-    It has no width where all clusters agree (recall 0 or 1): there it says nothing about how the
-    figure would be on other images.
+    It has no width where all clusters agree (recall 0 or 1), and then predicts nothing.
     """
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)

@@ -34,46 +34,36 @@ def attach(
     fused: Fused = None,
     **options: Any,
 ) -> Model:
-    """Add a position encoding to a model of timm or transformers.
+    """Add a position encoding to a model of timm or transformers, in place, and return the model.
 
-    The model is changed in place, and left as it was where an error is raised. Several calls add
-    several encodings, also the same one again. An encoding of attention gets one module, with its
-    own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts once, after the
-    model's own absolute positions (`positions.0`, in Swin on the embedded patches as
-    `patch_embed.positions.0`). Where a model attends within windows (Swin) its encodings do, too.
-    The model's own relative biases and rotations stay, and act before the encodings do. Encodings
-    whose tables start at zero, as iRPE's do, leave the model's function as it was.
+    Several calls add several encodings, also the same one again. An encoding of attention gets one
+    module, with its own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts
+    once, after the model's own absolute positions (`positions.0`, in Swin on the embedded patches
+    as `patch_embed.positions.0`). Within windows (Swin) encodings act there. The model's own
+    relative biases and rotations stay, and act before the encodings do. Encodings with tables that
+    start at zero, as iRPE's do, leave the model's function as it was.
 
     Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
     then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
     checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
     before; `torch.jit.script` does not. Timm's `no_weight_decay` names the encodings' tables, too.
     Encodings that are bound to one grid raise on another. Under activation checkpointing a backward
-    pass must not hold images of two grids with equally many patches, such as 2 x 8 and 4 x 4: the
-    layers that it runs again would take the later grid for both.
+    pass must not hold images of two grids with equally many patches, such as 2 x 8 and 4 x 4.
 
     Args:
         model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT
             with RoPE), BEiT or ViT with relative positions; of transformers a ViT, DeiT, BEiT,
             DINOv2, DINOv3, CLIP vision model, SigLIP or SigLIP 2 vision model.
         name: one of `list_positions()`, or its class, or a callable that makes a PositionEncoding.
-        on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
-            calls mode; None is the encoding's default.
+        on: letters of "qkv" (an encoding's roles, `sape`'s mode); None is the encoding's default.
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
             and rotations.
-        fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
-            them as they are.
+        fused: see `vlp.layers.attention.attend`; None leaves layers as they are.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
 
-    Returns:
-        The model.
-
     Raises:
-        TypeError: no module; an encoding that exists, or a class or callable that makes none.
-        ValueError: another model, layers of attention that are not known, encodings of
-            cross-modal attention, options that the encoding lacks, dropped patches (which lie on
-            no grid) under an encoding of attention, or `fused` where no layer of attention has an
-            encoding.
+        TypeError: a wrong kind of model or `name`.
+        ValueError: an unsupported model, layer, encoding or option; the model is left as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a model, not {model!r}: timm.create_model makes one")
@@ -117,10 +107,7 @@ def attach(
 
 
 def drop_absolute(model: Model) -> Model:
-    """Take a model's own positions away, and put nothing in their place.
-
-    They are absolute positions, relative position biases and rotations.
-    """
+    """Remove a model's absolute positions, relative position biases and rotations, in place."""
     adapter = _adapter(model)
     adapter.layers()
     adapter.prepare()

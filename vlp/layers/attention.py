@@ -33,26 +33,23 @@ def attend(
     probabilities: nn.Module | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + biases) v, with the hooks that follow the projections.
+    """Return softmax(scale q k^T + biases) v, with the hooks that follow the projections.
 
     Args:
         query: (B, heads, Q, head width), projected; scaled here.
         key: (B, heads, K, head width).
         value: (B, heads, K, head width).
-        encodings: position encodings or wrappers around them, whose `rotate`, `bias` and `value`
-            hooks are called.
-        context: what the hooks need; None is `NO_CONTEXT`.
+        encodings: with `rotate`, `bias` and `value` hooks; may be in wrappers.
+        context: for the hooks; None is `NO_CONTEXT`.
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
-        fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
-            chooses by device: fused on accelerators, explicit on CPU, where the backward of the
-            fused kernel is slow in bf16. FlexAttention with tables was slower than a dense bias
-            (docs/results/gpu.md).
+        fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None:
+            fused on accelerators, explicit on CPU, where the fused backward is slow in bf16.
+            FlexAttention with tables was slower than a dense bias (docs/results/gpu.md).
         dropout: share of the probabilities that is dropped.
-        probabilities: what the probabilities pass through on the explicit path, so that hooks may
-            read or replace them; it stands in place of the dropout there. The fused path never has
-            them.
+        probabilities: on the explicit path, module for the probabilities in place of dropout, so
+            that hooks may read or replace them.
         scale: of the products of queries and keys, before any bias; None: 1 / sqrt(head width).
-            Encodings scale their own terms as they always do.
+            Encodings' own terms keep their scale.
 
     Returns:
         (B, heads, Q, head width).
@@ -89,9 +86,8 @@ def attend(
 
 
 def cast_once(states: Tensor) -> Tensor:
-    """Return states (B, N, width) in the type that autocast gives them on a GPU, for all readers.
-
-    Autocast would cast them for each layer, and keep each copy for the backward pass.
+    """Cast states (B, N, width) once to autocast's type on a GPU, where each layer would keep a
+    copy.
     """
     kind = states.device.type
     if on_gpu(states) and torch.is_autocast_enabled(kind) and states.dtype == torch.float32:
@@ -102,7 +98,7 @@ def cast_once(states: Tensor) -> Tensor:
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask, True = may be attended to, into a bias of the same shape.
 
-    The lowest finite number hides a key: a row without keys gives a mean, not NaN.
+    Hidden keys get the lowest finite number: a row without keys gives a mean, not NaN.
     """
     lowest = torch.finfo(dtype).min
     # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
@@ -110,10 +106,7 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    """Return logits to which a mask's bias was added, in float16 without the -inf of such sums.
-
-    In other types the lowest number plus a logit is the lowest number.
-    """
+    """Return masked logits, in float16 without the -inf of sums with the lowest number."""
     if logits.dtype != torch.float16:
         return logits
     return logits.clamp(min=torch.finfo(logits.dtype).min)
@@ -127,18 +120,14 @@ class Attention(nn.Module):
     """Self- or cross-attention on (batch, tokens, width) states.
 
     Args:
-        width: channels.
         heads: attention heads; divide the width.
-        output: whether an output projection follows (the cross-attention of layout `ace` has none).
-        positions: encodings whose `inputs`, `rotate`, `bias` and `value` hooks are called.
-        fused: see `attend`.
-        scale: see `attend`.
-
-    Where `fused` allows it, and on accelerators by default, a kernel of its own serves ACE-RPE that
-    stands alone (`vlp.positions.anchor_attention`).
+        output: whether an output projection follows (not in the cross-attention of layout `ace`).
+        positions: encodings with `inputs`, `rotate`, `bias` and `value` hooks.
+        fused: see `attend`; where it allows it, ACE-RPE without others has a kernel
+            (`vlp.positions.anchor_attention`).
 
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
-    `probabilities`, where a forward hook may read or replace them; the fused path never has them.
+    `probabilities`, where a forward hook may read or replace them.
     """
 
     def __init__(
@@ -178,7 +167,7 @@ class Attention(nn.Module):
             states: (B, Q, width).
             context_states: (B, K, width) or None.
             mask: (B, K) bool, True = may be attended to.
-            context: what the position hooks need; see `attend`.
+            context: for the hooks; see `attend`.
             projected: keys and values, (B, K, width) each, in place of `context_states`, where
                 `shares_keys`.
 
@@ -217,11 +206,11 @@ class Attention(nn.Module):
         return self.joined(out)
 
     def by_head(self, states: Tensor) -> Tensor:
-        """(B, T, width) -> (B, heads, T, head width)."""
+        """Split heads: (B, T, width) -> (B, heads, T, head width)."""
         return states.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def joined(self, out: Tensor) -> Tensor:
-        """(B, heads, T, head width) -> (B, T, width), projected where the layer does so."""
+        """Join (B, heads, T, head width) -> (B, T, width), with the output projection if any."""
         states = out.transpose(1, 2).flatten(-2)
         return states if self.output is None else self.output(states)
 
@@ -232,7 +221,7 @@ class Attention(nn.Module):
         given: tuple[Tensor, Tensor] | None,
         context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
+        """Return queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
         query = states
         key, value = (source, source) if given is None else given
         if given is not None:
@@ -251,14 +240,11 @@ class Attention(nn.Module):
 
     @property
     def shares_keys(self) -> bool:
-        """Whether calls may share projected keys and values, and pass a part of the queries."""
+        """Tell whether calls may share projected keys and values, and pass some of the queries."""
         return all(offers(each, "shares_keys") for each in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
-        """Return the terms that all calls with such states can share; None where there are none.
-
-        See `PositionContext`.
-        """
+        """Return the `kernel_terms` of `PositionContext` for calls with these states, or None."""
         if not self._in_one_kernel(states):
             return None
         (encoding,) = self.positions
@@ -268,7 +254,7 @@ class Attention(nn.Module):
         return self.query.weight, self.key.weight, self.value.weight
 
     def _in_one_kernel(self, states: Tensor) -> bool:
-        """Whether a kernel of the encoding (ACE-RPE's) computes this attention as a whole."""
+        """Tell whether a kernel of the encoding (ACE-RPE's) computes this attention as a whole."""
         offering = [each for each in self.positions if offers(each, "has_kernel")]
         if not offering or not on_gpu(states) or self.fused is False:
             return False

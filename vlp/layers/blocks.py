@@ -22,8 +22,8 @@ Layer = Callable[[Tensor], Tensor]
 def contract(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
     """Compute linear(activation(wide)), (..., wide) -> (..., width).
 
-    On a GPU the linear layer's input, beside `wide` the largest tensor of a block, is not kept for
-    the backward pass, which computes it again. A compiler chooses by itself what it keeps.
+    On a GPU the linear layer's input, a block's largest tensor after `wide`, is recomputed in the
+    backward pass. A compiler chooses by itself.
     """
     active = activation(wide)
     if not active.is_cuda or torch.compiler.is_compiling():
@@ -90,12 +90,10 @@ class PostNormLayer(nn.Module):
 class CrossLayer(nn.Module):
     """One cross-modal layer; the same weights serve both streams.
 
-    Three steps, each added and then normalised: self-attention, cross-attention, feed-forward.
-    They are separate modules here because both streams finish the first step before either
-    attends to the other.
+    Self-attention, cross-attention, feed-forward: each is added, then normalised. Steps are
+    separate because both streams finish the first before either attends to the other.
 
     Args:
-        width: channels.
         heads: attention heads.
         intermediate: channels of the feed-forward.
         cross_output: whether the cross-attention has an output projection (layout `albef`).
@@ -124,9 +122,9 @@ class CrossLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
-        """Run `attend_self`, `attend_other`, `project` or `kernel_terms`.
+        """Run `attend_self`, `attend_other`, `project` or `kernel_terms` through the module's call.
 
-        They go through the module's call, where ZeRO-3 and other wrappers gather its weights.
+        ZeRO-3 and other wrappers gather its weights there.
         """
         return getattr(self, step)(*arguments)
 
@@ -137,7 +135,7 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """First step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q) alone."""
+        """Run the first step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q)."""
         if wanted is None:
             attended = self.attention(states, mask=mask, context=context)
         else:
@@ -153,9 +151,8 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Second and third step: (B, Q, width) attends to `other` (B, K, width).
-
-        Or to its keys and values, which `project` gave.
+        """Run steps two and three: (B, Q, width) attends to `other` (B, K, width) or its
+        `projected`.
         """
         crossed = self.cross_attention(
             states, other, mask=mask, context=context, projected=projected
@@ -167,7 +164,7 @@ class CrossLayer(nn.Module):
         return self.cross_attention.project(other)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
-        """Return what the cross-attention of both directions shares; see `PositionContext`."""
+        """Return the terms that cross-attention shares in both directions."""
         return self.cross_attention.kernel_terms(states)
 
     def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
@@ -183,10 +180,9 @@ SINE_BASE = 100.0
 class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
-    Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong
-    as words by root mean square, or with 0 as BERT's do, small and random. From these, which word
-    stands beside which is learned last, and until then a text is a bag of words; from strong sines
-    what texts have in common hides at first what they say (docs/results/anchors.md).
+    Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong as
+    words by root mean square, or with 0 as BERT's do, small and random. From small ones word order
+    is learned last; strong sines hide the texts' differences at first (docs/results/anchors.md).
     """
 
     def __init__(
@@ -237,16 +233,12 @@ def pooled_width(pooling: Pooling, width: int) -> int:
 
 
 def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) -> Tensor:
-    """Pool the states of one side.
+    """Pool the states of one side to (B, width), or (B, 2 width) of both.
 
     Args:
         states: (B, 1 + M, width), [CLS] first.
         pooling: `cls`, the first state; `mean`, of the tokens; or both, side by side.
-        mask: (B, 1 + M) bool, True = a token that the mean counts; None: all but [CLS], as of an
-            image's patches.
-
-    Returns:
-        (B, width), or (B, 2 width) of both.
+        mask: (B, 1 + M) bool, True = a token that the mean counts; None: all but [CLS].
     """
     parts = [states[:, 0]] if "cls" in pooling else []
     if "mean" in pooling:
@@ -259,10 +251,9 @@ def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) ->
 
 
 def fuse_by_device(model: nn.Module, x: Tensor) -> None:
-    """Fused attention on accelerators, explicit on CPU, where the fused backward pass is slow.
+    """Choose attention by the device of `x`: fused on accelerators, explicit on CPU.
 
-    Most of all in bf16: a whole training step takes 2.5 times as long with it. The device is that
-    of a tensor `x` of any shape.
+    The fused backward pass makes a training step 2.5 times as long on a CPU in bf16.
     """
     fused = off_cpu(x)
     for module in model.modules():
@@ -278,10 +269,7 @@ class ThreadLocal(threading.local):
 
 
 def no_weight_decay(model: nn.Module, with_own: bool = True) -> set[str]:
-    """Collect what `no_weight_decay()` of a model's modules says, by name in the model.
-
-    The method is timm's convention: it returns names of parameters relative to its module.
-    """
+    """Collect the names of parameters in its modules' `no_weight_decay()` (timm's)."""
     found: set[str] = set()
     for place, module in model.named_modules():
         declared = getattr(module, "no_weight_decay", None)

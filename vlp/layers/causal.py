@@ -13,36 +13,29 @@ from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, thro
 
 
 class Past:
-    """Keys and values of the tokens that one layer has seen, while tokens are added.
-
-    Args:
-        key: (B, heads, seen, head width); None has seen nothing.
-        value: likewise.
-    """
+    """Cache of a layer's keys and values, (B, heads, T, head width), or None before any token."""
 
     def __init__(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
         self.key, self.value = key, value
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember those of new tokens; returns all of them."""
+        """Add the keys and values of new tokens, and return all."""
         self.key = key if self.key is None else torch.cat([self.key, key], -2)
         self.value = value if self.value is None else torch.cat([self.value, value], -2)
         return self.key, self.value
 
 
 class CausalAttention(nn.Module):
-    """Self-attention of every token to itself and to those before it.
+    """Self-attention of every token to itself and to earlier ones.
 
     Without encodings that add to the logits or the output it runs in the fused causal kernel, which
     never makes the (tokens, tokens) matrix; on CPU only in float32, as the kernel's backward pass
     is slow in bf16 there.
 
     Args:
-        width: channels.
         heads: attention heads; divide the width.
-        positions: encodings whose `rotate`, `bias` and `value` hooks are called. What a pair of
-            tokens gets from them must not depend on later tokens.
-        scale: see `attend`.
+        positions: encodings with `rotate`, `bias` and `value` hooks; their terms for a pair must
+            not depend on later tokens.
     """
 
     def __init__(
@@ -71,13 +64,13 @@ class CausalAttention(nn.Module):
     def forward(
         self, states: Tensor, context: PositionContext | None = None, past: Past | None = None
     ) -> Tensor:
-        """(B, T, width) -> (B, T, width).
+        """Attend causally, (B, T, width) -> (B, T, width).
 
         Args:
             states: the whole sequence, or with `past` the one token that comes next.
-            context: what the position hooks need; see `attend`.
-            past: what came before; gets the new token. Only without encodings, whose hooks need the
-                whole sequence.
+            context: for the hooks; see `attend`.
+            past: earlier tokens; gets the new one. Without encodings only, as hooks need all
+                tokens.
         """
         query, key, value = (
             project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -12,10 +12,10 @@ from vlp.compilation import region
 
 
 class _Bounded(torch.autograd.Function):
-    """Clamp whose gradient vanishes only where descent would leave the range.
+    """Clamp with a gradient that vanishes only where descent would leave the range.
 
-    CLIP clamps the parameter itself after each step, which a sharded optimiser (ZeRO-3) does not
-    allow; a plain clamp in the forward pass would never let go of a value that has overshot.
+    A sharded optimiser (ZeRO-3) does not allow CLIP's clamp of the parameter; a plain clamp in the
+    forward pass would never let go of a value that has overshot.
     """
 
     @staticmethod
@@ -55,10 +55,7 @@ class LearnedScale(nn.Module):
 
 
 class Temperature(LearnedScale):
-    """Softmax temperature, learned as the logarithm of its inverse.
-
-    By default in [0.01, 1], as CLIP bounds it.
-    """
+    """Softmax temperature, in [0.01, 1] as CLIP's, learned as its inverse's logarithm."""
 
     def __init__(self, start: float = 0.07, minimum: float = 0.01, maximum: float = 1.0) -> None:
         super().__init__(1 / start, 1 / maximum, 1 / minimum)

@@ -21,10 +21,7 @@ def anchor_loss(
     scale: float = 2.0,
     margin: float = 0.05,
 ) -> Tensor:
-    """Compute the loss of Eqs 1-2 as printed, a scalar: mean over the batch.
-
-    See `paper_anchor_loss` for shapes and open questions.
-    """
+    """Compute Eqs 1-2 as printed, a scalar mean over the batch; see `paper_anchor_loss`."""
     loss = paper_anchor_loss(
         image,
         text,
@@ -63,10 +60,9 @@ def paper_anchor_loss(
 
     Eq. 2 sums over negatives (papers.md#ace-a1); a row averages it over its positives, and its
     negatives are the valid rest. Without any negative the row's term is 0. f on the pair level is
-    the cosine of the [CLS] projections (papers.md#ace-a3, a reconstruction: the paper does not
-    say); the third term runs over patches and real words of the matching pair and lowers the loss
-    (papers.md#ace-a4). Trained as printed (papers.md#ace-a28) it collapses: nothing opposes the
-    third term.
+    the cosine of the [CLS] projections (papers.md#ace-a3, a reconstruction); the third term runs
+    over patches and real words of the matching pair and lowers the loss (papers.md#ace-a4). Trained
+    as printed (papers.md#ace-a28) it collapses: nothing opposes the third term.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens

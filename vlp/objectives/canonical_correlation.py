@@ -1,8 +1,7 @@
 """Regularised canonical correlation: contrastive projections in closed form, without a gradient.
 
-The projections of both sides that agree most on pairs (Hotelling 1936), with shrinkage as in
-Vinod's canonical ridge (1976) and directions weighted by their correlations, as in Gong et al. 2014
-(section 3.3).
+Projections of most correlation on pairs (Hotelling 1936), with shrinkage as in Vinod's canonical
+ridge (1976) and directions weighted by correlation (Gong et al. 2014, section 3.3).
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ class Affine(NamedTuple):
 
 
 class PairMoments:
-    """First and second moments of pairs of vectors, summed in float64.
-
-    Args:
-        x_channels: of the one side.
-        y_channels: of the other.
-    """
+    """First and second moments of pairs of vectors x and y, summed in float64."""
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
         self.x_channels, self.y_channels, self.count = x_channels, y_channels, 0
@@ -64,11 +58,7 @@ class PairMoments:
 
 
 class CanonicalCorrelation:
-    """The solution of a set of pairs, from which projections of any shrinkage follow.
-
-    Args:
-        moments: of the pairs.
-    """
+    """The solution for `moments` of pairs, which gives projections of any shrinkage."""
 
     def __init__(self, moments: PairMoments) -> None:
         split = moments.x_channels
@@ -81,14 +71,11 @@ class CanonicalCorrelation:
         self._between = x.vectors.T @ covariance[:split, split:] @ y.vectors
 
     def projections(self, channels: int, shrinkage: float) -> tuple[Affine, Affine]:
-        """Solve for the projections of both sides.
+        """Solve for the projections of x and y, for cosines that rank pairs by linear correlation.
 
         Args:
             channels: D of the shared space; directions beyond the narrower side's are zero.
             shrinkage: share of the mean variance that is added to every variance of its side.
-
-        Returns:
-            The layers of x and y: cosines of what they give rank pairs by linear correlation.
         """
         x, y = (side.whitening(shrinkage) for side in self._sides)
         left, correlations, right = torch.linalg.svd(
@@ -111,17 +98,17 @@ class _Side(NamedTuple):
     vectors: Tensor
 
     def whitening(self, shrinkage: float) -> Tensor:
-        """Factors (C,) along the eigenvectors, the covariance shrunk to its mean variance."""
+        """Return factors (C,) along the eigenvectors, covariance shrunk to its mean variance."""
         mean = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
         return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
 
 
 def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
-    """How well cosines rank pairs, 1 at best: the mean over both directions.
+    """Return the mean reciprocal rank of pairs by cosine, 1 at best, over both directions.
 
     Args:
-        x: (P, D) of the one side.
-        y: (P, D) of the other; row i belongs to row i.
+        x: (P, D).
+        y: (P, D); row i belongs to row i.
         ids: (P,) int64 of images, or (P, 2) of images and captions; pairs that share one are no
             wrong answers for each other.
     """

@@ -39,7 +39,7 @@ class ContrastiveConfig(Config):
 
     @property
     def has_token_term(self) -> bool:
-        """Return whether the token term is trained beside the pair term."""
+        """Return whether the token term is trained in addition to the pair term."""
         return self.kind == "anchor"
 
 
@@ -109,11 +109,7 @@ _registered: dict[str, type[Config]] = {}
 
 
 def register_settings(name: str, settings: type[Config]) -> None:
-    """Add a key to `ObjectivesConfig`: settings of an objective that it has no field for.
-
-    Raises:
-        ValueError: the key is taken.
-    """
+    """Add a key to `ObjectivesConfig` for a new objective's settings; ValueError if it exists."""
     if name in _registered or name in ObjectivesConfig.model_fields:
         raise ValueError(f"objectives.{name} is a key already")
     _registered[name] = settings

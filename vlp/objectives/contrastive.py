@@ -46,8 +46,8 @@ def candidate_cross_entropy(
 def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
     """Find pairs of the same image or with an equal caption, (..., B, C), (..., K, C) -> (B, K).
 
-    `ids` are (B,) of images, or (..., B, C) of images and captions. Captions of one image are all
-    right answers to it and never each other's negatives; nor is the same caption of another image.
+    `ids` are (B,) of images, or (..., B, C) of images and captions. Captions of one image, and
+    equal captions of other images, are right answers, never each other's negatives.
     """
     if ids.ndim == 1:
         return ids[:, None] == candidate_ids
@@ -67,14 +67,13 @@ def itc_loss(
     soft_targets: tuple[Tensor, Tensor] | None = None,
     alpha: float = 0.0,
 ) -> Loss:
-    """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
+    """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6); counts rows.
 
-    `image`, `text` (B, d) and the candidates (K, d) are unit length; candidate k is the pair
-    (image key k, text key k), and the candidates include the rows' own pairs. `positive` (B, K)
-    bool: the positives of a row share its target. Rows with `valid` (B,) False, or without a valid
-    positive, count nowhere; candidates with `candidate_valid` (K,) False are no negatives.
-    `soft_targets` (image-to-text, text-to-image), both (B, K) with rows that sum to 1, are the
-    teacher's (see `soft_targets`); they take the share `alpha` of the target. Counts rows.
+    `image`, `text` (B, d) and the candidates (K, d) are unit length; candidate k is the pair (image
+    key k, text key k), and the candidates include the rows' own pairs. `positive` (B, K) bool: the
+    positives of a row share its target. Rows with `valid` (B,) False, or without a valid positive,
+    count nowhere; candidates with `candidate_valid` (K,) False are no negatives. The teacher's
+    `soft_targets` take the share `alpha` of the target.
     """
     positive, valid, candidate_valid = _present(positive, valid, candidate_valid)
     soft_i2t, soft_t2i = soft_targets if soft_targets is not None else (None, None)
@@ -96,8 +95,7 @@ def soft_targets(
 ) -> tuple[Tensor, Tensor]:
     """Compute the teacher's targets: (image-to-text, text-to-image), (B, K), no gradient.
 
-    All features are the teacher's; softmax of its similarities over the valid candidates (ALBEF,
-    section 3.3).
+    They are the softmax of its features' similarities over valid candidates (ALBEF, section 3.3).
     """
     logits = _logits(image, text, image_candidates, text_candidates, temperature)
     if candidate_valid is not None:
@@ -161,10 +159,9 @@ def sigmoid_loss(
     logits are cosines divided by `temperature`, plus `bias`. Texts of the same image are positives.
     Rows with `valid` False count nowhere. Counts images, as the paper divides by them.
 
-    Texts travel from rank to rank with the gradients of what was compared with them, so that a rank
-    holds the logits of two shares (B, B) at a time, however many ranks there are. Every rank must
-    call it with the same shapes. Its gradients hold where all ranks' losses have one factor,
-    as after `vlp.objectives.loss.normalise`.
+    Texts travel from rank to rank with their gradients, so that a rank holds the logits of two
+    shares (B, B) at a time. Every rank must call it with the same shapes, and gradients hold where
+    all ranks' losses have one factor, as after `vlp.objectives.loss.normalise`.
     """
     image, text, scale, bias = full_precision(image, text, 1 / temperature, bias)
     total: Tensor = _Ring.apply(image, text, scale, bias, image_ids, valid)

@@ -15,11 +15,10 @@ from vlp.precision import full_precision
 
 
 class Negatives(NamedTuple):
-    """Row indices of K negatives a row, (B K,) int64 each, those of a row side by side.
+    """Row indices of K negatives a row, (B K,) int64 each, a row's side by side.
 
     `text_for_image` are texts that the row's image is wrongly paired with, `image_for_text` images
-    for its text. Where `has_text` or `has_image` (B K,) is False there is none, and the index is
-    the row itself.
+    for its text. Where `has_text` or `has_image` (B K,) is False the index is the row itself.
     """
 
     text_for_image: Tensor
@@ -38,16 +37,16 @@ def hard_negatives(
     group: int,
     count: int = 1,
 ) -> Negatives:
-    """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
+    """Sample negatives in proportion to softmax(similarity) within groups of rows (ALBEF, section
+    3.2).
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
     `image_ids` (B, 2) of images and captions, or (B,) of images, when texts of equal similarities
     count as one caption; `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses
     the text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a
-    row are a systematic sample, at (u + k) / K of the CDF: a candidate comes as often as its
-    probability says, so a likely one may come twice. Only the blocks on the diagonal are read. A
-    negative never shows the same image, has the same caption or is an empty slot; a row without
-    candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
+    row are a systematic sample, at (u + k) / K of the CDF, so a likely one may come twice. Only the
+    blocks on the diagonal are read. A negative never shows the same image, has the same caption or
+    is an empty slot; a row may lack candidates (ALBEF crashes there).
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)
@@ -76,7 +75,7 @@ def hard_negatives(
 
 
 def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
-    """Find the first candidates whose cumulative probability exceeds draws (g, R, K)."""
+    """Find the first candidates with a cumulative probability above draws (g, R, K)."""
     lowest = torch.finfo(logits.dtype).min
     weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
     cumulative = weight.cumsum(-1)
@@ -102,10 +101,9 @@ def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
 def listwise_itm_loss(matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
     """Compute the cross-entropy of each matching pair among its K negatives.
 
-    Negatives are drawn in proportion to exp(similarity / temperature), which is the correction of
-    a sampled softmax over all candidates: at its optimum the log-odds and similarity / temperature
-    add up to the log-probability of the match (Bengio and Senecal 2008). Re-ranking ranks by
-    this sum.
+    Negatives drawn by exp(similarity / temperature) are the correction of a sampled softmax: at its
+    optimum log-odds and similarity / temperature add up to the log-probability of the match (Bengio
+    and Senecal 2008), the sum by which re-ranking ranks.
 
     Args:
         matched: (R,) log-odds of the matching pairs.

@@ -24,9 +24,8 @@ class Loss(NamedTuple):
 def normalise(losses: Mapping[str, Loss]) -> dict[str, Tensor]:
     """Scale local sums so that the average over ranks is the global mean.
 
-    Each result is total * world_size / max(global count, 1): a loss without a single item is 0,
-    and ranks with fewer items (empty slots) weigh less. Every rank must call it with the same
-    names; it costs one all-reduce of the stacked counts.
+    Each result is total * world_size / max(global count, 1), 0 without items. Every rank must call
+    it with the same names; it costs one all-reduce of the stacked counts.
     """
     if not losses:
         return {}
@@ -42,10 +41,7 @@ def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tenso
 
 
 def sample_groups(rows: int, group: int) -> tuple[int, int]:
-    """Return the number of groups of `rows` consecutive samples, and the size of each.
-
-    A batch smaller than `group` is one group.
-    """
+    """Return the number of groups of `rows` consecutive samples and their size, at most `group`."""
     if group < 1:
         raise ValueError(f"a sample group needs at least 1 row, not {group}")
     if rows <= group:
@@ -65,10 +61,10 @@ def require_whole_groups(
     prefix: str = "objectives",
     chunk: int | None = None,
 ) -> None:
-    """Require that each rank's share of a global batch holds whole sample groups.
+    """Require that each rank's share, and each chunk of `training.grad_cache`, has whole sample
+    groups.
 
-    Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
-    than a group is one group, for a single rank. So must a chunk of `training.grad_cache`.
+    Else losses would depend on the number of ranks. A batch below one group needs a single rank.
     """
     groups = {}
     if objectives.itm:

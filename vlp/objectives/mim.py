@@ -27,8 +27,7 @@ class MaskToken(nn.Module):
 class MIMHead(nn.Module):
     """One linear layer from a patch's state to its pixels, and the mask token.
 
-    The mask token is a module of its own (`mask_token(patches, mask)`), so that sharded training
-    gathers it where it is used.
+    `mask_token(patches, mask)` is a module so that sharded training gathers it where it is used.
     """
 
     def __init__(self, width: int, patch_size: int, channels: int = 3) -> None:

@@ -20,10 +20,9 @@ def masked_positions(
 ) -> tuple[Tensor, Tensor]:
     """Select states and labels of masked tokens, (B, N, W), (B, N) -> (R, W), (R,).
 
-    `labels` is -100 where nothing is to be predicted; rows with `valid` (B,) False are left out.
-    The decoder over the vocabulary then runs on 15 % of the words. R is their number or, without
-    a wait for the device, `slots`: labels beyond the last masked token are -100, and masked tokens
-    beyond the last slot are left out.
+    `labels` is -100 elsewhere; rows with `valid` (B,) False are left out. The decoder over the
+    vocabulary then runs on 15 % of the words. R is their number or, without a wait for the device,
+    `slots`: surplus slots are labelled -100, surplus tokens are left out.
     """
     chosen = labels != IGNORED
     if valid is not None:
@@ -55,9 +54,9 @@ def _first_positions(
 
 
 def prediction_slots(positions: int, probability: float) -> int:
-    """Return a number of slots that the masked ones of so many tokens practically never exceed.
+    """Return a number of slots that the masked of `positions` tokens practically never exceed.
 
-    It lies eight standard deviations above the mean, and eight slots.
+    It lies eight standard deviations, and eight slots, above the mean.
     """
     mean = positions * probability
     enough = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
@@ -67,8 +66,7 @@ def prediction_slots(positions: int, probability: float) -> int:
 class MLMHead(nn.Module):
     """BERT's prediction head: dense, GELU, LayerNorm, then the tied decoder with its own bias.
 
-    The word embedding is passed at the call, so that the head does not own a second copy; the
-    parameter names follow nothing but this file, key maps translate BERT's.
+    The word embedding is passed at the call, so that the head does not own a second copy.
     """
 
     def __init__(

@@ -12,10 +12,7 @@ from vlp.compilation import off_cpu, region
 
 
 class Keys(NamedTuple):
-    """Contrastive keys, of all ranks or in the queue: (K, dim), image_ids (K, 2), valid (K,) bool.
-
-    The ids are `vlp.data.stream.batch.Batch.pair_ids`: of images and captions.
-    """
+    """Contrastive keys (K, dim), `Batch.pair_ids` (K, 2) of images and captions, valid (K,)."""
 
     image: Tensor
     text: Tensor
@@ -51,11 +48,10 @@ def _write(
 class KeyQueue:
     """First-in first-out ring of (image key, text key, ids of both), MoCo's dynamic dictionary.
 
-    Only ever filled with the momentum teacher's keys: a queue of the student's own past features
-    destroys the contrastive loss (R@1 below 1 % in a trial), so keys that carry a gradient
-    are refused. Every rank pushes the same gathered keys and therefore holds the same queue. Like
-    `Teacher` it is no `nn.Module`, so its holder does not register it. Size 0 is no queue. `filled`
-    and `pointer`, the next place, are 0-d tensors beside the keys: no push waits for the device.
+    Keys with a gradient are refused: a queue of the student's own past features destroys the
+    contrastive loss (R@1 below 1 % in a trial). Every rank pushes the same gathered keys and holds
+    the same queue. No `nn.Module`, so its holder does not register it. Size 0 is no queue. `filled`
+    and `pointer`, the next place, are 0-d tensors, so that no push waits for the device.
     """
 
     def __init__(self, size: int, dim: int, device: torch.device | str = "cpu") -> None:
@@ -79,8 +75,8 @@ class KeyQueue:
     def keys(self) -> Keys:
         """Return the keys in the queue, as views that the next `push` overwrites.
 
-        A loss must concatenate (copy) them before its backward pass meets another push. On a GPU,
-        where reading their number would make it wait, also the empty places, which are not valid.
+        Copy them before a backward pass meets another push. On a GPU empty places, which are not
+        valid, come too, since counting keys would make it wait.
         """
         end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
@@ -92,11 +88,9 @@ class KeyQueue:
     ) -> None:
         """Append keys of all ranks, (R, dim), (R, dim), (R, 2); the oldest make room.
 
-        `image_ids` are those of images and captions, or (R,) of images alone.
-
-        Rows with `valid` (R,) False are left out, and so are keys that are not finite, which would
-        spoil every step until they are overwritten. Of more rows than the queue holds, the last
-        stay.
+        `image_ids` (R, 2) are of images and captions, or (R,) of images alone. Rows with `valid`
+        (R,) False and keys that are not finite are left out. Of more rows than the queue holds, the
+        last stay.
         """
         if image.requires_grad or text.requires_grad:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")

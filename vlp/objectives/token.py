@@ -22,10 +22,9 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
     images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
     -> (..., R, B). The similarities (..., R, B, M) are built once and kept for the backward pass.
 
-    A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
-    response to the image, so that words which answer to everything gain nothing, and less its mean
-    response to the same patch of all valid images: else a word that names what lies anywhere is
-    gathered in a patch that always lies in the same corner.
+    A hard maximum, because sums of exponentials do not select. Minus the word's mean response to
+    the image, so that words which answer to everything gain nothing, and minus its mean response to
+    the same patch of all valid images, else words gather in one corner's patch.
     """
     share = valid.to(words.dtype)
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
@@ -33,10 +32,10 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
 
 
 class _WordResponse(torch.autograd.Function):
-    """Written out because autograd's own way costs twice the time on a CPU.
+    """Word responses with a gradient of their own, as autograd costs twice the time on a CPU.
 
-    It copies the similarities for the maximum, the relu and the means apiece. Here they become, in
-    place, the indicator s > 0, which is all that the gradient needs beside the best patch.
+    The similarities become, in place, the indicator s > 0, enough for the gradient with the best
+    patch.
     """
 
     @staticmethod
@@ -74,10 +73,7 @@ class _WordResponse(torch.autograd.Function):
 
 
 class TokenLosses(NamedTuple):
-    """captions: whole texts and images tell each other apart; counts rows.
-
-    words: every word tells images apart, whose texts have it or not; counts words.
-    """
+    """captions: loss of whole texts, counts rows; words: loss of single words, counts words."""
 
     captions: Loss
     words: Loss
@@ -97,13 +93,11 @@ def token_losses(
     """Compute both losses over tau times the responses of words within sample groups.
 
     Captions: cross-entropy both ways over the mean `word_response` of a text's words. Captions of
-    one image, and equal ones, share the target.
-    Words: an image is right for a word if a text of it in the group has the same word piece, and
-    each right image is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
-    right images. So a word must answer to the same thing in images with other captions, which a
-    fingerprint of its own caption does not; a word that all images share has no loss and is not
-    counted. The idea is that of visual word detectors by multiple instance learning (Fang et al.
-    2015, section 3).
+    one image, and equal ones, share the target. Words: an image is right for a word if a text of it
+    in the group has the same word piece, and each right image is set against all wrong ones: -log
+    (e^l+ / (e^l+ + sum e^l-)), the mean over right images, after visual word detectors by multiple
+    instance learning (Fang et al. 2015, section 3). A word that all images share has no loss and is
+    not counted.
 
     Args:
         image_tokens: (B, M, D), unit length.
@@ -111,7 +105,7 @@ def token_losses(
         word_mask: (B, N) bool, True = a real word.
         word_ids: (B, N) int64, the vocabulary's.
         image_ids: (B,), or (B, 2) of images and captions.
-        valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
+        valid: (B,) bool; rows that are not, or with a text without words, drop out on both sides.
         scale: tau.
         group: samples of a group.
     """
@@ -184,17 +178,15 @@ def phrase_loss(
         relu(sel_leader - sel_n - MARGIN) * H(softmax_m(SCALE s_m,leader), softmax_m(SCALE s_mn)),
 
     where gradients reach only s_mn. "circle" in "a red circle" so learns to lie where "red" lies,
-    which a text encoder can only do by reading which word stands beside which. The margin keeps
-    words that point well from following others. No paper's term (docs/results/anchors.md).
+    which a text encoder can only do by reading word order. The margin keeps words that point well
+    from following others. No paper's term (docs/results/anchors.md). The result is a sum, its count
+    the words.
 
     Args:
         image_tokens: (B, M, D), unit length.
         text_tokens: (B, N, D), unit length.
         word_mask: (B, N) bool, True = a real word.
         valid: (B,) bool; rows that are not count nowhere.
-
-    Returns:
-        The sum over words, whose number is the count.
     """
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
     words = word_mask & valid[:, None]

@@ -22,8 +22,8 @@ class VlpConfig(PreTrainedConfig):
     """Sizes of a `VlpModel`: the keys of `vlp.models.config.ModelConfig`.
 
     Args:
-        plugins: module of each encoding that is none of this package's, as `config.json` has them;
-            they must be imported already.
+        plugins: module of each encoding of another package, as `config.json` has them; they must be
+            imported already.
         options: transformers' own, such as `id2label`; they are not saved.
     """
 
@@ -60,11 +60,9 @@ class VlpConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        """Return the configuration of a `config.json`, with changes.
+        """Return the configuration of a `config.json`, changed by `options`.
 
-        Args:
-            options: keys of the configuration, of which a part of a section leaves the rest of it;
-                and transformers' own.
+        Options are keys, of which a part of a section leaves its rest, and transformers' own.
         """
         options.pop("attn_implementation", None)  # layers choose it by device
         changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
@@ -105,7 +103,7 @@ OF_PROCESSORS = {
     *("backend", "code_revision", "use_fast"),
     *("device_map", "dtype", "torch_dtype", *ModelConfig.model_fields),
 }
-"""Those of processors beside; pipelines give image processors the model's, too."""
+"""Options of processors, which pipelines mix with the model's."""
 
 
 def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
@@ -116,7 +114,7 @@ def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.d
 
 
 def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
-    """Return those of `from_pretrained`'s options that change something."""
+    """Return the options of `from_pretrained` that change something."""
     changes = {name: value for name, value in options.items() if name not in _IGNORED}
     for name in changes:
         if name not in known:

@@ -93,9 +93,7 @@ class ExportMatch(nn.Module):
         attention_mask: Tensor,
         word_mask: Tensor,
     ) -> Tensor:
-        """Return log-odds (B,) of B pairs; all inputs (B, ...) as the towers and the processor
-        give them.
-        """
+        """Return log-odds (B,) of B pairs; inputs (B, ...) are outputs of towers and processor."""
         image = ImageFeatures(image_states, image_states[:, 0], image_tokens)
         text = TextFeatures(
             text_states, text_states[:, 0], text_tokens, attention_mask.bool(), word_mask
@@ -106,7 +104,7 @@ class ExportMatch(nn.Module):
 
 @torch.no_grad()
 def export_parts(loaded: Loaded) -> list[ExportPart]:
-    """Return what is exported, with examples of its inputs.
+    """Return the parts to export, with examples of their inputs.
 
     Args:
         loaded: on the CPU in float32; its text encoder leaves its groups of similar length.
@@ -160,13 +158,10 @@ def exported_program(part: ExportPart) -> ExportedProgram:
 
 
 def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
-    """Write every part of a model, and the tokenizer and preparation beside them.
+    """Write every part of a model, with tokenizer and preparation, and return the parts' files.
 
     Args:
         form: "onnx" (opset of the installed torch) or "torch", which `torch.export.load` reads.
-
-    Returns:
-        The files of the parts.
     """
     if form == "onnx":
         for package in _NEEDED:
@@ -203,7 +198,7 @@ def _write_program(program: ExportedProgram, file: Path) -> None:
 
 
 def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
-    """Write a traced part as an ONNX file, with more than 1.5 GiB of weights beside it."""
+    """Write a traced part as an ONNX file, with more than 1.5 GiB of weights in a second file."""
     made = torch.onnx.export(
         program,
         input_names=list(part.inputs),

@@ -49,12 +49,9 @@ class VlpImageProcessor(BaseImageProcessor):
     def preprocess(
         self, images: Any, return_tensors: str | None = None, **options: Any
     ) -> BatchFeature:
-        """Prepare images.
+        """Prepare images as pixel_values (B, 3, height, width) float32.
 
         Options are ignored: a model's preparation is the one it was trained with.
-
-        Returns:
-            pixel_values (B, 3, height, width) float32.
         """
         prepare = self.preprocessing
         pixels = torch.stack([prepare(image) for image in as_images(images)])

@@ -37,7 +37,7 @@ from vlp.tasks.vqa.task import Vqa
 
 @dataclass
 class VlpOutput(ModelOutput):
-    """What was asked for, of I images and T texts; the rest is None.
+    """Requested outputs for I images and T texts; others are None.
 
     Attributes:
         loss: contrastive cross-entropy, the mean of both directions, with `return_loss=True`.
@@ -49,7 +49,7 @@ class VlpOutput(ModelOutput):
         similarity: (B, M, N, G) cosines of patches and tokens by channel group (Eq. 3), with
             `output_anchors=True`, of a model that has ACE-RPE.
         anchors: (B, M, N, G) bool, where a patch is an anchor of a word.
-        path: (B, M, N, G) anchor paths (Eq. 7), 0 where there is none.
+        path: (B, M, N, G) anchor paths (Eq. 7), 0 where no anchor is in reach.
     """
 
     loss: Tensor | None = None
@@ -65,11 +65,7 @@ class VlpOutput(ModelOutput):
 
 @dataclass
 class VlpAnswers(ModelOutput):
-    """Scores of the listed answers.
-
-    Attributes:
-        logits: (B, answers); its sigmoid is the likelihood of an answer.
-    """
+    """Scores of the listed answers, `logits` (B, answers), with likelihoods as their sigmoid."""
 
     logits: Tensor | None = None
 
@@ -81,8 +77,7 @@ logger = logging.getLogger(__name__)
 class VlpModel(PreTrainedModel):
     """A `VLPModel` (in `model`) with named inputs and outputs.
 
-    Its folder is that of training: `from_pretrained` reads what training wrote, and `vlp.load` what
-    `save_pretrained` of the model and of its processor wrote.
+    `from_pretrained` reads folders of training, and `vlp.load` reads folders of `save_pretrained`.
     """
 
     config_class = VlpConfig
@@ -157,25 +152,18 @@ class VlpModel(PreTrainedModel):
         return out if wanted is not False else out.to_tuple()
 
     def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
-        """Embed images, as open_clip does.
-
-        Returns:
-            (B, d).
-        """
+        """Embed images (B, d), as open_clip does."""
         feature = self.model.image_encoder.project(self.model.image_encoder(pixels))
         return functional.normalize(feature, dim=-1) if normalize else feature
 
     def encode_text(
         self, tokens: TextTokens | Mapping[str, Tensor] | Tensor, normalize: bool = False
     ) -> Tensor:
-        """Embed texts, as open_clip does.
+        """Embed texts (B, d), as open_clip does.
 
         Args:
             tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
                 padding, as in BERT's vocabularies.
-
-        Returns:
-            (B, d).
         """
         if isinstance(tokens, Mapping):
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
@@ -218,7 +206,7 @@ class VlpModel(PreTrainedModel):
     ) -> Tensor:
         """Return the log-odds that texts describe images, (B,), by the cross-modal encoder.
 
-        Arguments (B rows or one) as those of `forward`.
+        Arguments have B rows or one, as in `forward`.
         """
         text = self.text_features(input_ids, attention_mask, word_mask)
         return self.model.match(self.image_features(pixel_values), text)
@@ -352,7 +340,7 @@ def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_:
 
 
 def _give_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name weights as a folder does, so that accelerate finds those of its files."""
+    """Rename weights as in a folder, so that accelerate finds them in its files."""
     for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
         state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)
 
@@ -371,7 +359,7 @@ def loaded_from(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> d
 
 
 def _contrastive(logits: Tensor) -> Tensor:
-    """Compute the loss of logits (B, B) whose diagonal pairs."""
+    """Compute the loss of logits (B, B) with matching pairs on the diagonal."""
     rows, columns = logits.shape
     if rows != columns:
         raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
@@ -392,10 +380,7 @@ class ScoredAnswer(NamedTuple):
 
 
 class VlpForQuestionAnswering(PreTrainedModel):
-    """A model that ranks its list of answers to questions about images.
-
-    `id2label` of the configuration is the list of answers; `task` is taken over.
-    """
+    """A model that ranks the answers in its configuration's `id2label` to image questions."""
 
     config_class = VlpConfig
     base_model_prefix = "vlp"
@@ -409,7 +394,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Leave the weights: they are those of the folder."""
+        """Leave the weights as read from the folder."""
 
     def forward(
         self,

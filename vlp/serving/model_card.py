@@ -1,7 +1,7 @@
-"""The model card of a model folder: README.md with the front matter that the hub reads.
+"""Model card of a model folder: README.md with the front matter that the hub reads.
 
-It says what the files say: sizes from the configuration, what it was trained on from the run that
-the folder lies in (config.yaml, report.json), results from the tables where evaluation writes them.
+Sizes come from the configuration, training data from the run around the folder (config.yaml,
+report.json), results from the evaluation's tables.
 """
 
 from __future__ import annotations
@@ -65,14 +65,11 @@ class _Result(NamedTuple):
 
 
 def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
-    """Write a folder's README.md; gives whether it was written.
-
-    A README.md that somebody wrote by hand (it has no `MARK`) is left alone.
+    """Write a folder's README.md, unless it was written by hand (without `MARK`); return whether.
 
     Args:
-        folder: model folder.
-        licence: of the weights, by the hub's name ("apache-2.0"); None: that of the card that is
-            there, or open.
+        licence: of the weights, by the hub's name ("apache-2.0"); None: as in the present card, or
+            open.
     """
     card = Path(folder) / CARD
     if card.is_file():
@@ -260,7 +257,7 @@ def _results(folder: Path) -> Iterator[_Result]:
 
 
 def _figures(figures: Any) -> dict[str, float]:
-    """Values by name; of stages the last, of a name with parts (`question: …`) none."""
+    """Return values by name; of stages the last, without names with parts (`question: …`)."""
     if isinstance(figures, list):
         stage = figures[-1]["stage"]
         return {

@@ -46,7 +46,7 @@ class VlpProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Prepare images, texts or both for `VlpModel`.
 
-        Options are ignored, such as `padding`: texts always have the length they had in training.
+        Options such as `padding` are ignored: texts always have the length they had in training.
 
         Returns:
             pixel_values (I, 3, height, width); input_ids, attention_mask and word_mask (T, N), the

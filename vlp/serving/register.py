@@ -1,9 +1,8 @@
-"""Registration with transformers' Auto classes when, and only when, these are imported.
+"""Registration with transformers' Auto classes when they are imported.
 
-Registering at once would have `import vlp` import transformers and torch, which takes seconds;
-without registering, `AutoModel` does not know the model type `vlp`. So `import vlp` watches for the
-modules of the Auto classes, in either order of imports, and a module of ours registers its classes
-at its end. Models are registered by the first configuration that is made.
+Registering at once would make `import vlp` import transformers and torch, which takes seconds. So
+`import vlp` watches for the modules of the Auto classes, in either order of imports. Models are
+registered by the first configuration that is made.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 
 class WithEncodings(nn.Module):
-    """A timm model some of whose modules have encodings: names of parameters for optimisers."""
+    """A timm model with encodings in some modules: names of parameters for optimisers."""
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
@@ -38,7 +38,7 @@ class WithEncodings(nn.Module):
 
 
 class WithWatchedPatches(WithEncodings):
-    """One whose convolution of patches writes the places of its tokens."""
+    """A model with encodings and a patch convolution that writes the places of its tokens."""
 
     places: Places
 
@@ -52,10 +52,10 @@ class WithWatchedPatches(WithEncodings):
 
 
 class PositionedVisionTransformer(WithEncodings, VisionTransformer):
-    """A timm ViT whose tokens also get the encodings in `positions`, after its own `pos_embed`.
+    """A timm ViT with the token encodings `positions`, after its own `pos_embed`.
 
-    They act once, before patches are dropped. timm's `pos_drop` acts on what it acted on before;
-    where there is no `pos_embed`, which timm skips it for, it acts on the encoded tokens.
+    They act once, before patches are dropped; timm's `pos_drop` acts on the encoded tokens where
+    there is no `pos_embed`.
     """
 
     positions: nn.ModuleList
@@ -86,7 +86,7 @@ class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTr
 
 
 class PositionedSwinTransformer(WithEncodings, SwinTransformer):
-    """A timm Swin, of whose layers or patch embedding some have encodings."""
+    """A timm Swin with encodings in layers or in the patch embedding."""
 
 
 class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
@@ -107,7 +107,7 @@ class PositionedRelPos(WithWatchedPatches, VisionTransformerRelPos):
 
 @register_notrace_module
 class PositionedPatchEmbed(PatchEmbed):
-    """Swin's patch embedding whose output (batch, rows, columns, width) gets the encodings."""
+    """Swin's patch embedding with encodings of its output (batch, rows, columns, width)."""
 
     positions: nn.ModuleList
 
@@ -148,7 +148,7 @@ class Adapter:
     positioned: ClassVar[dict[type, type]]
     """Classes of models, and what stands in for each."""
     embedded: ClassVar[str] = "pos_drop"
-    """Module whose output are the embedded tokens."""
+    """Module that outputs the embedded tokens."""
     with_prefix: ClassVar[bool] = True
     """Whether these tokens have the prefix already."""
 

@@ -1,9 +1,8 @@
 """timm's attention layers with the hooks of position encodings.
 
-The classes stand in for timm's own: `vlp.positions.attach` changes the class of layers that exist,
-so that their weights, the names of those, hooks and methods stay. Layers that end in
-`scaled_dot_product_attention` run their own `forward`, in which that call is the place of the
-hooks; the others have a `forward` here.
+`vlp.positions.attach` changes the class of layers that exist, so that weights, their names, hooks
+and methods stay. Layers that end in `scaled_dot_product_attention` run their own `forward`, in
+which the hooks replace that call; the others have a `forward` here.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class Places:
     """Places of a model's tokens; the model writes them, its attention layers read them.
 
     A plain object that they share, so that copies and pickles of the model share their own. Grids
-    are kept by their number of tokens: activation checkpointing runs layers again in the backward
-    pass, when images of another size may have passed since. Two grids of equally many patches
-    (2 x 8 and 4 x 4) must not be in flight together under activation checkpointing.
+    are kept by their number of tokens, for activation checkpointing, which runs layers again after
+    other images; two grids of equally many patches (2 x 8 and 4 x 4) must not be in flight
+    together.
 
-    A thread reads what it wrote itself, so that several may send images of different grids. One
-    that wrote nothing, as those of a GPU's backward pass, reads what was written last; one of those
-    that has made patches again, as where a whole model is checkpointed, goes on reading their grid.
+    A thread reads its own writes. One that wrote nothing, as a GPU's backward pass, reads the last
+    writes; a backward thread that makes patches again goes on reading their grid.
 
     Args:
         prefix_tokens: tokens without a place in front of the patches.
@@ -61,13 +59,13 @@ class Places:
         self._written = _Written()
 
     def write(self, rows: int, columns: int) -> PositionContext:
-        """The patches of the images at hand are a grid of this size."""
+        """Set the grid (rows, columns) of the current images' patches."""
         context = PositionContext((rows, columns), self.prefix_tokens)
         self._keep(rows * columns, context)
         return context
 
     def write_sizes(self, sizes: Tensor, patches: int) -> None:
-        """Patches are images of different grids in raster order, each padded to as many patches.
+        """Set images of different grids, in raster order, padded to the same number of patches.
 
         Images of one grid without padding are that grid; of others tokens have coordinates, shares
         of their image's width and height, and each image its own grid as their unit.
@@ -95,7 +93,7 @@ class Places:
             contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
-        """Return the context of so many tokens, prefix included."""
+        """Return the context of a number of tokens, prefix included."""
         if tokens not in self._contexts:
             known = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
@@ -105,21 +103,20 @@ class Places:
         return self._written.contexts.get(tokens, self._contexts[tokens])
 
     def see_convolution(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
-        """Forward hook of a model's patch embedding, whose output is (B, width, rows, columns)."""
+        """Read the grid from a patch embedding's output (B, width, rows, columns)."""
         self.write(int(patches.shape[2]), int(patches.shape[3]))
 
     def see_sizes(self, embeds: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of transformers' Siglip2VisionEmbeddings: patches and grids."""
+        """Read the grids from the inputs of transformers' Siglip2VisionEmbeddings."""
         pixels, sizes = arguments
         self.write_sizes(sizes, int(pixels.shape[1]))
 
 
 class TokenEncodings(nn.ModuleList):
-    """Encodings of tokens, applied to the output of a model's module by its forward hook.
+    """Encodings of tokens, applied to a module's output by its forward hook.
 
     Args:
-        places: of the model.
-        with_prefix: whether the module's output has the prefix tokens, too.
+        with_prefix: whether the output has the prefix tokens, too.
     """
 
     def __init__(self, places: Places, with_prefix: bool) -> None:
@@ -154,8 +151,8 @@ class _Replaced(TorchFunctionMode):
 class Positioned(nn.Module):
     """Mixin of timm's layers that call `scaled_dot_product_attention`.
 
-    `fused` is that of `attend`; None also heeds timm's own `fused_attn` where that is off. On the
-    explicit path the probabilities pass through `attn_drop`, as they do in timm.
+    `fused` is as in `attend`; with None timm's `fused_attn` may turn it off. On the explicit path
+    the probabilities pass through `attn_drop`, as they do in timm.
     """
 
     positions: nn.ModuleList
@@ -166,7 +163,7 @@ class Positioned(nn.Module):
 
         @property
         def fused_attn(self) -> bool:
-            """True for timm's `forward`, so that it calls what the hooks take the place of."""
+            """Return True, so that timm's `forward` makes the call that the hooks replace."""
             return True
 
         @fused_attn.setter
@@ -174,15 +171,8 @@ class Positioned(nn.Module):
             self.__dict__["fused_attn"] = fused
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """As in timm, plus the encodings.
-
-        Args:
-            x: (B, T, width), or as the layer takes it.
-            arguments: further ones of timm's `forward`.
-            options: likewise, by name.
-
-        Returns:
-            As `x`.
+        """Compute timm's `forward` with the encodings, for `x` (B, T, width), or as the layer takes
+        it.
         """
         context = self.context(x)
 
@@ -210,7 +200,7 @@ class Positioned(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of (B, heads, T, head width) with the hooks, as PyTorch's is called."""
+        """Attend in (B, heads, T, head width) with the hooks, in place of PyTorch's function."""
         drop: nn.Module | None = getattr(self, "attn_drop", None)
         return attend(
             query,
@@ -238,12 +228,12 @@ class PositionedAttentionRope(Positioned, AttentionRope):
 
 @register_notrace_module
 class PositionedEvaAttention(Positioned, EvaAttention):
-    """Self-attention of EVA and its kin, whose RoPE turns queries and keys before encodings do."""
+    """Self-attention of EVA and its kin; RoPE turns queries and keys before encodings do."""
 
 
 @register_notrace_module
 class PositionedBeitAttention(Positioned, BeitAttention):
-    """BEiT's self-attention, whose relative position bias stays."""
+    """BEiT's self-attention with its relative position bias."""
 
 
 @register_notrace_module
@@ -255,8 +245,8 @@ class PositionedRelPosAttention(Positioned, RelPosAttention):
 class PositionedWindowAttention(WindowAttention):
     """Swin's self-attention within windows, each a grid of its own without prefix.
 
-    Swin's mask of shifted windows stays, and its relative position bias, unless the table of that
-    is None. `fused` is that of `attend`.
+    Swin's mask of shifted windows stays, and its relative position bias, unless that table is None.
+    `fused` is as in `attend`.
     """
 
     positions: nn.ModuleList
@@ -264,7 +254,7 @@ class PositionedWindowAttention(WindowAttention):
     relative_position_bias_table: nn.Parameter | None  # type: ignore[assignment]
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """As in timm, also without a table."""
+        """Set the window as timm does, also without a table."""
         if self.relative_position_bias_table is not None:
             super().set_window_size(window_size)
         else:
@@ -272,14 +262,11 @@ class PositionedWindowAttention(WindowAttention):
             self.window_area = rows * columns
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As in timm, plus the encodings.
+        """Compute timm's `forward` with the encodings.
 
         Args:
             x: (images * windows, T, width), an image's windows one after the other.
             mask: (windows, T, T), added to the logits.
-
-        Returns:
-            (images * windows, T, width).
         """
         query, key, value = _heads(self.qkv(x), self.num_heads)
         has_bias = self.relative_position_bias_table is not None
@@ -300,7 +287,7 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
     cpb_mlp: nn.Module | None  # type: ignore[assignment]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As in timm, plus the encodings; shapes as in `PositionedWindowAttention`."""
+        """Compute timm's `forward` with the encodings; shapes as in `PositionedWindowAttention`."""
         projected = self.qkv(x)
         if self.q_bias is not None:
             biases: Any = (self.q_bias, self.k_bias, self.v_bias)
@@ -312,7 +299,7 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         return _within_windows(self, query, key, value, bias, mask, scale=1.0)
 
     def _own_bias(self) -> Tensor:
-        """16 sigmoid(MLP(log distances)): (1, heads, T, T)."""
+        """Return 16 sigmoid(MLP(log distances)): (1, heads, T, T)."""
         own: Any = self
         table = own.cpb_mlp(own.relative_coords_table).view(-1, self.num_heads)
         ids = own.relative_position_index
@@ -350,7 +337,7 @@ def _within_windows(
 
 
 def _heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(B, T, 3 * width) -> queries, keys, values, each (B, heads, T, head width)."""
+    """Split (B, T, 3 * width) into queries, keys, values, each (B, heads, T, head width)."""
     return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
@@ -364,5 +351,5 @@ def _bias(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
 
 
 def _rate(dropout: nn.Module) -> float:
-    """Rate of a dropout layer as it stands; what was put in its place may have none."""
+    """Return the rate of a dropout layer, 0 for a replacement without a rate."""
     return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0

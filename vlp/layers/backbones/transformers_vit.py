@@ -1,8 +1,7 @@
-"""How encodings reach into vision transformers of `transformers`: by its attention interface.
+"""Encodings in vision transformers of `transformers`, by its attention interface.
 
-Every layer of attention there asks its configuration for the function that attends. A layer with
-encodings has a copy of the configuration that names the function of this module; its class,
-weights and names stay.
+A layer with encodings has a copy of its configuration, in which the attention function is the one
+of this module; its class, weights and names stay.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ class TransformersAdapter(Adapter):
 
     @property
     def embedded(self) -> str:  # type: ignore[override]
-        """Module whose output are the embedded tokens."""
+        """Return the module that outputs the embedded tokens."""
         return self._where
 
     @property
     def width(self) -> int:
-        """Channels of the embedded tokens."""
+        """Return the channels of the embedded tokens."""
         return int(self._projection.weight.shape[0])  # type: ignore[union-attr]
 
     @property
     def grid(self) -> Grid:
-        """Patches of an image of the model's size."""
+        """Return the grid of patches of an image of the model's size."""
         config = self._embeddings.config if hasattr(self._embeddings, "config") else None
         config = self.model.config if config is None else config
         if not isinstance(self._projection, nn.Conv2d):
@@ -76,7 +75,7 @@ class TransformersAdapter(Adapter):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens in front of the patches: [CLS], that of distillation, registers."""
+        """Count the tokens in front of the patches: [CLS], the distillation token, registers."""
         named = {
             name.rpartition(".")[2]: each for name, each in self._embeddings.named_parameters()
         }
@@ -86,7 +85,7 @@ class TransformersAdapter(Adapter):
 
     @property
     def dropped(self) -> float:
-        """None of these models leaves patches out."""
+        """Return 0, as these models leave no patches out."""
         return 0.0
 
     def layers(self) -> list[Any]:
@@ -136,14 +135,12 @@ def attend_with_positions(
         query: (B, heads, T, head width).
         key: as the queries.
         value: as the queries.
-        attention_mask: True = may be attended to, or added to the logits; broadcasts to
-            (B, heads, T, T).
+        attention_mask: True = may be attended to, or added to the logits; broadcasts to (B, heads,
+            T, T).
         scaling: of the products; None: 1 / sqrt(head width).
-        dropout: of the probabilities.
-        options: what other functions heed.
 
     Returns:
-        (B, T, heads, head width), and no probabilities.
+        (B, T, heads, head width), and None for the probabilities.
     """
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:
@@ -166,7 +163,7 @@ AttentionInterface.register(INTERFACE, attend_with_positions)
 
 
 def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
-    """Return what projects the patches, or None where a module embeds none."""
+    """Return the projection of the patches, or None where a module does not embed them."""
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         if last in ("projection", "patch_embedding", "patch_embeddings") and isinstance(
@@ -177,9 +174,10 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Return whether a module projects states and asks its configuration how to attend.
+    """Tell whether a module projects states and reads its attention function from the
+    configuration.
 
-    Some layers of transformers do not ask: an encoding of theirs would have no effect.
+    An encoding would have no effect in other layers.
     """
     has = module._modules.keys()
     if not hasattr(module, "config") or not any(has >= set(names) for names in PROJECTIONS):
