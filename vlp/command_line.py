@@ -1,6 +1,6 @@
-"""Typer command lines: options that take several values, one-line errors, the nearest command.
+"""Typer command lines: options of several values, one-line errors, the nearest command.
 
-Every command imports what it needs when it runs, so help and errors are answered without PyTorch.
+Commands import lazily, so that help and errors need no PyTorch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def tower_overrides(image: str | None, text: str | None) -> list[str]:
     return changes if image is None else [f"model.image.weights={image}", *changes]
 
 
+# a command without a heading is listed under `More`
 START_HERE, MODELS = "Start here", "Use, show and convert models"
-"""Headings of the list of commands; a command without one is listed under `More`."""
 
 # How the help calls an argument that names a place.
 _PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
@@ -53,17 +53,13 @@ _PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 def new_app(
     help: str | None = None, group: type[TyperGroup] | None = None, completion: bool = False
 ) -> typer.Typer:
-    """Return an empty Typer application in plain text, whose groups name the nearest command."""
+    """Return an empty Typer application in plain text; its groups suggest the nearest command."""
     kind = group or Group
     return typer.Typer(cls=kind, help=help, add_completion=completion, rich_markup_mode=None)
 
 
 def positive(text: str) -> int:
-    """Parse a whole number from 1 up.
-
-    Raises:
-        typer.BadParameter: the text is something else.
-    """
+    """Parse a whole number from 1 up, or raise typer.BadParameter."""
     try:
         number = int(text)
     except ValueError:
@@ -82,18 +78,9 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def run_app(
     app: typer.Typer | TyperGroup, program: str, arguments: Sequence[str] | None = None
 ) -> int:
-    """Run one command.
+    """Run one command of `app`; return its exit code (2: wrong input, 130: interrupted).
 
-    Args:
-        app: all commands.
-        program: how help and errors call the program.
-        arguments: the command line; None is the process's own.
-
-    Returns:
-        The exit code (2: wrong input, 130: interrupted).
-
-    Raises:
-        SystemExit: a command's options cannot be parsed (2), or its help was printed (0).
+    SystemExit if its options cannot be parsed (2) or help was printed (0).
     """
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
@@ -107,10 +94,9 @@ def run_app(
 
 
 class Command(TyperCommand):
-    """A command whose list options take all values that follow: `--shards A B`."""
+    """A command with list options that take all following values: `--shards A B`."""
 
-    left_out: Mapping[str, str] = {}
-    """Options that may come without a value, and what they mean then."""
+    left_out: Mapping[str, str] = {}  # options without a value, and the value they mean
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as argparse does: wrong options and `--help` end the process."""
@@ -149,15 +135,7 @@ def _names_place(metavar: object) -> bool:
 
 
 def _require_paths(values: Mapping[str, Any], named: Container[str | None]) -> None:
-    """Refuse a URL in place of a path, which would make a folder called `s3:`.
-
-    Args:
-        values: of all arguments.
-        named: arguments that name places as texts; paths do so by their type.
-
-    Raises:
-        typer.BadParameter: there is one.
-    """
+    """Raise typer.BadParameter for a URL as a path; `named` lists textual paths."""
     for name, value in values.items():
         for each in _each(value):
             if (name in named or isinstance(each, Path)) and (url := as_url(each)):
@@ -176,7 +154,7 @@ class Group(TyperGroup):
     """Commands by name; without one their list is printed, and a typo is told the nearest."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Print the commands where none is given."""
+        """Parse as Typer does, but print the commands if there is no argument."""
         if not args and not ctx.resilient_parsing:  # as shells' completion parses
             print(ctx.get_help())
             raise typer.Exit(2)

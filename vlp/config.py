@@ -1,9 +1,7 @@
 """Typed configuration: YAML files with inheritance, dotted overrides and clear errors.
 
-Every package owns the part it reads (`vlp/models/config.py`, `vlp/data/config.py`, ...); each part
-is a subclass of `Config`. `load_config` reads a file, follows `inherit:`, applies `key.sub=value`
-overrides and validates; every failure is a `ConfigError` that names the key, the file it stands in
-and the nearest valid key.
+Every package owns its part, a subclass of `Config`. Each failure of `load_config` is a
+`ConfigError` that names the key, its file and the nearest valid key.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from vlp.io import Redacted, as_url, redacted_values, write_text
 
-Precision = Literal["float32", "bf16", "fp16"]
-"""Number format of forward passes; parameters are float32 in any case."""
+Precision = Literal["float32", "bf16", "fp16"]  # of forward passes; parameters are float32
 
 
 class ConfigError(Redacted, ValueError):
@@ -40,8 +37,7 @@ def _local(path: str) -> str:
     return path
 
 
-LocalPath = Annotated[str, AfterValidator(_local)]
-"""A path that is written to, where a URL will not do."""
+LocalPath = Annotated[str, AfterValidator(_local)]  # a path to write to, never a URL
 
 
 class Config(BaseModel):
@@ -61,13 +57,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 class Choice:
     """Mark of an annotated field: a key of its value names the configuration class.
 
-    `Annotated[Base, Choice("kind", names, select)]` is a discriminated union that is open: names
-    may be registered after the class that has the field.
-
-    Args:
-        key: of the value, such as "kind".
-        names: all values of the key.
-        select: the class of a name; a ValueError for an unknown one.
+    `Annotated[Base, Choice("kind", names, select)]` is a discriminated union with names that may be
+    registered later. `select` returns the class of a name; a ValueError for an unknown one.
     """
 
     def __init__(
@@ -91,8 +82,7 @@ class Choice:
         return self._select(name).model_validate(value)
 
 
-PLUGINS = "VLP_PLUGINS"
-"""Environment variable with the plugins of this process and of those it starts."""
+PLUGINS = "VLP_PLUGINS"  # environment variable, inherited by child processes
 
 
 _OWN = ("vlp", "evaluation", "data_tools", "launch")
@@ -105,13 +95,9 @@ def plugin_of(made: Any) -> str | None:
 
 
 def require_plugins(needed: Any, known: Container[str], what: str, where: str | Path) -> None:
-    """Require what the plugins of a model folder register; none is imported on the folder's word.
+    """Require the names that a model folder's plugins register, without importing them.
 
-    Args:
-        needed: module by the name that it registers, as the folder says.
-        known: all registered names.
-        what: that are registered, such as "encoding".
-        where: the file, for the message.
+    needed: module by registered name, from the folder; what: kind of the names, such as "encoding".
     """
     said = needed if isinstance(needed, dict) else {"": None}
     for name, module in said.items():
@@ -127,13 +113,9 @@ def require_plugins(needed: Any, known: Container[str], what: str, where: str | 
 
 
 def load_plugins(plugins: Iterable[str] = ()) -> None:
-    """Import modules that register encodings, objectives or tasks of one's own.
+    """Import plugins (Python files or modules) that register encodings, objectives or tasks.
 
-    Those of `VLP_PLUGINS` are imported, too, and the variable gets the new ones, so that processes
-    that this one starts have them.
-
-    Args:
-        plugins: Python files, or modules on the import path or in the working folder.
+    Plugins of `VLP_PLUGINS` are imported, too; the new ones are added to it for child processes.
     """
     known = [each for each in os.environ.get(PLUGINS, "").split(os.pathsep) if each]
     for plugin in (*known, *plugins):
@@ -161,21 +143,17 @@ def _import_plugin(place: str) -> None:
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_NUMBERS = {
+_NUMBERS = {  # as in YAML 1.2's core schema
     _INT: re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
     _FLOAT: re.compile(
         r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
         r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
     ),
 }
-"""Plain scalars by tag, as YAML 1.2's core schema has them."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 safe loader with the numbers of 1.2, which refuses a key given twice.
-
-    A merge (`<<: *name`) brings defaults, which keys of the mapping's own replace.
-    """
+    """YAML 1.1 safe loader with YAML 1.2's numbers; duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -210,11 +188,7 @@ for _kind in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Read YAML as configurations are read: a number may be written `1e-4`.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or names a key twice.
-    """
+    """Parse YAML with numbers such as `1e-4`; raises yaml.YAMLError, also for a duplicate key."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -224,7 +198,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def where_and_what(error: yaml.YAMLError) -> str:
-    """Say in a line what is wrong, and where."""
+    """Return the problem and its place as one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -236,7 +210,7 @@ def dump_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
-_ELSEWHERE = {
+_ELSEWHERE = {  # names of our keys in other packages
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
     "wd": "weight_decay",
     **dict.fromkeys(("batch_size", "bs", "per_device_train_batch_size"), "batch"),
@@ -250,13 +224,12 @@ _ELSEWHERE = {
     **dict.fromkeys(("train_data", "dataset", "shards"), "sources"),
     "img_size": "image_size",
 }
-"""Keys of this package by their names in others."""
 
 
 def explain(
     error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
 ) -> str:
-    """Say what is wrong with values, a line for each."""
+    """Return the problems of a configuration, one line each."""
     lines = []
     for problem in error.errors():
         location, fields = _location(problem["loc"], schema)
@@ -280,7 +253,7 @@ def explain(
 
 
 def _said(key: str, problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a value, with the value where it is short."""
+    """Return the problem of one value, with the value if it is short."""
     given, said = problem["input"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("tuple_type", "list_type") and isinstance(given, str | int | float):
         return f"should be a list, as in {key}='[{given}]'"
@@ -290,10 +263,7 @@ def _said(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """The key as it is written, and the fields of the schema in it, as in `schema_fields`.
-
-    Of a choice by `kind`, the chosen kind is no part of it; a place in a list is no field.
-    """
+    """Return a written key, and its schema fields without kinds of choices and places in lists."""
     types: list[type[Config]] = [schema]
     location, names = [], []
     for part in parts:
@@ -365,11 +335,10 @@ def load_config(
 ) -> AnyConfig:
     """Read a configuration file and validate it.
 
-    `inherit: other.yaml` (relative to the file) is read first and merged key by key; a mapping
-    merges into a mapping, but for one of another `format`; everything else replaces. Overrides come
-    last, written `a.b=value` with the value in YAML (`data.sources=[{path: shards}]`,
-    `training.steps=100`, `teacher=null`). A text that looks like a number is quoted, as everywhere
-    in YAML (`tasks=["5117e062"]`). `origin` is where messages say that overrides come from.
+    `inherit: other.yaml` (relative to the file) is merged first, key by key, but a mapping of
+    another `format` is replaced. Overrides `a.b=value` come last, with the value in YAML
+    (`data.sources=[{path: shards}]`, `teacher=null`, `tasks=["5117e062"]`); `origin` names them in
+    messages.
     """
     values, origins = read_values(path)
     # A format first: where it is another one, it replaces what its other keys are set in.
@@ -393,11 +362,7 @@ def load_config(
 
 
 def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a configuration file and those it inherits from, without validation.
-
-    Returns:
-        The merged values, and by dotted key the file in which each stands.
-    """
+    """Return the merged values of a file and its bases, and the file of each dotted key."""
     return _read(config_file(path), ())
 
 
@@ -454,10 +419,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
 
 
 def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with others over them: a mapping merges into a mapping, everything else replaces.
-
-    A mapping of another `format` (of images with objects) has other keys: it replaces, too.
-    """
+    """Merge mappings recursively; other values, and mappings of another `format`, replace."""
     old_format = base.get("format")
     same = old_format in (None, update.get("format", old_format))
     result = dict(base) if same else {}

@@ -1,7 +1,4 @@
-"""Files: written whole or not at all, on the disk where a crash must not lose them; JSON read.
-
-Secrets in URLs are left out wherever something is written, shown or raised (`redacted`).
-"""
+"""Atomic and durable writing of files, reading of JSON, and redaction of secrets in URLs."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ HIDDEN = "***"
 # Of renameat2(2).
 _HERE, _RENAME_EXCHANGE = -100, 2
 
-REFERENCE = re.compile(r"\$\{(\w+)\}")
-"""`${NAME}` in a URL stands for a variable of the environment, and is no secret itself."""
+REFERENCE = re.compile(r"\$\{(\w+)\}")  # environment variable in a URL; no secret itself
 
 # A path's way of writing a URL drops one of the slashes. Letters before http are those of
 # `git+https` or of a text. In a path of a store `?` is a wildcard unless a key and `=` follow.
@@ -55,10 +51,9 @@ _HALF_TEXT, _HALF_BYTES = re.compile(r"\\u[dD]"), re.compile(rb"\\u[dD]")
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return what `json.loads` does, of whatever others wrote.
+    """Parse untrusted JSON; JSONDecodeError or UnicodeDecodeError for anything invalid.
 
-    JSONDecodeError also where it is nested too deeply, has an integer beyond 64 bits, or a text
-    that is none (half of a pair of surrogates); UnicodeDecodeError where the bytes are no text.
+    Deep nesting, integers beyond 64 bits and lone surrogates are invalid, too.
     """
     try:
         # Both cost time, so they are done only where there may be such a number or such a text.
@@ -85,10 +80,7 @@ def _int64(digits: str) -> int:
 
 
 def as_url(place: object) -> str | None:
-    """Return the URL that a path or a text is, None for a local one.
-
-    A `Path` has lost one of the URL's slashes, which is put back.
-    """
+    """Return the URL that a path or text is (a `Path` loses one slash); None for a local one."""
     found = _PLACE.fullmatch(str(place)) if isinstance(place, str | Path) else None
     return found and f"{found[1]}://{'/' if found[1] == 'file' else ''}{found[2]}"
 
@@ -100,9 +92,9 @@ def require_local(path: Path) -> None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Return whether a name that is nothing here may be one of the hub: NAME or OWNER/NAME.
+    """Return whether a name, not found locally, may be one of the hub: NAME or OWNER/NAME.
 
-    Where the owner is a folder here, or `runs`, a path was mistyped, which strangers must not
+    A local folder OWNER, or `runs`, means a mistyped path, which no stranger's repository may
     answer.
     """
     owner, slash, rest = name.partition("/")
@@ -150,10 +142,9 @@ def unfollowed(path: str, flags: int) -> int:
 
 
 class AtomicFile:
-    """A file written beside its place, which gets its name at `commit`; the folder is made.
+    """A file written under a temporary name in its (created) folder, and renamed at `commit`.
 
-    The mode is "wb", or "w" for UTF-8 text; `durable` brings the file to the disk before it gets
-    its name, and then the name.
+    mode: "wb", or "w" for UTF-8 text; durable: sync the file before the renaming, and the name.
     """
 
     def __init__(
@@ -192,10 +183,9 @@ def atomic_write(
     suffix: str = ".tmp",
     error: type[Exception] | None = None,
 ) -> Iterator[IO[Any]]:
-    """Open a file to write, which gets its name when the block ends well, and else is removed.
+    """Open an `AtomicFile`, committed when the block ends well and removed otherwise.
 
-    An `error` is raised in place of an OSError, with a message that names the file; the rest is as
-    of `AtomicFile`.
+    `error` replaces an OSError, with a message that names the file.
     """
     try:
         output = AtomicFile(path, mode, durable, suffix)
@@ -212,11 +202,9 @@ def atomic_write(
 
 
 def lines_of(path: Path, errors: str = "strict") -> list[str]:
-    """Return the lines of a text file that hold more than white space, without byte order marks.
+    """Return the non-blank lines of a text file, without byte order marks.
 
-    Raises:
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is no text; `errors` as of `open` may prevent that.
+    Raises OSError, and UnicodeDecodeError unless `errors` (as of `open`) prevents it.
     """
     text = path.read_text(encoding="utf-8", errors=errors).replace("\ufeff", "")
     return [line for line in text.split("\n") if line.strip()]
@@ -246,10 +234,7 @@ def write_json(
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path of a folder to be made, which replaces `folder` when the block ends well.
-
-    When the block fails, what it made is removed, and `folder` stays as it was.
-    """
+    """Yield a path for a new folder, which replaces `folder` if the block ends well."""
     require_local(folder)
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -262,10 +247,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, place: Path) -> None:
-    """Give a folder the place of another one, which goes only when the new one stands there.
-
-    Where the system can exchange two names, a reader finds the one or the other at any moment.
-    """
+    """Replace a folder by another one, atomically where the system can exchange two names."""
     restore_folder(place)
     former = new if _exchanged(new, place) else _aside(place)
     if former != new:
@@ -345,10 +327,10 @@ def write_tensors(
 
 
 def redacted(text: str) -> str:
-    """Return a text with `***` for user info, parameters, query and fragment of every URL in it.
+    """Return a text with `***` for user info, parameters, query and fragment of every URL.
 
-    Beyond the web (http, https, ftp) a user without a password is a revision (`hf://model@main`),
-    and a query without `=` a wildcard; both stay.
+    Beyond http, https and ftp, a user without a password is a revision (`hf://model@main`) and a
+    query without `=` a wildcard; both stay.
     """
     return _URL.sub(_redact, text)
 
@@ -365,7 +347,7 @@ def redacted_values(values: Any) -> Any:
 
 
 class Redacted:
-    """A base of exceptions, before the built-in one, whose messages are redacted."""
+    """Mixin of exceptions with redacted messages, placed before the built-in base."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*map(redacted_values, arguments))

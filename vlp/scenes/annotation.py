@@ -16,15 +16,11 @@ from vlp.scenes.snli_ve import SnliVeTriple
 from vlp.scenes.vqa import questions
 
 SOURCE = "scenes"
-ANNOTATORS = 10
-"""Every answer counts as given by so many people, as VQA scores it."""
+ANNOTATORS = 10  # answers per question, as in VQA
 
 
 def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Annotation:
-    """Captions, boxes, named words, expressions, questions and the graph of a scene.
-
-    The captions are `texts`, or those that the scene has by itself.
-    """
+    """Annotate a scene with captions (by default its own) and all that its graph gives."""
     texts = captions(scene) if texts is None else texts
     return Annotation(
         captions=[caption.text for caption in texts],

@@ -1,10 +1,8 @@
-"""Captions that identify their image: every object with its colour and shape, size and place or
-relation, in varied English of at most `MAX_WORDS` words.
+"""Captions that identify their image by colour, shape, size and place or relation of each object.
 
-A pattern is a row of slots and literal words. `N0` is the noun phrase of object 0 with its
-article, `T0` the same without; `P0` its place, `C0` its place in telegram style; `R01` the relation
-of object 0 to object 1, `B01` that relation with object 1 taken up as 'it', and `A01` whether the
-two lie near each other or far apart.
+Slots of a pattern: `N0` is the noun phrase of object 0 with article, `T0` without; `P0` its place,
+`C0` the same in telegram style; `R01` the relation of object 0 to object 1, `B01` the same with
+object 1 as 'it'; `A01` tells near or far. All other words are literal.
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ import numpy as np
 from vlp.data.stream.rng import make_rng
 from vlp.scenes.graph import Box, Meaning, Scene, main_relation, nearness
 
-MAX_WORDS = 18
-"""Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
+MAX_WORDS = 18  # with punctuation; 20 tokens with [CLS] and [SEP]
 
 CAPTIONS = 5
-SIZE_SHARE = 1.0
-"""Probability that a phrase gives the size, if there is room; a single object's always does."""
+SIZE_SHARE = 1.0  # probability of a size; a single object always has one
 
 # Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
 # of training reach much lower recall.
@@ -63,8 +59,7 @@ PATTERNS = {
         "N0 with N1 B10 and N2 B20",
     ),
 }
-EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
-"""Patterns which say that the image holds nothing else."""
+EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")  # true of the whole image
 
 RELATION_WORDS = {
     "left": ("left of", "to the left of"),
@@ -160,10 +155,7 @@ def words_of(text: str) -> list[str]:
 
 
 def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
-    """List words that name objects: (position, word, 'colour' or 'shape', the object's box).
-
-    Positions count `words_of(caption.text)`.
-    """
+    """List words that name objects: (position in `words_of`, word, 'colour' or 'shape', box)."""
     return [
         (named.position, named.word, named.kind, scene.objects[named.obj].box)
         for named in caption.words
@@ -180,8 +172,8 @@ def fill(
 ) -> SceneCaption:
     """Fill a pattern's slots.
 
-    `order` gives the scene's object for each object number of the pattern, `sizes` whether each
-    object's phrase says its size, and `style` (`draw_style`) the wording of each slot.
+    order: the scene's object for each of the pattern; sizes: objects with a size in their phrase;
+    style: the wording of each slot (`draw_style`).
     """
     words: list[str] = []
     named: list[NamedWord] = []

@@ -13,7 +13,7 @@ from vlp.scenes.graph import Meaning, ObjectPhrase, Scene, holds, main_relation,
 
 
 class ReferringExpression(NamedTuple):
-    """A phrase, the object it means and its claim, whose first noun is that object."""
+    """A phrase, its object, and its claim; the claim's first noun is the object."""
 
     text: str
     obj: int
@@ -21,11 +21,7 @@ class ReferringExpression(NamedTuple):
 
 
 def expressions(scene: Scene) -> list[ReferringExpression]:
-    """Up to three phrases for each object: by its looks, by its place, by a relation.
-
-    Each is as short as it can be drawn, and none fits another object even in a lenient reading.
-    Objects whose looks or neighbours do not single them out have fewer.
-    """
+    """Return up to three unambiguous phrases per object: by looks, by place and by relation."""
     rng = make_rng(0, 0, scene.key, "expressions")
     found: list[ReferringExpression] = []
     for number in range(len(scene.objects)):
@@ -47,7 +43,7 @@ def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
 
 
 def noun_words(noun: ObjectPhrase) -> str:
-    """'small red circle', 'red object', 'circle': what the noun says, without article and place."""
+    """Return a noun as words without article and place, such as 'small red circle' or 'circle'."""
     words = (noun.size, noun.colour, noun.shape or "object")
     return " ".join(word for word in words if word)
 

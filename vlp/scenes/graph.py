@@ -1,11 +1,8 @@
 """The scene graph: coloured shapes at places, their boxes, relations, and claims about them.
 
-Everything the corpus says about an image is read off this graph, so captions, questions,
-statements and referring expressions of one image can never contradict each other. A sentence is
-always written together with its claim, so truth is decided by the graph and never by reading
-text back. Words are vague at their edges ('left of', 'at the top'), so there are two readings:
-what holds in the strict one is surely true, what fails in the lenient one is surely false, and
-nothing in the corpus is said or asked in between.
+All text of an image is derived from its graph, so captions, questions and expressions agree. Vague
+words ('left of', 'at the top') have two readings: strict truth is surely true, lenient falsehood
+surely false, and no text of the corpus lies between.
 """
 
 from __future__ import annotations
@@ -22,14 +19,11 @@ RELATIONS = ("left", "right", "above", "below")
 NEARNESS = ("near", "far")
 INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
-LATTICE = 64
-"""Positions are whole 64ths of the image's side, so one scene is the same graph at every size."""
+LATTICE = 64  # positions are whole 64ths of the side, equal at every image size
 
-CLEAR = 8
-"""Two centres this many 64ths apart are clearly left of or above one another."""
+CLEAR = 8  # 64ths between two centres that are clearly left of or above one another
 
-NEAR, FAR = 16, 24
-"""Boxes with a gap of at most so many 64ths are clearly near, of at least so many clearly far."""
+NEAR, FAR = 16, 24  # 64ths between boxes: at most NEAR is near, at least FAR is far
 
 Box = tuple[float, float, float, float]
 
@@ -60,9 +54,8 @@ class Obj(NamedTuple):
 class Scene(NamedTuple):
     """An image as a graph.
 
-    `key` names the scene and seeds every later draw about it; `image_size` is the side in pixels;
-    `background` and `tints` (one per object: the colour's own variation) are RGB in 0..255.
-    `cover` is the place hidden by a curtain, if any: what stands there cannot be known.
+    `key` seeds all text of the scene; `image_size` is the side in pixels; `background` and `tints`
+    (per object) are RGB in 0..255; `cover` is the place hidden by a curtain, if any.
     """
 
     key: str
@@ -74,10 +67,7 @@ class Scene(NamedTuple):
 
 
 def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
-    """From the first object's centre to the second's: (right, down) in half 64ths of the side.
-
-    Whole numbers, so that no rounding of pixels can turn a relation around at another image size.
-    """
+    """Return (right, down) between two centres in half 64ths of the side, whole numbers."""
     scale = 2 * LATTICE / image_size
     x = second.box[0] - first.box[0] + (second.box[2] - first.box[2]) / 2
     y = second.box[1] - first.box[1] + (second.box[3] - first.box[3]) / 2
@@ -85,10 +75,7 @@ def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
 
 
 def gap(first: Obj, second: Obj, image_size: int) -> int:
-    """Return the wider of the horizontal and vertical gaps of two boxes, in 64ths of the side.
-
-    Below 0 where they overlap in both. Whole numbers, the same at every image size.
-    """
+    """Return the wider gap of two boxes along x or y, in 64ths of the side; below 0: overlap."""
     (x, y, width, height), (x2, y2, width2, height2) = first.box, second.box
     pixels = max(x2 - x - width, x - x2 - width2, y2 - y - height, y - y2 - height2)
     return round(pixels * LATTICE / image_size)
@@ -103,12 +90,10 @@ def nearness(scene: Scene, first: int, second: int) -> str | None:
 def relation_holds(
     scene: Scene, first: int, relation: str, second: int, lenient: bool = False
 ) -> bool:
-    """Return whether object `first` is clearly `relation` of object `second`.
+    """Return whether object `first` is clearly (or with `lenient` perhaps) `relation` of `second`.
 
-    Both 'left' and 'above' may hold for one pair. Where the centres are less than `CLEAR` apart
-    neither a relation nor its inverse holds clearly, as a person would hesitate too; with
-    `lenient` the slightest offset is enough. So what does not hold leniently is surely false.
-    'near' and 'far', of one another, hold leniently unless the opposite clearly does.
+    'left' and 'above' may both hold. Centres closer than `CLEAR` have no clear relation; with
+    `lenient` any offset is enough, and 'near' and 'far' hold unless the opposite clearly does.
     """
     if relation in NEARNESS:
         seen = nearness(scene, first, second)
@@ -119,10 +104,7 @@ def relation_holds(
 
 
 def main_relation(scene: Scene, first: int, second: int) -> str:
-    """Return the relation of the first object to the second, along the wider gap's axis.
-
-    Objects do not overlap, so this one always holds clearly.
-    """
+    """Return the clear relation of two objects along the axis of the wider gap."""
     right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
     if abs(right) >= abs(down):
         return "left" if right > 0 else "right"
@@ -163,10 +145,7 @@ class ObjectPhrase(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """Different objects that fit `nouns` stand in `relations` (noun, relation, noun).
-
-    With `alone`, the image holds nothing else.
-    """
+    """A claim that objects fit `nouns` in `relations` (noun, relation, noun); `alone`: no more."""
 
     nouns: tuple[ObjectPhrase, ...]
     relations: tuple[tuple[int, str, int], ...] = ()

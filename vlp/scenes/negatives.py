@@ -1,9 +1,7 @@
 """Hard negatives: two images and two captions, each caption true of exactly one image.
 
-The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
-only in which object has which colour, or only in whether two objects are near or far, and the
-images differ only in the same. A text alone cannot know which of the two is right, because each
-is right once; nor can a bag of words, because both images show the same colours and shapes.
+Captions and images of a pair differ in one thing (place, relation, order of nouns, colour binding
+or distance), so neither a text alone nor a bag of words can tell which image is right.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
 
 
 def swap_kinds(variety: Variety) -> tuple[SwapKind, ...]:
-    """Kinds of swap that a corpus has unless it is asked for others: what captions speak of.
-
-    All but `place` need two objects. `distance` is for a corpus of its own.
-    """
+    """Return the default kinds of swap of a corpus; all but `place` need two objects."""
     if variety.objects == 1:
         return ("place",)
     return tuple(kind for kind in SWAP_KINDS if kind != "distance")
@@ -65,8 +60,7 @@ DISTANCE_PATTERNS = (
 
 _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
-_NEW = 1 << 40
-"""Scenes of training from this index on are no part of any corpus that is trained on."""
+_NEW = 1 << 40  # first index of scenes outside any training corpus
 
 _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
     "place": PLACE_PATTERNS,
@@ -92,11 +86,9 @@ def sample_swap(
     image_size: int = 64,
     variety: Variety = FULL,
 ) -> SwapPair:
-    """Draw pair `index`: about two objects that the split holds out from training, or from it.
+    """Draw pair `index`, with held-out objects for `swaps` and `unseen` and without for `train`.
 
-    Neither image of a pair for training shows what the other two splits hold out. A `place` swap is
-    about one object, of which no pair is held out: for `swaps` its images are new ones with
-    contents that training has.
+    A `place` swap has one object and nothing held out: `swaps` has new images of trained contents.
     """
     if kind == "place" and split == "swaps":
         split, index = "train", index + _NEW
@@ -122,14 +114,11 @@ def sample_swap(
 def swap_pair(
     scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
-    """Swap two objects of a scene; None where it would not make one caption clearly false.
+    """Swap objects numbered `pair` (caption's subject first); None if no caption becomes false.
 
-    Sizes stay with their boxes and the captions do not speak of them. `place` moves one object to
-    another place, and says where it is; `relation` exchanges the two objects' boxes and turns the
-    relation word round; `order` exchanges the nouns instead, so both captions are the same bag of
-    words; `binding` exchanges the two objects' colours; `distance` moves the second object, from
-    near the first to far from it or back, in the same direction. `pair` numbers the two objects,
-    first the caption's subject.
+    Sizes stay with their boxes. `place` moves one object; `relation` exchanges two boxes and
+    inverts the relation word; `order` exchanges the nouns instead; `binding` exchanges colours;
+    `distance` moves the second object from near to far or back, in the same direction.
     """
     patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]
@@ -155,11 +144,10 @@ def swap_pair(
 def _nearer_or_farther(
     scene: Scene, first: int, second: int, rng: np.random.Generator
 ) -> Scene | None:
-    """Move the second object such that near turns to far or far to near; None if impossible.
+    """Move the second object from near to far or back along the axis; None if impossible.
 
-    The direction stays horizontal or vertical, so the pair stays in its family of swaps. Near ones
-    keep a gap that no patch of a sixth of the image's side bridges: one that holds both would
-    tell that they are near to a model that knows no places.
+    Near objects keep a gap wider than a patch of a sixth of the side: one patch over both would
+    reveal the distance without positions.
     """
     before = nearness(scene, first, second)
     if before is None or _bridged(scene, first, second):

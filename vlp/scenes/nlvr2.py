@@ -1,8 +1,7 @@
 """Statements about two images, true or false (the form of NLVR2).
 
-The statement is drawn first, its label by a coin, and only then images until the label is right:
-whatever a model reads in the words alone, it is right half of the time. Three of four statements
-say where something is, and of images that show it, so that only the place decides.
+The statement and its label (by a coin) precede the images, so the text alone gives 50 %. Three of
+four statements tell where something is, and their images contain it.
 """
 
 from __future__ import annotations

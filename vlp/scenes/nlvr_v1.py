@@ -6,21 +6,19 @@ was never at hand confirms the recipe: 72.1 % [69.5, 74.9], majority 55.4
 (docs/results/downstream.md).
 
 A rule of a table reads `NAME*weight of a box: draws "text" truth`. The weight is how often it
-makes a sentence of its own; `of a box` (or `tower`) says that the text is said of one, and the
-sentence says by the rule `SOME` of how many it holds. The draws are made in their order. A draw's
-value is
+makes a sentence of its own; `of a box` (or `tower`) marks a text about one box, and the rule `SOME`
+adds the number of such boxes. Draws are made in order. A draw's value is
 
     NAME or NAME a          the phrase of another rule
     noun, count(4), x       what an entry of `_CHOICES` draws; a value that was drawn before
     <left|right>            one of some values
     either(.3, YES, NO)     the first with probability .3, else the second
-    case(NAME, form)        the rule `NAME a` where `form` is "a", or `NAME` where there is none
+    case(NAME, form)        the rule `NAME a` where `form` is "a", or else `NAME`
 
-The text holds values in braces ("there {n:be} {n:{x}}": a quantity with its verb and its noun),
-rules ("{HAVING}"), and choices of equal probability ("<with|having>"). The truth joins phrases
-and truth functions by "&" (default: the phrase `said`). What stands before a colon leads from all
-boxes to one: `each`, `any`, `many` (so many as `n` says), `all` (the items of all boxes
-together).
+The text holds values in braces ("{n:be} {n:{x}}": a quantity with its verb and its noun), rules
+("{HAVING}"), and choices of equal probability ("<with|having>"). The truth joins phrases and truth
+functions by "&" (default: the phrase `said`); before a colon, `each`, `any`, `many` (`n` of them)
+or `all` (items of all boxes together) leads from boxes to one.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ from vlp.scenes.sample import Split
 SHAPES = ("circle", "square", "triangle")
 COLOURS = {"yellow": (255, 255, 0), "blue": (0, 153, 255), "black": (0, 0, 0)}
 SIZES = {"small": 10, "medium": 20, "big": 30}
-SIDE, PITCH, BOXES = 100, 150, 3
-"""Pixels: side of a box, and from the left of one to the left of the next."""
+SIDE, PITCH, BOXES = 100, 150, 3  # pixels: side of a box, distance of left edges
 
 WIDTH = PITCH * (BOXES - 1) + SIDE
 BLOCK, TALLEST, MOST_ITEMS = 20, 4, 7
@@ -58,8 +55,7 @@ _PLACINGS = 50
 
 Wall = Literal["left", "right", "top", "bottom"]
 Value = TypeVar("Value")
-_Kind = tuple[str, str, int]
-"""Shape, colour and size of an item."""
+_Kind = tuple[str, str, int]  # shape, colour, size
 
 
 class BoxItem(NamedTuple):
@@ -83,8 +79,7 @@ class BoxItem(NamedTuple):
         return frozenset(wall for wall, there in touched.items() if there)
 
 
-Box = tuple[BoxItem, ...]
-"""Items in any order, or a tower's blocks from its base up."""
+Box = tuple[BoxItem, ...]  # in any order; a tower's blocks from its base up
 
 
 class ThreeBoxes(NamedTuple):
@@ -107,10 +102,7 @@ def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
 
 
 def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
-    """Return the same items or blocks, dealt to the boxes and placed anew.
-
-    As likely as `sample_boxes` would give them.
-    """
+    """Return the same items or blocks dealt anew, with the odds of `sample_boxes`."""
     kinds = [(item.shape, item.colour, item.size) for box in scene.boxes for item in box]
     most = TALLEST if scene.towers else MOST_ITEMS
     deals = [deal for deal in product(range(1, most + 1), repeat=BOXES) if sum(deal) == len(kinds)]
@@ -238,7 +230,7 @@ _BOUNDS: dict[str, Callable[[int, int], Truth]] = {
 
 
 class Phrase(NamedTuple):
-    """Words, and when they are true of what they are said of."""
+    """Words, and the condition under which they are true of their subject."""
 
     text: str
     true: Callable[[Any], Truth] = lambda about: True
@@ -324,10 +316,7 @@ class Grammar:
 
 
 def stated(words: str) -> Count:
-    """Return the quantity that words such as "a", "two" and "at least two" state.
-
-    A bare number can be read both as "just so many" and as "so many and perhaps more".
-    """
+    """Return the quantity of words such as "a", "two" (exact or a minimum) and "at least two"."""
     how, _, word = words.rpartition(" ")
     n = 1 if word == "a" else int(word) if word.isdigit() else _NUMBERS.index(word)
     holds = _BOUNDS[words if words in _BOUNDS else how]
@@ -568,7 +557,6 @@ _TRUTHS: dict[str, Callable[[Any, Any], Truth]] = {
 }
 OF_ITEMS = Grammar(_SHARED + _ITEMS, _TRUTHS).sentences
 OF_TOWERS = Grammar(_SHARED + _TOWERS, _TRUTHS).sentences
-"""Draws of sentences, as often as people said such things."""
 
 
 _HOARDS, _ARRANGEMENTS = 1 << 13, 8  # few enough to keep what was drawn
@@ -587,10 +575,9 @@ class BoxStatement(NamedTuple):
 def sample_box_statement(
     seed: int, index: int, split: Split = "train", same_items: bool = True
 ) -> BoxStatement:
-    """Draw statement `index` of a split; two splits share no image but by chance.
+    """Draw statement `index` of a split.
 
-    With `same_items` false images hold a true one's items. Without it what there is says much:
-    easier to start from.
+    With `same_items`, false images hold a true one's items; without, the items alone tell much.
     """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")

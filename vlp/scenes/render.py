@@ -10,8 +10,7 @@ from PIL import Image, ImageDraw
 from vlp.scenes.graph import PLACES, Box, Scene
 
 SUPERSAMPLING = 4
-CURTAIN = ((92, 84, 78), (120, 110, 102))
-"""Colours of the striped curtain over a covered place; no object has them."""
+CURTAIN = ((92, 84, 78), (120, 110, 102))  # stripes; no object has these colours
 
 Point = tuple[float, float]
 

@@ -1,15 +1,11 @@
 """Scenes drawn by (seed, split, index), in pixels of any image size.
 
-The split of a scene is a fixed function of what is in it, never of seed or index. No scene of
-`train` shares its contents with a scene of the other splits, whatever the seeds:
+A scene's contents alone fix its split, so no seed brings contents of another split into train:
 
-* `unseen`: some pair of objects stands in a relation between shapes that training never shows
-  (`UNSEEN_FAMILIES`, e.g. no circle beside a star), for relations with new shapes.
-* `swaps`: some pair belongs to a held-out family of swaps. A family is a direction (horizontal
-  or vertical) with the pair's colours and shapes in any order, so that a caption, its twin with
-  the relation turned round and its twin with the attributes exchanged are all held out
-  together: holding out single captions would let a model know the true twin from its text
-  alone.
+* `unseen`: some pair of objects has a relation between shapes that training never shows.
+* `swaps`: some pair belongs to a held-out family of swaps: a direction (horizontal or vertical) and
+  the pair's colours and shapes in any order. A caption and its swapped twins are held out together,
+  as a model could know the true one from its text otherwise.
 * `val`: held-out contents (colours, shapes and main relations; for a single object its place).
 * `train`: all the rest.
 """
@@ -48,11 +44,9 @@ UNSEEN_FAMILIES = frozenset(
         ("vertical", ("cross", "star")),
     }
 )
-SWAP_SHARE = 10
-"""One in so many families of swaps is held out."""
+SWAP_SHARE = 10  # one in 10 families of swaps is held out
 
-VAL_SHARE = 8
-"""One in so many contents is held out for validation."""
+VAL_SHARE = 8  # one in 8 contents is held out for validation
 
 
 def split_of(scene: Scene) -> Split:
@@ -110,19 +104,13 @@ def _one_in(share: int, *words: str) -> bool:
     return int.from_bytes(digest, "big") % share == 0
 
 
-OBJECT_SHARES = (0.08, 0.4, 0.52)
-"""Shares of scenes with one, two and three objects."""
+OBJECT_SHARES = (0.08, 0.4, 0.52)  # scenes with one, two and three objects
 
-SAME_COLOUR_SHARE = 0.25
-"""Probability that two objects drawn in one colour may keep it. A colour then mostly means one
-object, as a caption's reader expects, and there is still something to count."""
+SAME_COLOUR_SHARE = 0.25  # lets two objects share a colour, so that there is something to count
 
-SIDES = {"small": (12, 14), "large": (25, 28)}
-"""Shortest and longest side of an object, in 64ths of the image's side: four times the area, as
-the eye has no scale to measure by."""
+SIDES = {"small": (12, 14), "large": (25, 28)}  # shortest and longest side in 64ths of the image's
 
-CENTRES = ((0, 20), (25, 39), (44, 64))
-"""Ranges of a centre, in 64ths, that lie clearly in the first, second or last third."""
+CENTRES = ((0, 20), (25, 39), (44, 64))  # 64ths, clearly within each third
 
 MARGIN = 1
 GAP = 2
@@ -138,8 +126,7 @@ PALETTE = {
     "white": (246, 246, 244),
 }
 TINT = 9
-LEAST_SIDE = 16
-"""Pixels."""
+LEAST_SIDE = 16  # pixels
 BACKGROUND = (146, 186)
 
 _MAX_ATTEMPTS = 10_000
@@ -148,10 +135,7 @@ Rectangle = tuple[int, int, int, int]
 
 
 class Variety(NamedTuple):
-    """Limits of a scene's variety: the first so many colours and shapes, at most `objects`.
-
-    A small variety leaves a model little to learn but where things stand.
-    """
+    """Limits of a scene's variety: the first `colours` and `shapes`, at most `objects`."""
 
     colours: int = len(COLOURS)
     shapes: int = len(SHAPES)
@@ -173,8 +157,8 @@ def sample_scene(
 ) -> Scene:
     """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    `attempt` gives another scene in the same place of the corpus, with as many objects; `least` is
-    the fewest objects: `swaps` and `unseen` are about pairs and have two at least.
+    `attempt` draws another scene with as many objects; `least` is the fewest objects (two at least
+    for `swaps` and `unseen`).
     """
     if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
@@ -309,11 +293,10 @@ def distinct_scenes(
     image_size: int = 64,
     variety: Variety = FULL,
 ) -> Iterator[Scene]:
-    """Draw scenes 0 .. count - 1 of a split such that their captions tell them apart.
+    """Draw scenes 0 .. count - 1 of a split with captions that tell them apart.
 
-    A scene that clashes with an earlier one is drawn again with as many objects, so the mix of
-    scenes stays as it is. Where `MAX_ATTEMPTS` are not enough (a pool too large for what the
-    captions can say) the last draw stays; `ambiguous_share` says how many captions that concerns.
+    A clash is drawn again with as many objects, up to `MAX_ATTEMPTS`; `ambiguous_share` counts the
+    captions that remain ambiguous.
     """
     scenes: list[Scene] = []
     written: list[list[SceneCaption]] = []

@@ -1,9 +1,7 @@
 """Image and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
 
-One place of every image is hidden by a curtain. What a hypothesis says of a place one can see is
-true or false; what it says of the hidden place cannot be known. The hypothesis is drawn first and
-its label with equal odds, so the words alone say nothing, and since there is always a curtain its
-presence says nothing either.
+A curtain hides one place of every image; hypotheses about it are neutral. The hypothesis is drawn
+first and its label with equal odds, so neither text nor curtain alone predicts the label.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _MAX_ATTEMPTS = 10_000
 
 
 class SnliVeTriple(NamedTuple):
-    """An image with a curtain, a caption of what is seen, a hypothesis and its label."""
+    """An image with a curtain, a caption of its visible part, a hypothesis and its label."""
 
     key: str
     scene: Scene

@@ -1,7 +1,6 @@
-"""Questions about a scene with one right answer, yes and no equally likely by construction.
+"""Questions about a scene with one right answer.
 
-A question of yes or no is drawn so that its words alone say nothing: every colour, shape and
-relation is as likely where the answer is yes as where it is no.
+Yes and no are equally likely for every colour, shape and relation, so the text tells nothing.
 """
 
 from __future__ import annotations
