@@ -44,7 +44,7 @@ _FUNCTIONS = {"import": "import_data"}
 
 
 class LazyCommand(Command):
-    """A command whose function, and so its options, is imported when it is called."""
+    """A command that imports its function, and so its options, when called."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any

@@ -1,7 +1,6 @@
-"""Jobs of the data tools in processes of this machine or on a Ray cluster, and a ledger of results.
+"""Jobs of the data tools in local processes or on a Ray cluster, and a ledger of results.
 
-A job is one shard as a rule. Jobs hold paths and few numbers, never data, so that every machine of
-a cluster that shares the file system can do them; where they are done changes no result.
+A job is usually a shard and holds paths, not data; results do not depend on its machine.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ def go_on() -> None:
 
 
 class Executor:
-    """Processes of this machine; with one, or a single job, this process does the work.
-
-    With `fresh` every process is spawned: one that holds threads of torch must not be forked.
-    """
+    """Local processes, or this one if one is enough; `fresh` spawns them (threads of torch)."""
 
     def __init__(self, processes: int = os.cpu_count() or 1, fresh: bool = False) -> None:
         if processes < 1:
@@ -66,10 +62,9 @@ class Executor:
         ordered: bool = True,
         ledger: Path | None = None,
     ) -> Iterator[Result]:
-        """Yield what `work` makes of each job; jobs are taken from their iterator a few ahead.
+        """Yield `work(job)` for each job, in order or as ready; jobs are drawn a few ahead.
 
-        `work` can be pickled, and a job says in `str` what it is. Results come in the order of the
-        jobs, or else as soon as they are ready; jobs whose result is in the `ledger` are not done
+        `work` is picklable and `str(job)` describes a job; results in the `ledger` are not computed
         again.
         """
         return self._results(partial(_do_once, work, ledger) if ledger else work, jobs, ordered)
@@ -101,10 +96,7 @@ class Executor:
 
 
 class RayExecutor(Executor):
-    """A Ray cluster: the one at `ray://HOST:PORT`, of RAY_ADDRESS, or of this machine.
-
-    A task that a lost machine took along is done again on another one, three times at most.
-    """
+    """A Ray cluster at `ray://HOST:PORT`, of RAY_ADDRESS, or local; three retries of lost tasks."""
 
     def __init__(self, address: str | None = None) -> None:
         try:

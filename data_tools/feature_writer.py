@@ -52,10 +52,7 @@ def feature_writer(
     dtype: Literal["float16", "bfloat16"] = "float16",
     precision: Literal["float32", "bf16"] = "float32",
 ) -> FeatureWriter:
-    """Return the writer of a configuration's features; the tower is on this rank's device.
-
-    Of each image's `views` the first is plain, the others are augmented.
-    """
+    """Return the writer of a configuration's features; the first of `views` is plain."""
     settings = config.data.cache
     cache = None if settings is None else ShardCache(settings.folder, settings.limit)
     sources = [ShardIndex.open(one.path, cache, config.data.outages) for one in config.data.sources]
@@ -181,26 +178,23 @@ class ViewBlocks(Dataset[Views]):
         return torch.stack(levels), flipped
 
 
-_AHEAD = 2
-"""Batches that each process has ready or in work."""
+_AHEAD = 2  # batches prefetched per process
 
-Tower = Callable[[Tensor], Tensor]
-"""Pixels (B, 3, side, side), normalised, to (B, tokens, width)."""
+Tower = Callable[[Tensor], Tensor]  # normalised (B, 3, side, side) to (B, tokens, width)
 
 
-ShardPlace = tuple[int, int]
-"""Numbers of the source, and of the shard in it."""
+ShardPlace = tuple[int, int]  # (source, shard)
 
 
 class Written(NamedTuple):
-    """Samples whose features one command wrote, and those among them that have no image."""
+    """Numbers of samples with features of this command, and of bad ones among them."""
 
     samples: int
     bad: int
 
 
 class FeatureWriter:
-    """Writes what is missing of a folder of features; the tower lies on `device`."""
+    """Writer of the missing shards of a feature folder, with the tower on `device`."""
 
     def __init__(
         self,
@@ -215,10 +209,7 @@ class FeatureWriter:
         self.sources, self.transform = sources, transform
 
     def write(self, batch: int, workers: int) -> Written:
-        """Write this rank's share of the shards that are missing; every rank must call it.
-
-        `batch` views are held at once; a pass of the tower takes one view of each of their images.
-        """
+        """Write this rank's share of missing shards, `batch` views at once; a collective call."""
         with ExitStack() as held:
             begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
                 self._begin(held) if distributed.rank() == 0 else None
@@ -251,7 +242,7 @@ class FeatureWriter:
         return Written(*map(sum, zip(*found)))
 
     def _begin(self, held: ExitStack) -> tuple[str | None, list[ShardPlace]]:
-        """Lock the folder; return what is wrong with it, or the (source, shard) that it lacks."""
+        """Lock the folder; return its problem, if any, and the missing (source, shard) pairs."""
         try:
             held.enter_context(FolderLock(self.folder))
             if (self.folder / HEADER_NAME).exists():

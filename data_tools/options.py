@@ -1,7 +1,4 @@
-"""Options that many data tools share, and how a command takes them.
-
-A parameter whose type is one of the dataclasses here stands for one option for each of its fields.
-"""
+"""Options that many data tools share; a dataclass parameter stands for an option per field."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from data_tools.executor import Executor, RayExecutor
 from vlp.config import ConfigError
 
 N, File = partial(Option, metavar="N"), partial(Option, metavar="FILE")
-"""Options of a number and of a file, as `Option` makes them."""
 
 Folders = Annotated[list[Path], Argument(metavar="FOLDER", help="folder of shards")]
 Out = Annotated[Path, Option(metavar="DIR", help="folder to write into")]
@@ -34,8 +30,7 @@ Images = Annotated[
 Splits = Annotated[list[str] | None, Option(metavar="SPLIT", help="only these (default: all)")]
 MaxWords = Annotated[int, N(help="drop captions of more words")]
 
-MAX_WORDS = 256
-"""Longest caption that is kept unless told otherwise: CC12M's own limit."""
+MAX_WORDS = 256  # CC12M's own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +123,7 @@ def at_least_1(**numbers: int | None) -> None:
 
 
 def command_of(function: Callable[..., int]) -> Callable[..., int]:
-    """Return a function for typer whose dataclass parameters are options of their own."""
+    """Return a function for typer with the fields of dataclass parameters as options."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():

@@ -33,10 +33,9 @@ _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 @contextmanager
 def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
-    """Yield the places with a plain tar instead of each compressed one, told by its first bytes.
+    """Yield the places with compressed tars replaced by plain ones, unpacked into `room`.
 
-    Of a folder its compressed tars follow the folder itself. They are unpacked into `room`, which
-    goes when the context ends; what a killed run left there goes now.
+    Tars of a folder follow the folder. The unpacked files are removed at exit, or by the next run.
     """
     with unpacking_room(room) as folder:
         yield list(_plain(places, folder))
@@ -105,8 +104,7 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
         ) from error
 
 
-DEPTH = 2
-"""Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
+DEPTH = 2  # levels of subfolders (`ab/cd/image.jpg`)
 
 # Those that are not decoded are counted as unreadable.
 IMAGE_SUFFIXES = (*IMAGES, ".tif", ".tiff", ".heic", ".avif")
@@ -158,17 +156,15 @@ class FoundFile(NamedTuple):
     size: int
 
 
-_Place = tuple[str, FoundFile]
-"""A file's name and its place."""
+_Place = tuple[str, FoundFile]  # name, place
 
 
 class Originals:
-    """Finds images by name in folders (two levels deep), tars and zips.
+    """Finds images by name in folders (two levels deep) and the tars and zips in them.
 
-    A folder that holds tars or zips stands for those too, and of two members of one name in a tar
-    the later counts. The whole path of a name counts, and the first place that has it wins; its
-    last part alone only where one file has that. It is nowhere if a folder of that name is there
-    and does not hold it. Case and the writing of accents count where they tell files apart.
+    A whole path counts, in the first place that has it (in a tar, the later member); a base name
+    only if it is unique and its folder is nowhere. Case and accents count where they distinguish
+    files.
     """
 
     def __init__(self, places: Sequence[Path]) -> None:
@@ -207,7 +203,7 @@ class Originals:
         return next((more[place] for place in places if place in more), None)
 
     def _chosen(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Place | None:
-        """Return the place whose folder ends alike, else the only one if there is none."""
+        """Return the place with the same end of its folder, else the only one."""
         places = [(name, found) for name in names for found in self._of_name(name)]
         wanted = form(folder)
         if not folder:
@@ -267,7 +263,7 @@ class Originals:
         return self._known[wanted, form]
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of an image, or None where there is none; raises BadSample."""
+        """Return the bytes of an image, None if missing; raises BadSample."""
         place = self.find(name)
         return None if place is None else place.read()
 

@@ -92,10 +92,7 @@ class Card(NamedTuple):
 
 
 def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
-    """Return the card of a sample; a damaged one becomes a card that says what is wrong.
-
-    Framed are the boxes of its expressions, or its `boxes` where it has no expressions.
-    """
+    """Return a sample's card, with boxes of its expressions or its `boxes`, or with its fault."""
     texts: list[str] = []
     title = f"{index.shards[shard].name}, sample {number}"
     try:

@@ -34,8 +34,7 @@ from vlp.data.shards.tar import append_member, close_tar, open_tar
 from vlp.io import atomic_write, parse_json, write_json
 from vlp.lock import FolderLock
 
-RESHARD_VERSION = 1
-"""Raised whenever equal arguments give other shards than before."""
+RESHARD_VERSION = 1  # raised whenever equal arguments give other shards
 
 SETTINGS_NAME = "reshard.json"
 _PLAN_NAME = "reshard.places"
@@ -56,8 +55,7 @@ class Piece(NamedTuple):
     number: int
     samples: NDArray[np.int64]
     sources: list[Shard]
-    source: NDArray[np.int64]
-    """Of each sample, its place in `sources`."""
+    source: NDArray[np.int64]  # each sample's place in `sources`
 
     def __str__(self) -> str:
         return shard_name(self.number)

@@ -18,15 +18,11 @@ from data_tools.originals import TOO_MUCH, most_unpacked
 from vlp.config import ConfigError
 from vlp.io import lines_of, parse_json
 
-Located = tuple[str, Any]
-"""Location of a row (for messages), and its content."""
+Located = tuple[str, Any]  # location for messages, content
 
 
 class WrongFile:
-    """Refuses a file whose rows are all bad, or its first `MOST`, with what is wrong with one.
-
-    `good` is set at the first row that is none of them.
-    """
+    """Refusal of a file with only bad rows, or `MOST` bad ones first; `good` after a good row."""
 
     MOST = 100
 
@@ -56,8 +52,7 @@ class Row(BaseModel):
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-Faults = list[Refused]
-"""Faults of rows, filled while they are read; the build's manifest counts and names them."""
+Faults = list[Refused]  # filled during reading; the manifest counts them
 
 
 def sound(text: str) -> bool:
@@ -69,10 +64,7 @@ _ESCAPED = re.compile("[\udc80-\udcff]")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, gzipped or not.
-
-    What is not UTF-8 of the members of its list, or of its object and the lists in it, is None.
-    """
+    """Return the content of a JSON file, gzipped or not; members that are not UTF-8 are None."""
     try:
         with _opened(path) as file:
             data = file.read()
@@ -97,7 +89,7 @@ def _sound_part(value: Any) -> Any:
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a file, gzipped or not, with one a line; what is no JSON is counted."""
+    """Yield the objects of a file of JSON lines, gzipped or not; other lines are counted."""
     wrong = WrongFile()
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
@@ -125,7 +117,7 @@ def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
 
 
 def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
-    """Yield the members of content already read; errors are those of `json_list`."""
+    """Yield the members of parsed content; errors as in `json_list`."""
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
         place = "a list" if key is None else f'an object with a list "{key}"'
@@ -151,7 +143,7 @@ def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Ite
 
 
 def explained(error: ValidationError) -> str:
-    """Return the first problem of a row: the field and what is wrong with it."""
+    """Return the first problem of a row with its field."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "the row"
     return f"{place}: {first['msg']}"
@@ -211,8 +203,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-CHARACTERS = 1 << 24
-"""Read at once."""
+CHARACTERS = 1 << 24  # read at once
 
 _BETWEEN = re.compile(r"[\s,]*")
 _BEHIND = re.compile(r"\s*[,\]]")

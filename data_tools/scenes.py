@@ -45,8 +45,7 @@ from vlp.scenes.sample import (
 from vlp.scenes.snli_ve import sample_triple
 
 SETTINGS_NAME = "scenes.json"
-CORPUS_VERSION = 7
-"""Raised whenever equal arguments give other samples than before."""
+CORPUS_VERSION = 7  # raised whenever equal arguments give other samples
 
 PARTS = (
     *("train", "val", "unseen", "swaps", "twins", "nlvr2", "snli_ve", "nlvr2_val", "snli_ve_val"),
@@ -155,10 +154,7 @@ def make_sample(
     variety: Variety = FULL,
     kinds: Sequence[SwapKind] | None = None,
 ) -> SceneFiles:
-    """Generate one sample of a part from its index, or from its scene where that is drawn already.
-
-    Swaps and twins are of the `kinds` in turn.
-    """
+    """Generate one sample of a part from its index or scene; `kinds` alternate."""
     if isinstance(job, Scene):
         return _captioned(job)
     kinds, key = kinds or swap_kinds(variety), _key(part, seed, job)

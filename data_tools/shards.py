@@ -37,10 +37,7 @@ class Shard(NamedTuple):
 
 
 class ShardReader(ShardFile):
-    """One shard open for reading, its samples in order, and what is wrong behind them.
-
-    A shard that cannot be opened has no samples and is `missing`.
-    """
+    """One open shard, its samples in order, and the problem behind them (`missing`: unreadable)."""
 
     path: Path
 
@@ -115,7 +112,7 @@ def numbers_of(names: Iterable[str]) -> Numbers:
 
 
 class Repeated(NamedTuple):
-    """Number of different numbers, and those of them that came more than once (sorted)."""
+    """Number of different numbers, and the repeated ones (sorted)."""
 
     distinct: int
     values: Numbers
@@ -137,7 +134,7 @@ def keys_in(shard: ShardReader) -> list[str]:
 def repeated_keys(
     shards: Sequence[Shard], repeated: Numbers, executor: Executor
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield every occurrence of the keys whose `number_of` is among `repeated`, in order."""
+    """Yield every occurrence of keys with `number_of` among `repeated`, in order."""
     work = partial(_repeated, repeated=repeated)
     for shard, names in scan(work, shards, executor, "repeated keys"):
         for name in names:

@@ -132,10 +132,9 @@ def _tokens(vocabulary: str) -> Callable[[str], int]:
     return lambda caption: len(tokenizer.encode(caption).ids)
 
 
-WORD = re.compile(r"\w+(?:['’]\w+)*")
-"""A word: letters and digits, apostrophes within."""
+WORD = re.compile(r"\w+(?:['’]\w+)*")  # letters and digits, apostrophes within
 
-QUANTITIES = {
+QUANTITIES = {  # with a histogram; units
     "captions per sample": "captions",
     "words per caption": "words",
     "tokens per caption": "tokens",
@@ -145,7 +144,6 @@ QUANTITIES = {
     "aspect ratio": "width / height",
     "image size": "bytes",
 }
-"""Quantities with a histogram, and their units."""
 
 _MOST_NAMES = 1000
 _OTHERS = "(others)"
@@ -153,11 +151,7 @@ _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 class Tally:
-    """Counts, histograms and the most frequent names; `add` another one to it.
-
-    Histograms hold whole numbers as they are, and others to two digits: so they stay small
-    whatever the number of samples.
-    """
+    """Counts, histograms (rounded to two digits if not whole) and most frequent names."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -205,10 +199,7 @@ class ShardTally(NamedTuple):
 
 
 def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:
-    """Count what a shard holds; images are read up to their headers.
-
-    Captions of more than `limit` tokens are counted, or of more words where there are no `tokens`.
-    """
+    """Tally a shard from annotations and image headers; `limit` is in tokens, else in words."""
     tally = Tally()
     names: list[str] = []
     words: set[str] = set()

@@ -48,7 +48,7 @@ from vlp.lock import FolderLock
 
 
 class Examined(NamedTuple):
-    """A shard, or what is wrong with a folder as a whole (`found` is None)."""
+    """A shard, or a problem of its folder as a whole (`found` is None)."""
 
     damage: list[Damage]
     found: ShardContents | None = None
@@ -129,10 +129,7 @@ def index(
 def check(
     folder: Path, quick: bool, executor: Executor, ledger: Path | None = None
 ) -> Iterator[Examined]:
-    """Examine a folder: its shards one by one, then what they say together.
-
-    Shards whose result is in the ledger are not read again.
-    """
+    """Examine a folder's shards one by one (unless in the ledger), then all together."""
     shards = []
     # Where no shard is left, an index or a manifest may still say what there should be.
     listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
@@ -274,10 +271,7 @@ class Damage(NamedTuple):
 
 
 class ShardContents(NamedTuple):
-    """Contents found in a shard; None for what was not looked for.
-
-    `rows` and `places` are digests of the index rows of its samples, with captions and without.
-    """
+    """Contents of a shard, None if not read; `rows` and `places` digest its part of the index."""
 
     samples: int
     bytes: int

@@ -1,8 +1,7 @@
 """Shards from sample specs and source images: the common back end of all converters.
 
-A shard's bytes depend on its piece of the list alone. So pieces are made by many processes at once,
-an interrupted build goes on with the pieces that are missing, and a sample that is taken down
-changes the one shard that holds it.
+A shard's bytes depend on its piece of the list alone, so pieces are built in parallel, a killed
+build resumes with the missing ones, and a take-down changes one shard.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ from vlp.lock import FolderLock
 
 _ASIDE = ".replaced-*"
 
-BUILD_VERSION = 1
-"""Raised whenever equal inputs give other shards than before."""
+BUILD_VERSION = 1  # raised whenever equal inputs give other shards
 
 
 def build_in_steps(
@@ -59,12 +57,11 @@ def build_in_steps(
     total: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Generator[dict[str, Any], None, None]:
-    """Write the shards, their index and `OUT/manifest.json`, in two steps; what is there stays.
+    """Write the shards, their index and `OUT/manifest.json` in two steps; samples there stay.
 
-    No sample that is there is lost: a list without it, or another data set, is an error, unless
-    `options.replace` says so. `wanted` is read once and not kept; `arguments` are those of the
-    command that the shards depend on. Yields an empty manifest when the folder is locked and the
-    list read as far as it can be refused, before any shard has changed; then that of
+    A list without an existing sample, or of another data set, is an error without
+    `options.replace`. `arguments` are the command's that the shards depend on. Yields an empty
+    manifest when the folder is locked and the list accepted, before any change; then that of
     `make_manifest`.
     """
     settings = {
@@ -146,7 +143,7 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
 
 @contextmanager
 def _swept(out: Path) -> Iterator[None]:
-    """Remove unfinished shards: those of a killed run before, and of this one behind."""
+    """Remove unfinished shards of a killed run before, and of this one after."""
     try:
         _sweep(out)
         yield
@@ -246,10 +243,7 @@ Wanted = Iterable[SampleSpec | Refused]
 
 
 class CorpusPart(NamedTuple):
-    """One folder of shards, `OUT/NAME` (an empty name: OUT itself).
-
-    `wanted` may be a function of the finder of images instead of the samples themselves.
-    """
+    """One folder of shards, `OUT/NAME` or OUT; `wanted` may be a function of the image finder."""
 
     name: str
     wanted: Wanted | Callable[[Originals], Wanted]
@@ -257,10 +251,9 @@ class CorpusPart(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Shards to write: the folder of the parts, options, and for the manifests title and licence.
+    """Output folder, build options, title and licence of shards.
 
-    `settings` are arguments that the shards depend on; a file is named without its folder, for
-    where it lies changes no shard.
+    `settings` are arguments that the shards depend on, with file names but no folders.
     """
 
     out: Path
@@ -277,10 +270,7 @@ def convert_rows(
     faults: Faults,
     total: int | None = None,
 ) -> int:
-    """Build one folder of shards of a benchmark's rows, as `make_corpus` does.
-
-    `faults` of rows is complete once `wanted`, read as needed, is through.
-    """
+    """Build one folder of shards as `make_corpus` does; `faults` fills while `wanted` is read."""
     part = benchmark_part("", wanted, faults, total, target.title)
     return make_corpus(target, images, [part])
 
@@ -288,7 +278,7 @@ def convert_rows(
 def benchmark_part(
     name: str, wanted: Iterable[SampleSpec], faults: Faults, total: int | None, title: str
 ) -> CorpusPart:
-    """Return a part whose lost images cost questions and expressions, which are counted."""
+    """Return a part that counts the questions and expressions of lost images."""
     samples = iter(wanted)
     # The first sample before any archive is unpacked: a wrong file is told at once.
     first = next(samples, None)
@@ -318,10 +308,7 @@ def build_parts(
     found: Originals,
     accepted: Callable[[], object] = lambda: None,
 ) -> int:
-    """Build every part from images that are found already; otherwise as `make_corpus`.
-
-    `accepted` is called when no part can be refused any more, before a shard changes.
-    """
+    """Build every part from found images; `accepted` is called before the first shard changes."""
     options = replace(target.build, licence=target.build.licence or target.licence)
     written = 0
     with ExitStack() as held:
@@ -355,13 +342,12 @@ def file_names(paths: Iterable[Path]) -> list[str]:
 
 
 def key_of(identifier: str) -> str:
-    """Return a key for an id: what is no letter, digit or hyphen becomes an underscore."""
+    """Return a key for an id, with `_` for anything but letters, digits and hyphens."""
     return re.sub(r"[^0-9A-Za-z-]", "_", identifier)
 
 
 def stems_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the stem of each image's name; where several have one, the whole path, if need be with
-    the extension: `cam1/0001.jpg` and `cam2/0001.jpg` are two images."""
+    """Return each image's stem, or its path (perhaps with extension) if several share the stem."""
     forms: tuple[Callable[[str], str], ...] = (
         lambda name: PurePosixPath(name).stem,
         lambda name: str(PurePosixPath(name).parent / PurePosixPath(name).stem),
@@ -381,9 +367,8 @@ def stems_of(names: Iterable[str]) -> dict[str, str]:
 def image_identity(name: str, source: str, own: str | None = None) -> tuple[str, str]:
     """Return (source, image_id) of an image by its file name.
 
-    COCO's names (`COCO_train2014_000000000009.jpg`) are recognised whatever the source, since many
-    benchmarks took its images and one image has one identity; its number has no leading zeros.
-    Others have their stem, or what `stems_of` has for their whole path (`own`).
+    COCO's names (`COCO_train2014_000000000009.jpg`) are recognised in any source, so that an image
+    of several benchmarks has one identity. Others have `own` (of `stems_of`) or their stem.
     """
     stem = PurePosixPath(name).stem
     if own not in (None, stem):

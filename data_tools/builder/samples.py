@@ -1,4 +1,4 @@
-"""Samples that a converter asks for, rows that make none, cleaned captions and take-down lists."""
+"""Samples of a converter, refused rows, cleaned captions and take-down lists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vlp.io import atomic_write
 
 
 class SampleSpec(NamedTuple):
-    """One sample to be made, of one image or two, whose files `Originals` finds.
+    """One sample to build, of one image or two that `Originals` finds.
 
-    The key has no dots or slashes. Boxes are in pixels of `size`, width and height, or of the
-    original as it is found, and are scaled to the image that is stored.
+    The key has no dots or slashes. Boxes are in pixels of `size` (width, height), by default of the
+    original, and are scaled to the stored image.
     """
 
     key: str
@@ -61,18 +61,13 @@ _URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
 
 
 def clean_caption(text: str) -> str:
-    """Return a caption cleaned by one rule for all corpora.
+    """Return a caption cleaned by one rule for all corpora; case and punctuation stay.
 
-    1. HTML entities become the characters they stand for (`&amp;` -> `&`), twice where a crawl has
-       escaped them twice. One without its semicolon counts where no letter, digit or = follows.
-    2. Unicode is composed (NFC).
-    3. Control characters become spaces; format characters that are not seen (soft hyphen, byte
-       order mark, direction marks) go. The two joiners stay: scripts and emoji need them.
-    4. The placeholder `<PERSON>` of CC12M becomes `person`, the word that CC3M has in its place.
-    5. White space is collapsed.
-
-    Case and punctuation stay: they are the tokenizer's. `why_dropped` drops a caption that then
-    holds no letter or digit, only URLs, or too many words; none is shortened.
+    1. HTML entities are decoded, twice if a crawl has escaped them twice.
+    2. Unicode is composed (NFC); control characters become spaces; invisible format characters go,
+       but for the two joiners, which scripts and emoji need.
+    3. CC12M's `<PERSON>` becomes `person`, as in CC3M.
+    4. White space is collapsed.
     """
     text = _ENTITY.sub(_character, _ENTITY.sub(_character, text))
     text = unicodedata.normalize("NFC", text)
@@ -99,10 +94,7 @@ def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
 def clean_captions(
     texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
-    """Return the captions of one image that are kept, in order, and what was dropped.
-
-    Dropped ones are named `KEY/caption 2`, counted from 0.
-    """
+    """Return the kept captions of an image, and the dropped ones by `KEY/caption 2` (from 0)."""
     kept, dropped = [], []
     for number, text in enumerate(texts):
         caption = clean_caption(text or "")
@@ -136,7 +128,7 @@ class Line(NamedTuple):
 
 
 class TakeDown:
-    """Take-down list, and those of its lines that were met so far (`met`)."""
+    """Take-down list, and its lines that matched so far (`met`)."""
 
     def __init__(self, lines: frozenset[str] = frozenset()) -> None:
         self.lines = lines
@@ -144,12 +136,9 @@ class TakeDown:
 
     @classmethod
     def read(cls, path: Path | None, out: Path | None = None) -> TakeDown:
-        """Read the list; empty lines and comments do not count.
+        """Read a list; keys under `# of FOLDER:` (see `write_list`) count for that `out` alone.
 
-        Under `# of FOLDER:`, as `write_list` has it, are keys of that folder: where it is `out`,
-        those of other folders do not count.
-        A comment is `# ` at the start of a line, or `#` behind white space, with what follows: keys
-        and URLs may hold and start with a `#`.
+        A comment is `# ` at the start of a line, or `#` behind white space: keys may start with #.
         """
         if path is None:
             return cls()
@@ -196,7 +185,7 @@ def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterabl
 
 
 def warn_of_shared_keys(shared: int) -> None:
-    """Print a warning where keys of a list are also those of so many samples that are kept."""
+    """Print a warning if `shared` kept samples have a key of the list."""
     if shared:
         print(
             f"  careful: {shared} samples that are kept have the same key as a dropped one of "

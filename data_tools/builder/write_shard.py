@@ -1,10 +1,7 @@
-"""One shard of a build: original images and boxes as they are stored; the journal of finished ones.
+"""One shard of a build, and the journal of finished shards.
 
-The list of samples is cut into the pieces that become shards. The journal is one line of JSON a
-shard, kept beside the shards. It is only ever appended to while shards are made, so a killed
-build loses at most the line it was writing; a clean end writes it anew, in the order of the
-shards. A shard's record is written before its file is put in place: should a kill fall in
-between, the sha256 of what is there tells that the record before it holds.
+The journal is one line of JSON a shard, appended before the shard is renamed: after a kill between
+the two, the file's sha256 tells that the earlier record holds. A clean end rewrites it in order.
 """
 
 from __future__ import annotations
@@ -45,19 +42,15 @@ class Prepared(NamedTuple):
 
     data: bytes
     extension: str
-    size: tuple[int, int]
-    """Width and height in pixels."""
-    original: tuple[int, int]
-    """Width and height that the header of the original says, before it is turned."""
-    orientation: int = 1
-    """Of the original, by EXIF: 1 (upright) to 8; from 5 on width and height are exchanged."""
+    size: tuple[int, int]  # width, height in pixels
+    original: tuple[int, int]  # width, height in the original's header, before turning
+    orientation: int = 1  # EXIF, 1 (upright) to 8; from 5 on sides are exchanged
 
 
 def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
-    """Check an image wholly and re-encode it where it must be; raises BadSample.
+    """Verify an image and re-encode it if necessary (PNG stays PNG, else JPEG); raises BadSample.
 
-    One whose longest side is above `max_side` pixels is reduced (Lanczos). Re-encoded images become
-    JPEG; PNG stays PNG.
+    Above `max_side` pixels it is reduced (Lanczos).
     """
     with reading(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
@@ -91,9 +84,9 @@ def fit_boxes(
 ) -> tuple[Annotation, dict[str, list[str]]]:
     """Scale, turn and cut every box by the rule of `vlp.data.boxes`.
 
-    With a box that is left out its expression or named word is, too. Boxes are [x, y, width,
-    height] in pixels of `size`, by default of the upright original. Returns the annotation, and by
-    kind (`OUTSIDE`, `CUT`, `OTHER_SHAPE`) the names of such boxes (`expression 7`, `boxes 0`).
+    Boxes are [x, y, width, height] in pixels of `size`, by default of the upright original. Returns
+    the annotation, and the names of faulty boxes by kind (`OUTSIDE`, `CUT`, `OTHER_SHAPE`). A
+    removed box removes its expression or word.
     """
     faults: dict[str, list[str]] = defaultdict(list)
     upright = image.original[::-1] if image.orientation > 4 else image.original
@@ -148,8 +141,8 @@ def fit_boxes(
     return (annotation.model_copy(update=update) if update else annotation), faults
 
 
+# another try may help
 RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
-"""Failures of images, which another try may mend."""
 
 
 class Record(BaseModel):
@@ -158,10 +151,8 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     number: int
-    wanted: int
-    """Samples of the list that this shard stands for, written or not."""
-    inputs: str
-    """sha256 of those: keys, images and annotations."""
+    wanted: int  # samples of the list, written or not
+    inputs: str  # sha256 of their keys, images and annotations
     taken_down: list[str] = []
     samples: int = 0
     captions: int = 0
@@ -191,10 +182,10 @@ class ShardItem(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """One shard to be made of items, whose sha256 is `inputs`.
+    """One shard to build; `inputs` is its items' sha256.
 
-    The samples of `before`, the record of the shard as it lies there now, are kept, and its
-    failures not tried again unless `retry`.
+    Samples of the existing shard (`before`) are kept; its failures are tried again with `retry`
+    alone.
     """
 
     number: int
@@ -344,9 +335,9 @@ def require_same_settings(
 
 
 class Journal:
-    """The records of a folder of shards, by number of the shard: `with Journal(...) as journal`.
+    """The records of a folder of shards by number, as a context; the caller holds the lock.
 
-    The caller holds the folder's lock; `settings` are what the bytes of all shards depend on.
+    `settings` are all that the bytes of the shards depend on.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -381,7 +372,7 @@ class Journal:
         self._append(record.model_dump())
 
     def last_shard(self) -> int:
-        """Return the number of the last shard that has a file; -1 where none has."""
+        """Return the number of the last shard with a file; -1 without any."""
         names = (path.stem.removeprefix("shard-") for path in self.folder.glob("*.tar"))
         return max(map(int, names), default=-1)
 
@@ -402,7 +393,7 @@ class Journal:
             self._path.unlink()  # what was refused has not begun; what was interrupted has
 
     def _read(self) -> bool:
-        """Read what is there; whether a build began."""
+        """Read the records; return whether a build began."""
         lines = self._path.read_bytes().split(b"\n")
         whole = 0
         last, before = None, None
@@ -469,11 +460,7 @@ class Pieces:
         self.kept = 0  # samples of shards that need not be made
 
     def jobs(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
-        """Yield the shards to be made, in order.
-
-        The first one follows when the list is read as far as the last shard that is there: a list
-        that is refused has changed none.
-        """
+        """Yield the shards to build, once the list is read up to the last existing shard."""
         last = self.journal.last_shard()
         with TemporaryFile(dir=self.journal.folder) as held:
             for piece in self._pieces(self._usable(wanted)):
@@ -509,11 +496,9 @@ class Pieces:
                 yield item
 
     def _pieces(self, wanted: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
-        """Cut where an earlier run cut, else after as many samples as have their images.
+        """Cut where an earlier run cut, else after `samples_per_shard` samples with images.
 
-        A retry cuts the last piece after so many, too, once what its shard holds is in it: while a
-        list is downloaded in parts, all that is not there yet is in that piece. Those before it
-        stay as they are.
+        A retry may also cut the last piece, which holds all that was not downloaded yet.
         """
         piece: list[ShardItem] = []
         present = number = 0

@@ -31,8 +31,7 @@ from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
 
-UNKNOWN = "albef"
-"""Source of images whose path tells none."""
+UNKNOWN = "albef"  # source of images without one in their path
 # What the folders of the usual layouts say about where an image is from.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
@@ -230,7 +229,7 @@ _KINDS: dict[str, Callable[[Sequence[Path], Faults], Iterator[SampleSpec]]] = {
 def _labelled(
     paths: Sequence[Path], layout: type[Labelled], known: Callable[[str], bool], faults: Faults
 ) -> Iterator[tuple[str, int, Labelled]]:
-    """Yield the key, the number in its list, and the row, of rows whose label is known."""
+    """Yield key, number in its list, and row, for rows with a known label."""
     for path in paths:
         for number, row in enumerate(parsed(json_list(path), layout, faults)):
             if known(row.label):

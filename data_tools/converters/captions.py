@@ -41,8 +41,7 @@ FLICKR = "Flickr's terms of use; given out by the authors for non-commercial res
 COCO = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
 VISUAL_GENOME = "annotations CC BY 4.0; images under Flickr's terms of use"
 
-RESTVAL = "restval"
-"""COCO's name for images of val2014 that nobody evaluates on; they are trained on."""
+RESTVAL = "restval"  # COCO's part of val2014 that is trained on
 
 
 class Entry(NamedTuple):
@@ -289,10 +288,9 @@ def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
 
 
 def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
-    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the images.
+    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, ordered by image.
 
-    `lists` are the images of each split; one that is in none of them is left out. Without lists the
-    split of all is `all`.
+    Images in none of the `lists` (one per split) are left out; without lists the split is `all`.
     """
     splits: dict[str, str] = {}
     for file in lists:
@@ -325,7 +323,7 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
 def split_parts(
     entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int, faults: Faults
 ) -> list[CorpusPart]:
-    """Return a folder of shards for each split; the first counts what is wrong with rows."""
+    """Return a folder of shards for each split; the first one counts faults of rows."""
     there = sorted({entry.split for entry in entries})
     _require_known(splits or (), there)
     parts: list[CorpusPart] = []
@@ -396,12 +394,7 @@ def _official_part(
 
 
 class _GenomeLimits(NamedTuple):
-    """Which phrases of Visual Genome are kept.
-
-    max_words, min_words: of a phrase.
-    min_area: share of the image that a region covers at least.
-    excluded: COCO's numbers of images that are left out.
-    """
+    """Limits of Visual Genome's phrases (words), regions (share of the image) and COCO images."""
 
     max_words: int
     min_words: int

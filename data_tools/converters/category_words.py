@@ -1,9 +1,8 @@
 """Words of a caption that name an object of COCO, by its categories.
 
-A caption's word counts where it is a category's name, or a common word for one, and the image has
-objects of that category. Where it has exactly one and the word is singular, it is known which box
-is meant; else the word may name any of them. Of a name of several words the last one counts.
-`orange` may be a colour and `bat` an animal; such words are rare.
+A singular category name in an image with exactly one such object has that object's box; otherwise
+it may name any of them. The last word of a longer name counts. `orange` and `bat` are ambiguous but
+rare.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vlp.data.schema import Box, Word
 
 KIND, SEVERAL = "object", "objects"
 
-COMMON = {
+COMMON = {  # further words for a category
     "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
     "bicycle": ("bike",),
     "motorcycle": ("motorbike", "motor bike"),
@@ -40,9 +39,8 @@ COMMON = {
     "cell phone": ("phone", "cellphone"),
     "refrigerator": ("fridge",),
 }
-"""Other words that captions have for a category."""
 
-PLURALS = {
+PLURALS = {  # irregular
     "person": ("people", "persons"),
     "man": ("men",),
     "woman": ("women",),
@@ -54,7 +52,6 @@ PLURALS = {
     "scissors": (),
     "skis": (),
 }
-"""Plurals that do not go by the rule."""
 
 
 class _WordsImage(Row):
@@ -99,8 +96,7 @@ class CategoryWords:
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
         """Return the words of captions that name objects of the image.
 
-        The kind is `object` where there is one of the category and the word is no plural, else
-        `objects`, with the boxes of all of them and of crowds.
+        kind: `object` for a single object and no plural, else `objects` with all boxes and crowds.
         """
         objects, crowds = self._objects.get(image_id, []), self._crowds.get(image_id, [])
         boxes: dict[str, list[Box]] = defaultdict(list)
@@ -122,10 +118,9 @@ class CategoryWords:
         ]
 
     def said(self, caption: str) -> list[tuple[int, str, str]]:
-        """Return (place, word, category) of every category that a caption names.
+        """Return (place, word, category) of each category in a caption, the longest name first.
 
-        Places count words and punctuation marks as BERT splits them. The longest name wins: a teddy
-        bear is no bear.
+        Places count BERT's words and punctuation marks.
         """
         words, found, place = _words(caption), [], 0
         while place < len(words):

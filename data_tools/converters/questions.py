@@ -26,8 +26,7 @@ from data_tools.rows import (
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
 
-ANNOTATORS = 10
-"""Number of people a lone answer stands for, so that VQA's accuracy takes it for certain."""
+ANNOTATORS = 10  # people that a lone answer stands for in VQA's accuracy
 
 
 class PlainQuestion(NamedTuple):

@@ -37,8 +37,7 @@ Refs = Annotated[Path | None, File(help="refs(unc).p or another split's")]
 Instances = Annotated[Path | None, File(help="instances.json of the same data set")]
 Detections = Annotated[Path | None, File(help="JSON of detected boxes, the proposals")]
 
-Proposals = Mapping[str, list[list[float]]]
-"""Boxes [x, y, width, height] in pixels of the original, by the number of the image."""
+Proposals = Mapping[str, list[list[float]]]  # boxes [x, y, width, height] in pixels, by image
 
 
 class _Sentence(Row):
@@ -229,10 +228,10 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
 
 
 def read_proposals(path: Path, faults: Faults) -> Proposals:
-    """Return detected boxes by the number of their image.
+    """Return detected boxes by the number of their image; extra numbers of a box are dropped.
 
-    The file is a list of {image_id, box or bbox}, the same under "dets", or an object {image_id:
-    [box or {box}, ...]}; of a longer box the first four numbers count.
+    The file is a list of {image_id, box or bbox}, perhaps under "dets", or {image_id: [box or
+    {box}]}.
     """
     content = read_json(path)
     if isinstance(content, dict) and isinstance(content.get("dets"), list):

@@ -33,8 +33,8 @@ TRUTH = {"true": True, "false": False}
 LABELS = ("entailment", "neutral", "contradiction")
 NO_CONSENSUS = "-"
 
+# box i in permutation k is PERMUTATIONS[k][i] of 0
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
-"""Box i of the image of permutation k is box `PERMUTATIONS[k][i]` of permutation 0's."""
 SIZE = (400, 100)
 _BOX_LEFTS = (0, 150, 300)
 _BOX_SIDE = 100
@@ -146,7 +146,7 @@ def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -
 
 
 class PermutedPlace(ImageLocation):
-    """An image of NLVR whose boxes are put into another order when it is read."""
+    """An image of NLVR with its boxes reordered when read."""
 
     order: tuple[int, ...] = PERMUTATIONS[0]
 

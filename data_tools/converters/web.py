@@ -142,10 +142,7 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
 
 
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
-    """Yield `caption<TAB>url` or `url<TAB>caption` lines, of which a header may be the first.
-
-    A line of another layout, or that is not UTF-8, is refused. A header is no row.
-    """
+    """Yield `caption<TAB>url` or `url<TAB>caption` rows without a header; others are refused."""
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
     wrong, header = WrongFile(), 0
     for number, line in enumerate(raw_lines(path)):
@@ -199,10 +196,9 @@ def image_id_of(url: str) -> str:
 
 
 class Downloads(Originals):
-    """Finds images by URL in folders of img2dataset's tars.
+    """Finds images by URL in folders of img2dataset's tars, in 24 bytes an image.
 
-    24 bytes an image are kept: URLs are told apart by 64 bits of a hash, at 12 million images a
-    chance of one in 250,000 that any two of them are taken for one.
+    URLs are compared by 64-bit hashes: 1 in 250,000 for any collision among 12 million images.
     """
 
     def __init__(self, places: Sequence[Path], executor: Executor | None = None) -> None:
@@ -225,7 +221,7 @@ class Downloads(Originals):
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
     def find(self, name: str) -> ImageLocation | None:
-        """Find the image of a URL; None where there is none."""
+        """Find the image of a URL; None if missing."""
         wanted = _url_number(name)
         place = int(np.searchsorted(self._entries["url"], wanted))
         if place == len(self._entries) or self._entries["url"][place] != wanted:

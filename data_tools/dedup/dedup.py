@@ -90,7 +90,7 @@ def _lines(
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
 WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}
 
-MATCH = np.dtype(
+MATCH = np.dtype(  # a pretraining image that is an evaluation image
     [
         ("ours", "<i8"),  # image of pretraining
         ("theirs", "<i8"),  # image of evaluation
@@ -98,7 +98,6 @@ MATCH = np.dtype(
         ("bits", "u1"),  # of the 64 of the perceptual hash
     ]
 )
-"""A pretraining image that is an evaluation image."""
 
 
 def overlap(
@@ -139,9 +138,9 @@ def overlap(
 def find_matches(
     ours: NDArray[np.void], theirs: NDArray[np.void], distance: int | None
 ) -> NDArray[np.void]:
-    """Return a MATCH for every RECORD of ours that shows one of theirs, in all its ways.
+    """Return a MATCH for every RECORD of `ours` that shows one of `theirs`.
 
-    Alike images differ in at most `distance` bits of 64; None: in none of their bytes.
+    `distance` is the most differing bits of 64; None compares bytes and identity alone.
     """
     found = [
         _joined(BY_NAME, ours["name"], theirs["name"], ours["name"] != 0, theirs["name"] != 0, 0),

@@ -1,20 +1,14 @@
-"""Hashes of an image, of its bytes and of its looks, and images that repeat others by them.
+"""Exact and perceptual hashes of images, and the search for near-duplicates.
 
-How it looks is a perceptual hash of 64 bits for searching and one of 256 for making sure. Both
-are signs of a discrete cosine transform of the image's luminance at 32 x 32: the lowest 8 x 8 and
-16 x 16 coefficients, each above its median or not (the arrangement of `imagehash.phash`, which is
-not used because it would bring PyWavelets along and decodes every JPEG at full size).
+The perceptual hashes of 64 and 256 bits are signs of the lowest 8 x 8 and 16 x 16 DCT coefficients
+of the 32 x 32 luminance against their median (as `imagehash.phash`, which decodes at full size).
+Two images are near-duplicates if at most 6 of 64 and 48 of 256 bits differ. On Flickr8k and COCO
+this finds all copies saved again, reduced to a third or squeezed, 99 % brightened by a fifth or cut
+by 1 % at each edge, and 68 % cut by 2.5 %. Of 26 million pairs of different images, the 167 within
+12 bits differ in at least 80 of 256. Turned and mirrored copies are not found.
 
-Two images look alike if they differ in at most 6 of the 64 bits and in at most 48 of the 256. On
-Flickr8k and COCO this finds all copies that were saved again (JPEG, WebP, PNG), reduced to a
-third or squeezed, 99 % of those brightened by a fifth or cut by 1 % at each edge, and 68 % of
-those cut by 2.5 %. Of 26 million pairs of different images, the 167 that differ in at most 12
-bits differ in at least 80 of the 256. Turned and mirrored copies are not found, and a change of
-colour that leaves the luminance alone is not seen.
-
-Near hashes are found by bands: cut 64 bits into `distance + k`; hashes that differ in at most
-`distance` bits agree in at least k whole bands. So for each choice of k bands, sort by those and
-compare within equal ones only. Any k finds the same pairs. Manku, Jain, Das Sarma, "Detecting
+Search: hashes within `distance` bits agree in at least k of `distance + k` bands, so each choice of
+k bands is sorted by and compared within equal ones. Manku, Jain, Das Sarma, "Detecting
 near-duplicates for web crawling", 2007.
 """
 
@@ -49,19 +43,15 @@ from vlp.io import atomic_write
 Hashes = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
-DISTANCE = 6
-"""Bits of 64 in which two images that look alike may differ."""
-FINE_DISTANCE = 48
-"""Bits of 256 in which they may."""
-FLAT = 3.0
-"""Standard deviation of the coarse luminance (of 255) below which noise would set the bits."""
+DISTANCE = 6  # of 64 bits
+FINE_DISTANCE = 48  # of 256 bits
+FLAT = 3.0  # std of the coarse luminance (of 255) below which noise would set the bits
 
-HASH_VERSION = 1
-"""Raised whenever equal images get other hashes than before."""
+HASH_VERSION = 1  # raised whenever equal images get other hashes
 
 READABLE, FLAT_IMAGE, UNREADABLE = 0, 1, 2
 
-RECORD = np.dtype(
+RECORD = np.dtype(  # 70 bytes an image
     [
         ("key", "<u8"),  # number_of(key)
         ("name", "<u8"),  # number_of(source and image_id), 0 without
@@ -73,7 +63,6 @@ RECORD = np.dtype(
         ("state", "u1"),  # READABLE, FLAT_IMAGE (no perceptual hash) or UNREADABLE (no hash)
     ]
 )
-"""One image: 70 bytes."""
 
 _ONES = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
 _SIDE = 32
@@ -93,7 +82,7 @@ class NearOptions(WorkerOptions):
         return None if self.exact else DISTANCE
 
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
-        """Hash the images of shards, but for those whose hashes are kept."""
+        """Hash the images of shards without stored hashes."""
         folder = self.out.with_name(self.out.name + ".hashes")
         work = partial(_keep_hashes, folder=folder)
         parts = [np.load(kept) for _, kept in scan(work, shards, self.workers(), title)]
@@ -123,7 +112,7 @@ class HashedImages(NamedTuple):
 
 
 class SomeSamples(NamedTuple):
-    """Samples of a shard whose keys are asked for."""
+    """Samples of a shard to look up keys for."""
 
     shard: Shard
     numbers: Iterable[int]
@@ -133,10 +122,7 @@ class SomeSamples(NamedTuple):
 
 
 def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
-    """Return the perceptual hashes of an encoded image, of 64 bits and of 256 (4 words).
-
-    None for an image without structure, such as a single colour; raises BadSample.
-    """
+    """Return hashes of 64 and 256 bits (4 words); None for a flat image; raises BadSample."""
     try:
         with open_image(data, where) as image:
             gray = _reduced(image) if image.format in ("JPEG", "MPO") else None
@@ -247,8 +233,7 @@ def _cosines() -> NDArray[np.float64]:
 
 _COMPARED_AT_ONCE = 1 << 18
 _MOST_BANDS = 2000
-_SORTING_COST = 6.0
-"""Comparisons that sorting a hash takes as long as; measured."""
+_SORTING_COST = 6.0  # comparisons per sorted hash, measured
 # Bits by diagonals of the 8 x 8 cosines: neighbours in a row or a column depend on each other, and
 # a band of those tells less.
 _SCATTERED = sorted(range(64), key=lambda bit: ((bit // 8 - bit) % 8, bit))
@@ -264,9 +249,9 @@ class Drops(NamedTuple):
 def near_pairs(
     stored: Hashes, distance: int, asked: Hashes | None = None
 ) -> Iterator[tuple[Places, Places]]:
-    """Yield all pairs of 64-bit hashes within `distance` (0 to 32) bits, each once.
+    """Yield all pairs of 64-bit hashes within `distance` (0 to 32) bits, each once, as places.
 
-    They are places in `asked` and in `stored`; without `asked` the earlier and the later place.
+    A pair is (place in `asked`, place in `stored`), or (earlier, later) without `asked`.
     """
     masks = band_masks(distance, best_k(distance, len(stored)))
     for number, mask in enumerate(masks):
@@ -324,11 +309,10 @@ def usable_images(records: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
-    """Find the images that repeat an earlier one among RECORDs in order of preference.
+    """Find the images that repeat an earlier, kept one among RECORDs in order of preference.
 
-    An image is dropped if it has the same bytes as an earlier one, or looks like an earlier one
-    that is kept, within `distance` bits of 64; one that looks like a dropped one alone stays.
-    (Among those that share all 64 bits it goes too, for the sake of the dropped one.)
+    Bytes are equal, or hashes within `distance` bits of 64. An image like a dropped one alone
+    stays, unless all 64 bits are equal.
     """
     among = np.flatnonzero(usable_images(records))
     links = [_to_first(records["bytes"][among], among)]
@@ -343,11 +327,7 @@ def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
 
 
 def alike_groups(records: NDArray[np.void], distance: int = DISTANCE) -> Places:
-    """Return the number of each image's group; images that cannot be read are alone.
-
-    Unlike `duplicate_images`, which keeps what looks like a dropped image alone, a chain of images
-    is one group: what is dealt by groups has no two alike images on two sides.
-    """
+    """Return each image's group, a chain of near-duplicates; unreadable images are alone."""
     usable = np.flatnonzero(records["state"] != UNREADABLE)
     links = [_to_first(records["bytes"][usable], usable)]
     textured = usable[records["state"][usable] == READABLE]
@@ -380,10 +360,7 @@ def _to_first(values: NDArray[np.generic], among: Places) -> Places:
 
 
 def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
-    """Keep the first of those with the same 64 bits and near 256 bits: (2, links).
-
-    One by one, not in pairs: thousands of copies of one image would make millions of pairs.
-    """
+    """Link images of equal 64 bits and near 256 bits to the first, (2, links), one by one."""
     order = among[np.argsort(records["coarse"][among], kind="stable")]
     _, starts = np.unique(records["coarse"][order], return_index=True)
     found = [np.empty((2, 0), np.int64)]

@@ -35,10 +35,10 @@ class OwnSample(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """Samples in the order of the images with their splits; `groups` number images that look alike.
+    """Samples in order with their splits; `groups` numbers near-duplicates.
 
-    `same` images were left out because another has the same bytes; it got their captions. `given`
-    says that the splits are those of the data, which gives `unsplit` samples none.
+    same: images merged into one of equal bytes; given: the splits are the data's; unsplit: its
+    samples without a split.
     """
 
     samples: list[OwnSample]
@@ -86,9 +86,8 @@ def deal(
 ) -> Dealt:
     """Join images of equal bytes and give each a split by `shares` of train, val and test.
 
-    `before` are splits of an earlier run, by path; `splits_named` says that the command line names
-    the column of the splits. With `exact`, images that look alike but differ in their bytes may go
-    to two sides.
+    before: splits of an earlier run by path; splits_named: the command line names their column;
+    exact: near-duplicates may be in different splits.
     """
     records = _records(images, tree, executor)
     first: dict[int, int] = {}
@@ -123,10 +122,9 @@ def deal(
 
 
 def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
-    """Return the splits that the data gives; all None where they divide nothing.
+    """Return the data's splits; all None if they divide nothing (`train` alone, or one for all).
 
-    One split alone divides something where others are in none, unless it is train. With `named` the
-    command line says that they are splits.
+    With `named` they count in any case.
     """
     counts = Counter(name for name in names if name is not None)
     known = {name: split_of(name) for name in counts}
@@ -150,12 +148,11 @@ def given_or_dealt(
     before: Sequence[str | None] = (),
     there: NDArray[np.bool_] | None = None,
 ) -> list[str]:
-    """Return the split of each image: the given one, else that of before or its group, else train.
+    """Return each image's split: the data's, the earlier run's, its group's, else train.
 
-    Where none is given, a group goes where its smallest digest (of the bytes, uniform in 64 bits)
-    lies in [0, 1): below the share of test, below that and the share of val, or above. Only where a
-    split would hold no image that is `there`, and there is none of before, the smallest digests
-    fill it.
+    Without splits in the data, a group's smallest digest (64 bits, uniform) in [0, 1) decides:
+    below the share of test, then of val. A split without any image that is `there` gets the
+    smallest digests.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)

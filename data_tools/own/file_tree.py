@@ -39,10 +39,9 @@ _AT_ONCE = 1 << 20
 class FileTree(Originals):
     """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
 
-    Hidden files, macOS's `__MACOSX` and the folder `left_out` are not looked through. A folder or
-    archive that lies in an earlier place is there once, and its files are found by either path. No
-    name in an archive becomes a path on the disk: what is needed as a file is copied into the
-    temporary folder `room` under a name of its own.
+    Hidden files, `__MACOSX` and the folder `left_out` are skipped; a place inside another is listed
+    once. Names in archives never become paths on disk: files are copied into `room` under new
+    names.
     """
 
     def __init__(self, places: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
@@ -94,15 +93,14 @@ class FileTree(Originals):
         return f"{place.parent if path in self._placed else place}/{path}"
 
     def find(self, name: str) -> ImageLocation | None:
-        """Return the location of a path of `files`; None where it is none."""
+        """Return the location of a path of `files`; None if missing."""
         found = self._files.get(name)
         return None if found is None else self._location(PurePosixPath(name).name, found)
 
     def path_of(self, name: str, folder: str = "") -> str | None:
         """Return the path of a file that a table names, perhaps absolute or with backslashes.
 
-        Tried in this order: from the table's folder, from the top, from the top of a place that
-        lies in another, then as `FileNames` finds it.
+        Tried from the table's folder, the top, the top of a nested place, then as `FileNames` does.
         """
         name = name.strip().replace("\\", "/").removeprefix("./")
         others = [
@@ -259,8 +257,7 @@ class FileTree(Originals):
 
 
 _TABLES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".token")
-_ALONE = -3
-"""In place of an offset: the container is the file itself."""
+_ALONE = -3  # as an offset: the container itself
 
 
 def is_archive(path: Path) -> bool:

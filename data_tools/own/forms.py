@@ -39,8 +39,7 @@ FORMS = (
     "output, or a tar or zip of one of these"
 )
 
-BAD_ANNOTATION = "bad annotation"
-"""Kind of the faults of files beside images."""
+BAD_ANNOTATION = "bad annotation"  # kind of fault of files next to images
 
 OUTSIDE = "image outside the folder of its table, which --images may name"
 
@@ -61,10 +60,7 @@ _MOST_TABLES = 10_000
 
 
 class OwnImage(NamedTuple):
-    """An image with its uncleaned captions, its split as the data names it, and its URL.
-
-    `image` is its path in the tree, or the name that the data gives where it is nowhere.
-    """
+    """An image (path in the tree, or its name if missing) with raw captions, split and URL."""
 
     image: str
     captions: list[str]
@@ -73,9 +69,9 @@ class OwnImage(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form that was recognised: its title, what was taken for what, and its images, read once.
+    """A recognised form: its title, how it was read, and its images, once.
 
-    `every_image` says that every image of the place should have a caption.
+    `every_image`: all images of the place should have a caption.
     """
 
     title: str
@@ -94,10 +90,10 @@ class _Found(NamedTuple):
 def recognise(
     tree: FileTree, named: Named, faults: Faults, place: Path, beside: Path | None
 ) -> Form:
-    """Recognise the form of a place by its files' names, and the columns of tables.
+    """Recognise the form of a place by its files' names and the columns of tables.
 
-    What cannot be used is added to `faults` while images are read; `beside` is the folder whose
-    files a table of a single file names, in place of the tree.
+    Unusable rows are added to `faults` while images are read; images of a single table lie in
+    `beside`.
     """
     files, images = tree.files, tree.images
     stems = {folded(path.rpartition(".")[0]) for path in images}
@@ -156,17 +152,17 @@ def recognise(
 
 
 def other_files(tree: FileTree) -> str:
-    """Return how many files are neither images nor what captions come in; empty where none is."""
+    """Return the number of files that are neither images nor captions, as text; empty for 0."""
     known = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
     files = [path for path in tree.files if _suffix(path) not in known]
     return f"{len(files)} files of other kinds are left out: {_by_kind(files)}" if files else ""
 
 
 def value_image(value: Any, name: str, tree: FileTree) -> str | None:
-    """Return the path of an image that a table's value holds as bytes; None where it has none.
+    """Return the path of an image stored as bytes in a table's value; None for other values.
 
-    The value is bytes, or the struct of `datasets` with `bytes` and `path`; without a path the
-    image gets `name`. BadSample where it is larger than limits allow.
+    The value is bytes or the struct of `datasets`; without its path the image gets `name`.
+    BadSample beyond the limits.
     """
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -211,10 +207,7 @@ def _table_images(
 
 
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
-    """Return the path of an image that a table names; the name itself where it is nowhere.
-
-    BadSample where it lies outside the table's folder: the table may be a stranger's.
-    """
+    """Return an image's path, or the name if missing; BadSample outside the table's folder."""
     for said in (name, name.partition("#")[0]):
         if beside is None:
             if (path := tree.path_of(said, folder)) is not None:
@@ -227,7 +220,7 @@ def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> st
 
 
 def _existing(file: Path) -> Path | None:
-    """Return a file, else the only one of its folder whose name differs in case or accents."""
+    """Return a file, else the only one in its folder that differs in case or accents alone."""
     if file.is_file():
         return file
     alike = _listed(file.parent).get(folded(file.name), [])
@@ -302,7 +295,7 @@ def _texts_of(about: dict[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
-    """Return the lines of the texts beside an image, and what the JSON there holds."""
+    """Return an image's lines of text, and the content of its JSON."""
     lines: list[str] = []
     content = None
     for path in paths:
@@ -402,10 +395,9 @@ def hub_form(
     faults: Faults,
     chosen: Sequence[str] | None = None,
 ) -> Form:
-    """Open `hub:OWNER/NAME[:CONFIG]`, some splits or all; NAME may be a local folder.
+    """Open `hub:OWNER/NAME[:CONFIG]` (or a local folder NAME), some splits or all.
 
-    Its images pass through the tree's temporary folder; rows that cannot be used are added to
-    `faults`.
+    Images pass through the tree's temporary folder; unusable rows are added to `faults`.
     """
     try:
         import datasets

@@ -49,7 +49,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """What is imported, and what is taken for what."""
+    """Place and columns of own data."""
 
     place: Annotated[str, Argument(metavar="PLACE", help="folder, file, archive or hub:OWNER/NAME")]
     out: Out
@@ -215,7 +215,7 @@ def _require_captions(
     faults: Faults,
     options: ImportOptions,
 ) -> None:
-    """Refuse images without captions, and a table most of whose images are nowhere."""
+    """Refuse images without captions, and a table with most images missing."""
     missing = [image.image for image in images if tree.find(image.image) is None]
     there, first = len(images) - len(missing), readable(next(iter(missing), ""))
     allowed = options.allow_missing_images and there
@@ -359,8 +359,7 @@ def _say_split(dealt: Dealt, options: ImportOptions) -> None:
         print(f"  {dealt.alike} groups of images that look alike, each on one side")
 
 
-VOCABULARY = 4000
-"""Word pieces of configs/pretrain/flickr8k_small.yaml."""
+VOCABULARY = 4000  # as in configs/pretrain/flickr8k_small.yaml
 
 
 def next_steps(out: Path, splits: Sequence[str]) -> str:
@@ -400,7 +399,7 @@ class Earlier(NamedTuple):
 
     @classmethod
     def read(cls, out: Path) -> Earlier:
-        """Return what a folder of shards was imported from; nothing where none was."""
+        """Return the earlier import of a folder; empty without one."""
         path, found = out / NAME, cls({}, {})
         if not path.exists():
             return found
@@ -426,10 +425,7 @@ class Earlier(NamedTuple):
 
 
 def keys_of(paths: Sequence[str], known: Mapping[str, str]) -> list[str]:
-    """Return a key for each path: without the folders that all share; of equal ones a number.
-
-    Keys that are `known` by path stay.
-    """
+    """Return unique keys of paths without their common folder; `known` keys stay."""
     parts = [PurePosixPath(path).parts for path in paths]
     shared = 0
     while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):

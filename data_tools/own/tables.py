@@ -31,19 +31,17 @@ CAPTIONS = (
 )
 SPLITS = ("split", "set", "subset", "partition")
 
+# written by pandas and others for a missing caption
 _MISSING = frozenset(("", "nan", "NaN", "None", "null", "<NA>", "N/A"))
-"""What pandas and others write for no caption."""
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
 _PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
 _DTYPE = re.compile(r",\s*dtype=\S+\)$")
-_ITEM = re.compile(
+_ITEM = re.compile(  # an item of a printed list, with the space for a comma
     r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(\s+(?=[^\s,\])}]))?""", re.DOTALL
 )
-"""An item of a printed list, and the space behind it where no comma is."""
 
 _NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
-_DEPTH = 3
-"""Of lists in a caption's value."""
+_DEPTH = 3  # of nested lists of captions
 
 
 class Columns(NamedTuple):
@@ -75,10 +73,7 @@ class Named(NamedTuple):
 def find_columns(
     names: Sequence[str], named: Named, bytes_columns: Sequence[str] = ()
 ) -> Columns | None:
-    """Find the columns by usual names, whatever their case; None where there are none.
-
-    Columns that are `named` come first; `bytes_columns` hold encoded images, by their type.
-    """
+    """Find the columns by `named`, else by usual names; None without images or captions."""
     given = (named.image, *(named.captions or ()), named.split)
     if any(name is not None and name not in names for name in given):
         return None
@@ -112,10 +107,9 @@ def no_columns(where: str, names: Iterable[str]) -> ConfigError:
 
 
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
-    """Return the captions that a value holds: a text, a list of them, or objects with one each.
+    """Return the captions in a value: a text, a list, or objects with one each.
 
-    A text that is written as a list (`["a dog", "two dogs"]`, as CSV files have it, or without
-    commas, as NumPy's arrays are printed) is one.
+    A text may also be a printed list (`["a dog", "two dogs"]`, or NumPy's without commas).
     """
     if value is None or value != value or depth < 0:  # NaN stands for a missing value
         return []
@@ -142,7 +136,7 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
 
 
 def said_split(value: Any) -> str | None:
-    """Return the name of a split as a row has it; None where the row has none."""
+    """Return a row's split; None without one."""
     name = "" if value is None or value != value else str(value).strip()
     return name or None
 
@@ -150,10 +144,7 @@ def said_split(value: Any) -> str | None:
 def require_splits(
     counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
 ) -> None:
-    """Refuse names of which some are splits and others are not; one split alone may be chance.
-
-    `counts` are of images by name, as far as they are known; the rest is for messages.
-    """
+    """Refuse names that are only partly splits; `counts` are images by name, if known."""
     known = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in known.values()]
     strange = [name for name, split in known.items() if split is None]
@@ -168,20 +159,14 @@ def require_splits(
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token")
 
 _IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
-_SAMPLED = 50
-"""Rows of JSON whose keys are the columns."""
+_SAMPLED = 50  # JSON rows that define the columns
 _TEXT: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-_END = "\0"
-"""A last line, which a quote that is left open takes in."""
-_BATCH = 32
-"""Rows of images that are held at once."""
+_END = "\0"  # a last line that an open quote swallows
+_BATCH = 32  # rows of images at once
 
 
 class OwnTable(NamedTuple):
-    """One table that can be read: `rows` reads some columns and yields where a row is, and the row.
-
-    `bytes_columns` hold encoded images.
-    """
+    """One readable table: `rows` yields (location, row); `bytes_columns` hold encoded images."""
 
     columns: list[str]
     rows: Callable[[Sequence[str]], Iterator[Located]]
@@ -189,10 +174,9 @@ class OwnTable(NamedTuple):
 
 
 def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
-    """Open a table by its suffix; None where it holds no rows.
+    """Open a table by its suffix; None without rows.
 
-    Columns that are `named` decide on the delimiter of a CSV; rows that cannot be read are added to
-    `faults`.
+    `named` columns decide on the delimiter of a CSV; unreadable rows are added to `faults`.
     """
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".arrow"):
@@ -219,10 +203,9 @@ def _of_objects(rows: Iterator[Located], faults: Faults) -> OwnTable | None:
 
 
 def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a list, of lines, or of an object that holds them.
+    """Yield the objects of a list, of lines, or of an object.
 
-    They may be its lists (each may be a split), its values by the name of the image, or be written
-    by column, as pandas does.
+    An object may hold lists (perhaps splits), values by image, or columns as pandas writes.
     """
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -334,10 +317,7 @@ def _unquoted(cell: str) -> str:
 
 
 def _quotes_end_cells(path: Path) -> bool:
-    """Return whether a tab separated file's quotes enclose whole cells; else they are of captions.
-
-    Where they are not, a caption that starts with one would take the rows behind it in.
-    """
+    """Return whether quotes of a tab separated file enclose cells, or else belong to captions."""
     with open(path, **_TEXT) as file:
         try:
             deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
@@ -405,10 +385,7 @@ def _columnar(path: Path, where: str) -> OwnTable:
 
 
 def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the names of its classes in place of their numbers.
-
-    `features` are the data set's by column, as `datasets` writes them; perhaps none.
-    """
+    """Return a row with class names for class numbers, by the features that `datasets` writes."""
 
     def named(value: Any, kind: Any) -> Any:
         if isinstance(value, list):
