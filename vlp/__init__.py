@@ -1,8 +1,7 @@
 """vlp: vision-language pretraining with the anchor-based relative position embedding ACE-RPE.
 
-`load` reads a model folder. `VlpModel`, `VlpProcessor`, `VlpImageProcessor`, `VlpConfig` and
-`VlpForQuestionAnswering` are the same as classes of transformers, whose Auto classes know them once
-this package is imported. `create_position` and `list_positions` open the position encodings.
+`load` reads a model folder; `create_position` and `list_positions` give position encodings.
+`Vlp...` are classes of transformers, registered with its Auto classes on import.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Marks for `torch.compile` and for GPUs, which layers, losses and encodings carry.
+"""Marks for `torch.compile` and for GPUs in layers, losses and encodings.
 
-`region` marks a function of tensors, such as a loss, that a compiled training runs as one graph: on
-a GPU it is dozens of small operations, which take longer to launch than to run. `on_gpu` says which
-of two equal forms computes: a GPU must not be asked for a number, so its form has fixed sizes, and
-it has kernels that a CPU lacks. `once` marks a line of the log.
+`region` marks a function of tensors, such as a loss, to be compiled as one graph: on a GPU its
+dozens of small operations take longer to launch than to run. `on_gpu` selects one of two equal
+forms: on a GPU with fixed sizes, so that no number is read back, and with kernels that a CPU lacks.
+`once` marks a log line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def region(function: Function) -> Function:
 
 
 def compile_regions(options: Mapping[str, Any] | None) -> None:
-    """Compile all of them when they next run, by options of `torch.compile`; None: as written.
+    """Compile all regions at their next run, by options of `torch.compile`; None: uncompiled.
 
     A number that changes from step to step, such as the teacher's share, becomes an input.
     """
@@ -62,9 +62,9 @@ def off_cpu(x: Tensor) -> bool:
 
 @contextmanager
 def gpu_form() -> Iterator[None]:
-    """Compute in the form for a GPU wherever tensors lie, within this context.
+    """Compute in the form for a GPU on any device, within this context.
 
-    Counts of a step, and tests with Triton's interpreter, take its form on a CPU.
+    For counting a step's operations, and for tests with Triton's interpreter.
     """
     global _everywhere
     before, _everywhere = _everywhere, True
@@ -75,10 +75,9 @@ def gpu_form() -> Iterator[None]:
 
 
 def once(log: Callable[..., None]) -> Callable[..., None]:
-    """Have a function that logs run once for each of its arguments, constants all.
+    """Make a logging function run once per arguments, which must be constants.
 
-    The compiler runs it where it traces a call, and leaves nothing of it in the graph. What was
-    said is forgotten by `cache_clear`.
+    The compiler runs it while tracing, outside the graph. `cache_clear` resets it.
     """
     cached = functools.cache(log)
 

@@ -1,7 +1,4 @@
-"""Process group and collectives: the one module that talks to other ranks.
-
-Everything works without a process group too: one process is then rank 0 of 1.
-"""
+"""Process group and collectives; without a process group, one process is rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -50,11 +47,9 @@ _RECORDED = "512"
 def start(
     timeout: timedelta = timedelta(minutes=30), join: Callable[[timedelta], None] | None = None
 ) -> None:
-    """Join the other ranks; the launcher's environment says who they are.
+    """Join the other ranks, as the launcher's environment describes them.
 
-    Args:
-        timeout: after which a collective call fails whose other ranks do not come.
-        join: joins them otherwise than PyTorch does (`start_deepspeed`).
+    timeout: of collective calls. join: joins otherwise than PyTorch does (`start_deepspeed`).
     """
     global _control
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
@@ -79,15 +74,12 @@ def end() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the ranks that `torchrun` or `accelerate launch` announces in the environment.
+    """Join the ranks that `torchrun` or `accelerate launch` announces in the environment, by gloo.
 
-    Without them, or inside a group that is already running, nothing is started. The group is of
-    gloo, for Python objects and tensors of the CPU.
-
-    Its threads end with the block, because nothing holds the group any longer: one that still let
-    go of a tensor while the interpreter ends would abort the process. `torch.distributed.nn` keeps
-    the group that runs when it is first imported, as a default argument, so this module imports it
-    before there is one.
+    Does nothing without them, or inside a running group. The threads end with the block, since no
+    reference to the group remains: a thread that releases a tensor while the interpreter ends would
+    abort the process. `torch.distributed.nn` keeps the group of its first import as a default
+    argument, so this module imports it before a group exists.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
@@ -143,17 +135,14 @@ def _waiting() -> Iterator[None]:
 
 
 def in_collective() -> bool:
-    """Return whether one of this module's collective calls is under way.
-
-    On a GPU they return before they are done; the device then waits by itself.
-    """
+    """Return whether one of this module's collective calls runs (on a GPU, is being launched)."""
     return _waits
 
 
 def own_store() -> Any:
-    """Return a connection of one's own to the store through which the ranks found each other.
+    """Return a separate connection to the process group's store; None for a single rank.
 
-    Another thread may use it beside collective calls; None for a single rank.
+    Another thread may use it during collective calls.
     """
     return dist.distributed_c10d._get_default_store().clone() if is_distributed() else None
 
@@ -169,10 +158,7 @@ def last_calls(number: int) -> list[str]:
 
 
 def global_sum(x: Tensor) -> Tensor:
-    """Sum over all ranks, without gradient; `x` itself is left as it is.
-
-    Every rank must call it, with the same shape.
-    """
+    """Sum over all ranks, without gradient, into a new tensor; collective, with equal shapes."""
     total = x.detach().clone()
     if is_distributed():
         with _waiting():
@@ -181,11 +167,12 @@ def global_sum(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Gather rows in rank order, (rows, ...) -> (world_size * rows, ...), differentiably.
+    """Gather rows in rank order, (rows, ...) -> (world_size * rows, ...), differentiably;
+    collective.
 
-    The gradient of a row is the sum of what all ranks' losses say about it. With losses scaled as
-    `vlp.objectives.loss.normalise` does, averaging parameter gradients over ranks (DeepSpeed,
-    DDP) then gives the gradient of the global mean. Every rank must call it, with the same shape.
+    A row's gradient is the sum over all ranks' losses. With losses scaled as in
+    `vlp.objectives.loss.normalise`, averaging parameter gradients over ranks (DeepSpeed, DDP) gives
+    the gradient of the global mean. Shapes are equal on all ranks.
     """
     if not is_distributed():
         return x
@@ -195,9 +182,9 @@ def gather(x: Tensor) -> Tensor:
 
 
 def start_gather(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to gather rows as `gather` does, without gradients; what is returned waits for them.
+    """Start gathering rows as `gather`, without gradients; the returned function waits for them.
 
-    The rows travel while other work is done. Every rank must call both, in the same order.
+    Every rank must call both, in the same order.
     """
     if not is_distributed():
         return lambda: x
@@ -243,7 +230,7 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def pass_on(tensors: list[Tensor]) -> list[Tensor]:
-    """Give tensors to the next rank of a ring and return those of the one before, no gradient.
+    """Send tensors to the next rank of a ring and return the previous one's, without gradient.
 
     Every rank must call it, with the same shapes and types.
     """
@@ -267,11 +254,9 @@ def barrier() -> None:
 
 
 def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
-    """Return the largest of all ranks' values, one by one.
+    """Return the maximum over ranks of each value.
 
-    Args:
-        values: equally many on every rank.
-        device: a GPU: they go the way of gradients, without TCP, and wait for the GPU's queue.
+    device: a GPU sends values as gradients, without TCP, and waits for its queue.
     """
     if world_size() == 1:
         return list(values)
@@ -310,12 +295,9 @@ def gather_to_all(value: Any) -> list[Any]:
 
 @contextmanager
 def agreed(kind: type[ValueError]) -> Iterator[None]:
-    """Run a block on all ranks; where it fails on one, it fails on all with all messages.
+    """Run a block without collective calls on all ranks; a `kind` error on one fails all.
 
-    The block itself has no collective call, so that no rank waits there for one that has failed.
-
-    Args:
-        kind: what the block may raise.
+    Each rank then gets all messages in one error.
     """
     problem: str | None = None
     try:
@@ -335,9 +317,9 @@ def tensor_from_rank_0(tensor: Tensor) -> Tensor:
 
 
 def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
+    """Yield a file's tensors one by one on every rank's CPU.
 
-    So a run folder may lie on the first node's own disk.
+    Only rank 0 needs the path, as a run folder may lie on the first node's disk.
     """
     file = safe_open(path, framework="pt") if path is not None else None
     described: list[tuple[str, list[int], str]] = []

@@ -1,10 +1,9 @@
 """Lock of a folder: one process at a time writes a run, shards, an index or features.
 
-On one machine the kernel decides (`flock`): its lock ends with the process and those forked from
-it, whatever ends them. Another machine may not see that lock on a shared disk, so each machine has
-a lock file of its own, which a thread touches every few seconds; one that is not touched any more
-is stale. A file is made before the others are looked at: of two that come at once, at most one
-goes on.
+On one machine the kernel decides (`flock`) until the process and its forks end. Other machines may
+not see that lock on a shared disk, so each has a lock file, touched every few seconds by a thread,
+stale without touches. It is written before looking at others: of two simultaneous processes at most
+one goes on.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ PATIENCE_SECONDS = 30.0
 class FolderLock:
     """The right to write a folder: `with FolderLock(folder): ...`.
 
-    Args:
-        folder: made if it is not there; goes with the lock if it is empty then.
-        prefix: of the lock file's name, which differs where a folder has locks of two kinds.
+    A missing folder is made, and removed with the lock if empty. prefix: of the lock file's name,
+    one for each kind of lock.
     """
 
     def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
@@ -134,7 +132,7 @@ class FolderLock:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Say which process writes a folder, as far as its lock tells; None where none does."""
+    """Describe the process that holds a folder's lock; None without one."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = _owner(path)
         with suppress(OSError):
@@ -151,7 +149,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of the running kernel, whose processes see one another's locks."""
+    """Return a name of the running kernel, as processes of one kernel see each other's locks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text()[:8] if boot.exists() else ''}"
 
@@ -171,7 +169,7 @@ def _runs(owner: dict[str, Any]) -> bool:
 
 
 def _start_of(process: object) -> int | None:
-    """Return when a process started, in ticks since the system did; None where none runs."""
+    """Return when a process started, in ticks since boot; None if it does not run."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else int(fields[19])

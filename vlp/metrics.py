@@ -21,8 +21,8 @@ def pessimistic_ranks(
 ) -> NDArray[np.int64]:
     """Return (queries,) numbers of wrong candidates that score at least as the best right one.
 
-    `scores` and `positive` (True = right answer) are (queries, candidates). NaN stands before
-    everything when wrong and behind everything when right.
+    `scores` and `positive` (True = right answer) are (queries, candidates). NaN ranks first when
+    wrong and last when right.
     """
     if scores.shape != positive.shape or scores.ndim != 2:
         raise ValueError(f"scores {scores.shape} and positive {positive.shape} must be one matrix")

@@ -17,13 +17,9 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:
-    """Have this process sent a signal when the one that started it is gone, whatever ended it.
+    """Have Linux send this process signal `number` when the process `parent` ends.
 
-    Else it would go on by itself and keep what it inherited: locks, ports, memory. Linux alone can.
-
-    Args:
-        number: the signal.
-        parent: id of the process that started this one.
+    An orphan would keep inherited locks, ports and memory.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)

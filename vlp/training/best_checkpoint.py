@@ -25,11 +25,10 @@ class BestCheckpoint:
     """Validation at intervals, with the best result so far.
 
     Args:
-        validate: computes the metrics of the model as it is.
         metric: the metric that decides.
-        every: steps between validations; there is always one after the last step.
-        patience: validations without a better result after which the run ends; None is never.
-        data: what `validate` computes them of; results of other data do not compare.
+        every: steps between validations; the last step is always validated.
+        patience: validations without a better result before the run ends; None never ends it.
+        data: identity of the validation data; results of other data do not compare.
     """
 
     def __init__(
@@ -54,10 +53,8 @@ class BestCheckpoint:
     ) -> tuple[Mapping[str, float], bool]:
         """Validate the model and record the result in `progress`.
 
-        `parameters` gives those of a model that ranks hold in parts.
-
-        Returns:
-            All metrics, and whether the model is better than every one before.
+        Returns all metrics, and whether the model is the best so far. `parameters` gathers sharded
+        ones.
         """
         with uncompiled():
             figures = self._validate(parameters)

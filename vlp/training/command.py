@@ -1,8 +1,7 @@
 """A training command: from a configuration file to an exit code, on every rank.
 
-Exit codes: 0 the run finished; 75 (`REQUEUE`) it was stopped by a signal, the end of its launcher
-or a store that does not answer, and goes on with --resume; 2 the configuration or the run folder
-cannot be used; 1 everything else.
+Exit codes: 0 finished; 75 (`REQUEUE`) stopped by a signal, its launcher's end or a silent store,
+resumable with --resume; 2 unusable configuration or run folder; 1 everything else.
 """
 
 from __future__ import annotations
@@ -68,15 +67,11 @@ def run_training(
     """Run one rank of a training; returns its exit code.
 
     Args:
-        path: the configuration file.
-        kind: its type.
         overrides: `key.sub=value` of the command line.
-        resume: go on from the newest good checkpoint in `output`, or start if there is none. With a
-            run's own config.yaml, `output` is the folder in which that lies.
-        build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
-            fit.
-        select: makes the validation that chooses the best checkpoint, from configuration, task and
-            data.
+        resume: continue from the newest good checkpoint in `output`, or start without one. A run's
+            own config.yaml sets `output` to its folder.
+        build: creates the task (an `nn.Module`) and its data; ConfigError if they do not fit.
+        select: creates the validation for the best checkpoint from configuration, task and data.
     """
     prepare_environment()
     try:
@@ -111,10 +106,7 @@ def run_training(
 
 
 def _moved(path: str | Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override by which a run's own config.yaml resumes it where it lies.
-
-    The run may have been moved or copied since the file was written.
-    """
+    """Return the override of `output` for a run's own config.yaml in a moved or copied folder."""
     from vlp.training.run_folder import RunFolder
 
     folder = RunFolder(Path(path).parent, resume=True)

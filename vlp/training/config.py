@@ -133,7 +133,7 @@ class TrainingConfig(Config):
 
 
 class ValidatedTrainingConfig(TrainingConfig):
-    """A training whose figures on validation data choose the model that is kept in `best/`."""
+    """A training that keeps the model with the best validation figures in `best/`."""
 
     evaluate_every: int | None = Field(
         None, ge=1, description="steps between validations; null: every epoch"
@@ -176,7 +176,7 @@ class RunConfig(Config):
 
 
 class ValidationConfig(Config):
-    """Held-out pairs that a pretraining is validated on; it never changes what is trained."""
+    """Held-out pairs for validating a pretraining, without effect on the training."""
 
     model_config = ConfigDict(json_schema_extra={"resume": "free"})
 
@@ -190,7 +190,7 @@ class ValidationConfig(Config):
 
 
 MASKED_SHARE, MASKED_SQUARE = 0.6, 2
-"""Patches that MIM masks, in squares of so many a side: SimMIM's 0.6 and 32 pixels at patch 16."""
+"""Share of patches that MIM masks, and patches per square side: SimMIM's 0.6, 32 px at patch 16."""
 
 
 class PretrainConfig(RunConfig):
@@ -290,7 +290,7 @@ AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | 
 
 
 class VisionConfig(RunConfig):
-    """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
+    """Configuration of `launch/train_vision.py`; `task.kind` selects the task."""
 
     output: LocalPath = Field(
         "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}

@@ -37,7 +37,7 @@ class Tracker(Protocol):
         """Store figures of a step."""
 
     def close(self, failed: bool) -> None:
-        """Write what is left; the run has ended, or failed."""
+        """Write the remaining figures of a finished or failed run."""
 
 
 class TensorBoardTracker:
@@ -54,7 +54,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def close(self, failed: bool) -> None:
-        """Write what is left."""
+        """Write the remaining figures."""
         self._writer.close()
 
 
@@ -82,7 +82,7 @@ class WandbTracker:
         self._run.log(dict(figures), step=step)
 
     def close(self, failed: bool) -> None:
-        """Upload what is left."""
+        """Upload the remaining figures."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -237,19 +237,17 @@ class _StandardError:
 
 
 class RunLog:
-    """Writes on rank 0; on other ranks every method does nothing.
+    """Log of a run, written on rank 0; on other ranks every method does nothing.
+
+    `last` is the last training record of an earlier start, on rank 0.
 
     Args:
         folder: the run's folder, or None on other ranks.
-        step: steps already done; lines of later steps, left by a run that was killed after its
-            last checkpoint, are removed.
-        total: steps of the whole run.
-        trackers: where figures go beside; they are closed with the log. One that fails is left out
-            from then on, but for TensorBoard, whose files lie beside the log.
-        looked: the last step that was validated; lines of later validations are removed, which
-            come again.
-
-    `last` is the last record of training that an earlier start wrote, on rank 0.
+        step: steps already done; later lines, left by a kill after the last checkpoint, are
+            removed.
+        trackers: closed with the log. One that fails is dropped, except TensorBoard with its local
+            files.
+        looked: last validated step; lines of later validations are removed, as they are repeated.
     """
 
     def __init__(
@@ -344,7 +342,7 @@ class RunLog:
 
 
 def _drop_later(path: Path, step: int, looked: int) -> list[dict[str, Any]]:
-    """Keep the lines up to a step, and those of validations up to another; returns them."""
+    """Keep the lines up to a step, and validation lines up to another; returns them."""
     if not path.exists():
         return []
 

@@ -1,12 +1,11 @@
-"""The training loop, top to bottom.
+"""The training loop.
 
-One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
-is not finite on any rank is skipped on all: weights, optimiser state and buffers stay as they were,
-the data moves on, the skip is counted; more than MAX_NON_FINITE of them in a row end the run. On
-a GPU the device itself leaves everything as it was, and the skip is counted with the next log line
-or checkpoint, so that steps never wait for the device.
-SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with
-several ranks a few seconds later, with a checkpoint.
+One optimiser step is `gradient_accumulation_steps` global batches. A step with a non-finite loss or
+gradient on any rank is skipped on all: weights, optimiser state and buffers stay, the data moves
+on, the skip is counted; more than MAX_NON_FINITE in a row end the run. A GPU counts skips with the
+next log line or checkpoint, so that steps never wait for it. SIGTERM, Ctrl-C or the end of the
+launcher, on any rank, ends the run after the current step, with several ranks a few seconds later,
+with a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class StreamedData(Protocol):
     """Hashes of the data's parts by name, which a checkpoint remembers."""
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Count global batches after so many samples, until `epochs` epochs are over."""
+        """Count global batches from a number of consumed samples to the end of `epochs` epochs."""
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Count the samples of one epoch."""
@@ -79,10 +78,11 @@ def train(
     best: BestCheckpoint | None = None,
     signals: StopSignals | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or to a stop signal; returns what `report.json` says.
+    """Train to the end, or to a stop signal; returns the contents of `report.json`.
 
-    With `best` the run also ends when patience is at its end, and the model that did best on
-    the validation data is kept in `best/`. `signals` are those the caller listens to already.
+    With `best` the run also ends when patience runs out, and `best/` keeps the best model.
+    `signals` are the caller's. CheckpointError if a checkpoint or model cannot be written or
+    resumed with this data; NonFiniteError after more than MAX_NON_FINITE non-finite steps in a row.
     """
     training = config.training
     main = engine.rank == 0
@@ -240,9 +240,9 @@ def _run_log(config: RunConfig, folder: RunFolder | None, progress: Progress, to
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count a run's optimiser steps; last batches that do not fill a step are left out.
+    """Count a run's optimiser steps, without a last incomplete one.
 
-    Those still to come are counted from the samples consumed: the batch may have been another one.
+    Remaining steps are counted from consumed samples, as the batch may have changed.
     """
     training = config.training
     if training.steps is not None:
@@ -308,10 +308,10 @@ def _micro_step(
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """Return a scalar loss itself, or where it is not finite one whose gradients are NaN.
+    """Return a finite scalar loss unchanged, or one with NaN gradients for a non-finite loss.
 
-    A loss can be infinite while its gradients are finite, and finite on the other ranks. NaN
-    gradients make the engine skip the step on all ranks, without a wait for the device.
+    Such a loss may have finite gradients, and finite values on other ranks. NaN gradients make the
+    engine skip the step on all ranks, without waiting for the device.
     """
     one = torch.ones_like(loss)
     return loss * torch.where(torch.isfinite(loss.detach()), one, one * float("nan"))

@@ -53,7 +53,7 @@ class OptimiserConfig(Config):
         return self
 
     def warmup(self, total_steps: int) -> int:
-        """Return the steps of warm-up in a run of so many."""
+        """Return the warm-up steps of a run with `total_steps` steps."""
         return min(1000, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def endless_warmup(self, total_steps: int) -> str:
@@ -70,8 +70,8 @@ class OptimiserConfig(Config):
 def undecayed(module: nn.Module) -> set[str]:
     """Return the names of parameters without weight decay.
 
-    These are norms, biases and temperatures (vectors and scalars), and what modules declare by
-    `no_weight_decay()`: position tables, global position biases, class and distillation tokens.
+    Norms, biases and temperatures (vectors and scalars), and each module's `no_weight_decay()`:
+    position tables, global position biases, class and distillation tokens.
     """
     vectors = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
     return vectors | no_weight_decay(module)
@@ -88,10 +88,9 @@ def parameter_groups(
     weight_decay: float,
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sort a module's trainable parameters into groups of equal weight decay and learning rate.
+    """Group trainable parameters by equal weight decay and learning rate.
 
-    Each group has `params`, `weight_decay` and `lr_scale`, by which `set_learning_rate` multiplies
-    the schedule's rate.
+    Groups have `params`, `weight_decay` and `lr_scale`, the factor for `set_learning_rate`.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     lr_multipliers = lr_multipliers or {}
@@ -152,13 +151,8 @@ def learning_rate(
 ) -> float:
     """Return the rate of a linear warm-up, then half a cosine from `peak` to `final`.
 
-    Args:
-        step: optimiser steps done before this one, from 0.
-        total_steps: optimiser steps of the whole run; later steps stay at `final`.
-        peak: rate reached after `warmup_steps` steps.
-        final: rate of the last step.
-        warmup_steps: the first step already moves, with `peak / warmup_steps`. A run shorter
-            than its warm-up only warms up.
+    `step` counts earlier optimiser steps. The first step moves, with `peak / warmup_steps`; a run
+    shorter than its warm-up only warms up; steps after `total_steps` stay at `final`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -22,15 +22,14 @@ _EXAMPLES = 20  # bad samples of one kind that the report names
 
 @dataclass
 class Progress:
-    """Counters of a run; with weights and extra state they are all that resuming needs.
+    """Counters of a run; with weights and extra state, all that resuming needs.
 
-    step: optimiser steps done, skipped ones too. samples: consumed by all ranks over all epochs,
-    which fixes the data position. trained_samples: those of them that were not bad. seconds: of
-    training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
-    steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
-    resumed. looked: the last step that was validated. metric: what decided, of which data
-    (validation). best: the best result so far, best_figures all metrics of that step, and
-    looks_since the number of validations after it.
+    step: optimiser steps, skipped ones included. samples: consumed by all ranks over all epochs,
+    which fixes the data position; trained_samples: valid ones among them. seconds: of training.
+    skipped: bad samples by kind, with examples of their places. non_finite: skipped steps;
+    non_finite_row: the current run of them. resumed: steps of resumption. looked: last validated
+    step. metric: name and data of the deciding metric; best, best_figures: best result, all metrics
+    of its step; looks_since: validations after it.
     """
 
     step: int = 0
@@ -137,8 +136,8 @@ class Meter:
     def close(self) -> dict[str, Any]:
         """Return means over ranks and steps since the last call; collective.
 
-        Losses and statistics are absent when every step was skipped. A rank that has none of some
-        name, as one without a sample has, does not count in its mean.
+        Losses and statistics are absent when every step was skipped. A rank without a value for a
+        name, as one without samples, does not count in its mean.
         """
         self.settle()
         seconds = max(time.perf_counter() - self._start, 1e-9)

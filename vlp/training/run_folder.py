@@ -58,9 +58,9 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
 
 
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
-    """Require that all ranks train the same on the same data; collective.
+    """Require equal training and data on all ranks; collective.
 
-    A node may have files of its own. Paths may differ, and what of `data` may at a resume.
+    Paths may differ, and keys of `data` that may change at a resume.
     """
     own = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
     values, parts = distributed.from_rank_0(own)
@@ -148,13 +148,12 @@ _STATUS = ("status", "--porcelain", "--untracked-files=normal")
 
 
 class RunFolder:
-    """Places of a run's files.
+    """Paths of a run's files.
 
     config: the resolved configuration; log: a JSON object per logged step; tensorboard: event
-    files; checkpoints: folders `step_N`; model: public model folder of a finished run; best: that
-    of the step that did best on the validation data, where there is one; report: summary of the
-    run so far, written whenever it ends; record: its starts, the first file of a run. Where a rank
-    hung, `hang` holds its ranks' stacks.
+    files; checkpoints: folders `step_N`; model: public folder of the finished model; best: best
+    validated one; report: summary, written at every end; record: the starts, first file of a run;
+    hang: stacks of hanging ranks.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -198,7 +197,7 @@ class RunFolder:
             )
 
     def holds_run(self) -> bool:
-        """Return whether a run has been started in the folder."""
+        """Return whether a run has been started in the folder; OSError if it cannot be read."""
         if any(path.is_dir() for path in self.checkpoints.glob("step_*")):
             return True
         return isinstance(_json(self.record).get("starts"), list)
@@ -221,7 +220,7 @@ class RunFolder:
             )
 
     def require_no_progress(self, place: str) -> None:
-        """Require that a resumed run without checkpoints has ended with none."""
+        """Require that a resumed run without checkpoints never had any."""
         try:
             report = _json(self.report)
         except OSError as error:
@@ -244,7 +243,7 @@ class RunFolder:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return what a file of JSON holds; empty where there is none or it is none."""
+    """Return a JSON file's contents; empty if it is missing or invalid."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -253,9 +252,10 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a run's log that tell of a step, and how many others it has.
+    """Return the step lines of a run's log, and the number of invalid ones; a missing file is
+    empty.
 
-    Others were cut off by a kill, or are still being written. A file that is missing has no lines.
+    Invalid lines were cut off by a kill or are still being written.
     """
     rows, bad = [], 0
     try:
@@ -309,7 +309,7 @@ def record_start(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what `run.json` holds; empty without one."""
+    """Return the contents of `run.json`, empty without it; OSError if unreadable now."""
     return _json(folder / "run.json")
 
 

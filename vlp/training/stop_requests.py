@@ -1,9 +1,8 @@
 """Requests that a run end: signals, and the end of the launcher.
 
-The main thread of a rank may wait in a collective call for ranks that are gone, where it runs no
-signal handler. So a thread watches: it sees signals that the main thread cannot, notices when the
-launcher has ended, and ends a rank that does not come to the end of its step.
-Ranks decide together, every few seconds.
+The main thread may wait in a collective call for ranks that are gone, where it runs no signal
+handler. So a thread watches for signals and the launcher's end, and ends a rank that does not
+finish its step. Ranks decide together, every few seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 
 
 class Launchers:
-    """The processes from this one up to the outermost launcher.
+    """Processes from this one up to the outermost launcher, with shells between them.
 
-    Shells between them belong to the chain, shells above do not: a run may outlive a terminal.
-    Only Linux tells (/proc); elsewhere no launcher is ever lost.
+    Shells above are excluded: a run may outlive a terminal. Without /proc (Linux) no launcher
+    counts as ended.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ def _parent(process: int) -> int:
 
 
 def _first_is_init() -> bool:
-    """Return False in a container whose first process may itself start ranks."""
+    """Return False in a container in which the first process may itself start ranks."""
     name = _program(1)
     return name not in _NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
 
@@ -122,13 +121,12 @@ os.register_at_fork(after_in_child=_fork)
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
+    """Listener to SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
 
-    None of them kills; a SIGHUP that nohup has ignored stays so. A second Ctrl-C interrupts.
-    Launchers repeat SIGTERM, so every further one changes nothing.
-    A process that was asked leaves with `REQUEUE` by itself when it does not look in time: before
-    its first look at once, later within `grace` seconds or twice its longest time between looks,
-    or inside `patient` within `patience` seconds.
+    No signal kills; a SIGHUP ignored by nohup stays ignored. A second Ctrl-C interrupts; repeated
+    SIGTERMs, as launchers send, change nothing. A process that does not look in time exits with
+    `REQUEUE`: at once before its first look, later within `grace` seconds or twice its longest time
+    between looks, or inside `patient` within `patience` seconds.
     """
 
     def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:
@@ -150,10 +148,7 @@ class StopSignals:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Suspend the grace while the run validates or saves; it begins anew at the end.
-
-        The time inside does not count as one between looks.
-        """
+        """Suspend the grace while validating or saving; it restarts at the end."""
         if self._looked is None:
             yield
             return
@@ -240,13 +235,8 @@ def leave(code: int) -> NoReturn:
 class StopTogether:
     """Looks at the stop signals of all ranks at the same steps.
 
-    The first looks are one step apart; then the slowest rank's pace says how many steps make
-    `SECONDS`, and the number grows at most twofold from one look to the next. One rank alone looks
-    at every step.
-
-    Args:
-        signals: of this rank.
-        device: what the ranks compute on.
+    The first looks are one step apart; then the slowest rank's pace sets the steps in `SECONDS`,
+    growing at most twofold from one look to the next. A single rank looks at every step.
     """
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:

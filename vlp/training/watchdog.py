@@ -1,7 +1,6 @@
-"""Watchdog: names the rank that is silent or that a step waits for, and writes the ranks' stacks.
+"""Watchdog: names silent or blocking ranks, and writes the ranks' stacks.
 
-Signs of life travel through the store by which the ranks found each other, in a thread, so that
-they come while a rank waits in a collective call, and cost training nothing.
+A thread sends signs of life through the process group's store, also during collective calls.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _UNUSUAL = 3.0  # times the longest so far, from which a phase stands
 class Sign(NamedTuple):
     """One sign of life of one rank.
 
-    number: of the sign; host: the rank's machine; step: optimiser steps done; moves: phases entered
-    so far, the same on all ranks at the same place; phase: the one it is in, for `seconds`;
-    stands: that is too long; waits: whether it is in a collective call.
+    number: of the sign; host: machine; step: optimiser steps done; moves: phases entered, equal on
+    all ranks at the same place; phase: the current one, for `seconds`; stands: too long in it;
+    waits: in a collective call.
     """
 
     number: int
@@ -42,10 +41,7 @@ class Sign(NamedTuple):
 
 
 class Judge:
-    """Comparison of each rank's signs with those before.
-
-    After `patience` seconds without a new sign a rank is silent.
-    """
+    """Comparison of ranks' signs; a rank without a new one for `patience` seconds is silent."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -54,9 +50,9 @@ class Judge:
         self._stands: int | None = None
 
     def see(self, signs: Sequence[Sign], now: float) -> tuple[list[str], bool]:
-        """Return what is to be said, and whether it is the first word of a hang.
+        """Return messages at `now` (seconds), and whether they are the first of a hang.
 
-        `signs` are the last ones of ranks from 0, none until all have begun; `now` are seconds.
+        `signs` are the last ones of ranks from 0, empty until all have begun.
         """
         messages, hangs = [], False
         for rank, sign in enumerate(signs):
@@ -87,15 +83,15 @@ class Judge:
 
 
 class Watchdog:
-    """Thread that gives a rank's signs of life; on rank 0 it also watches all.
+    """Thread that sends a rank's signs of life; on rank 0 it also watches all, rank 1 watches rank
+    0.
 
-    Rank 1 watches rank 0. On the first word of a hang every rank that still can gives the stacks of
-    its threads and its last collective calls, and rank 0 writes them to `hang/step_N`.
+    On a hang every rank that can writes the stacks of its threads and its last collective calls to
+    `hang/step_N` in `folder`, through rank 0.
 
     Args:
-        patience: seconds without a sign or a move after which a rank is named; None starts nothing.
-        say: takes what is found.
-        folder: where stacks go.
+        patience: seconds without a sign or a move after which a rank is named; None disables it.
+        say: receives the messages.
     """
 
     def __init__(self, patience: float | None, say: Callable[[str], None], folder: Path) -> None:

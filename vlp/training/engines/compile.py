@@ -1,8 +1,7 @@
 """`torch.compile` of a task: each transformer block, or each encoder as one graph.
 
-Modules and methods are compiled in place: their names, and so checkpoints, stay as they are. Only
-training steps run compiled code: batches of a validation have other sizes, and each size would be
-compiled anew.
+Modules and methods are compiled in place, so names in checkpoints stay. Only training steps run
+compiled code: every size of a validation batch would be compiled anew.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ Backend = str | Callable[..., Any]
 FORMS = 32
 """Graphs of one block that the compiler may keep (its default is 8).
 
-A cross-modal layer of layout `ace` has 12: two steps of two streams, for pairs of the batch and for
-those of image-text matching, and for the teacher without gradients.
+Layout `ace` has 12 of a cross-modal layer: two steps of two streams, for pairs of the batch, for
+image-text matching, and for the teacher without gradients.
 """
 
 
@@ -40,11 +39,10 @@ FEW_LAUNCHES = {
 }
 """Options of Inductor."""
 APART = {"combo_kernels_pointwise_only": True}
-"""Options for blocks: sums do not share a launch.
+"""Options for blocks: row and column sums are separate kernels.
 
-Sums over rows and over columns in one launch have one block size, which suits one of them: 78 of
-202 ms of kernels of base, 64 pairs, on an H200. One graph of an encoder, whose goal is a number of
-launches, still has them.
+A joint kernel has one block size, which suits one of them: 78 of 202 ms of kernels of base, 64
+pairs, on an H200. Encoder graphs, which minimise launches, keep joint kernels.
 """
 KEPT = 0.99
 """Share of the activations that a compiled graph keeps at most.
@@ -70,19 +68,16 @@ def require_compiler(how: str) -> None:
 def compile_task(
     task: nn.Module, how: Compile, device: torch.device, backend: Backend = "inductor"
 ) -> None:
-    """Compile a task, and a teacher beside it, before it is trained.
+    """Compile a task and its teacher for training.
 
-    Shapes are static where the task says that its batches are (`PlainTask.static_shapes`);
-    elsewhere a size that changes becomes a symbol, so that a block is compiled at most twice for
-    it. A graph is compiled when its module first runs.
+    Shapes are static if `PlainTask.static_shapes`; otherwise a changing size becomes a symbol, so a
+    block compiles at most twice for it. Graphs are compiled when their module first runs.
 
     Args:
-        task: with or without its parameters on the device.
-        how: `blocks` compiles each transformer block, and the blocks of a tower share one graph;
-            `step` compiles the image, the text and the cross-modal encoder with their projections
-            as one graph each, and blocks outside of them; `auto` is `blocks` on a GPU and `none`
-            elsewhere. With both, losses and other regions (`vlp.compilation`) are a graph each.
-        device: where the task runs.
+        how: `blocks` compiles each transformer block (one graph for the blocks of a tower); `step`
+            compiles each encoder with its projections as one graph, and other blocks; both also
+            compile losses and other regions (`vlp.compilation`). `auto` is `blocks` on a GPU, else
+            `none`.
         backend: of `torch.compile`.
     """
     if how == "auto":
@@ -167,10 +162,9 @@ def _models(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def block_stacks(module: nn.Module) -> list[list[nn.Module]]:
-    """Collect the innermost lists of blocks, in the order of the modules.
+    """Collect the innermost lists of transformer blocks, in module order.
 
-    A block is one of several modules of one class with two linear layers or more, as the layers of
-    our encoders and of those of timm and transformers are.
+    Blocks are several modules of one class with at least two linear layers.
     """
     within = [stack for child in module.children() for stack in block_stacks(child)]
     if within or not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -187,10 +181,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] | int) -> None:
-    """Recompute blocks in the backward pass, so that the forward pass keeps their inputs alone.
+    """Recompute blocks in the backward pass from their inputs (Chen et al. 2016, arXiv 1604.06174).
 
-    Dropout is the same both times, and losses and gradients keep every bit (Chen et al. 2016,
-    arXiv 1604.06174).
+    Dropout, losses and gradients are bit-identical.
     """
     if blocks == "none":
         return

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel behind the `Engine` protocol: whole copies on every rank.
+"""PyTorch's DistributedDataParallel as an `Engine`: whole copies on every rank.
 
 Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tensors by name.
 """
@@ -32,10 +32,9 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 class DdpEngine:
-    """One task with a whole copy on every rank; the process group must be up.
+    """One task with a whole copy on every rank; needs a process group.
 
-    Gradients travel while the backward pass runs, once a step, with the last micro-step. One rank
-    alone runs the task as it is.
+    Gradients are reduced during the backward pass of the last micro-step; one rank runs plainly.
     """
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
@@ -109,10 +108,10 @@ class DdpEngine:
         )
 
     def _step_unread(self) -> Update:
-        """Clip and apply AdamW where the gradients are finite, without a wait for the device.
+        """Clip and apply AdamW where the gradients are finite, without waiting for the device.
 
-        Fused AdamW takes both from tensors, by the attributes that `torch.amp.GradScaler` sets: it
-        divides gradients by `grad_scale`, and leaves everything as it is where `found_inf` is 1.
+        Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
+        `grad_scale`, and changes nothing where `found_inf` is 1.
         """
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
@@ -142,7 +141,7 @@ class DdpEngine:
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back the files of `snapshot` on any number of ranks."""
+        """Restore the files of `snapshot` on any number of ranks; KeyError for another model."""
         for file, here in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
             missing = set(here)
             for name, value in broadcast_tensors(None if folder is None else folder / file):

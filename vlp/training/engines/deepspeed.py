@@ -1,9 +1,8 @@
-"""DeepSpeed ZeRO 0-3 behind the `Engine` protocol, with a state that knows no ranks.
+"""DeepSpeed ZeRO 0-3 as an `Engine`, with rank-independent checkpoints.
 
-YAML says how to train, a JSON file how to share memory. DeepSpeed cuts parameters and optimiser
-state into flat partitions of which each rank holds some, and refuses its own checkpoints on another
-number of ranks. Here both are read and written parameter by parameter at full size, in float32, so
-a checkpoint fits any number of ranks and any ZeRO stage, bit for bit.
+The YAML configures training, a JSON file ZeRO. DeepSpeed refuses its own checkpoints on another
+number of ranks. Here parameters and optimiser state are read and written one by one at full size,
+in float32: a checkpoint fits any number of ranks and any ZeRO stage, bit for bit.
 """
 
 from __future__ import annotations
@@ -98,10 +97,9 @@ def shards_parameters(training: TrainingConfig) -> bool:
 def _scalars_pass(task: nn.Module, stage: int) -> Iterator[None]:
     """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures).
 
-    It broadcasts rank 0's parameters as bytes, and PyTorch has no such view of a scalar. We
-    broadcast scalars here; stages 0-2 then pass over what carries the mark of a parameter that
-    differs between ranks, and stage 3, which knows no such mark, sees a vector of one element
-    whose shape it restores when it gathers.
+    It broadcasts parameters as bytes, which PyTorch cannot view a scalar as. So scalars are
+    broadcast here; stages 0-2 then skip parameters marked as differing between ranks, and stage 3,
+    without such a mark, gets a one-element vector and restores the shape when gathering.
     """
     scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
     for parameter in scalars:
@@ -207,7 +205,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back the files of `snapshot` on any number of ranks and any stage."""
+        """Restore the files of `snapshot` on any ranks and stage; KeyError for another model."""
         parameters, buffers = self._frozen | self._named, saved_buffers(self.module)
         missing = parameters.keys() | buffers.keys()
         for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):

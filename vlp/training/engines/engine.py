@@ -1,8 +1,4 @@
-"""Interface between the training loop and the machinery that holds the parameters.
-
-The loop (`vlp/training/loop.py`) sees only this; `ddp.py` fulfils it with a whole copy on every
-rank, `deepspeed.py` whatever the ZeRO stage.
-"""
+"""Interface between the training loop and the machinery that holds the parameters."""
 
 from __future__ import annotations
 
@@ -29,10 +25,9 @@ INTERVAL = 2000
 class Update(NamedTuple):
     """Outcome of one optimiser step; the same on every rank.
 
-    `gradient_norm` is the global norm before clipping (inf where a gradient was not finite; then
-    `applied` is False: weights and optimiser state are as before and the gradients are gone). Both
-    are 0-d tensors where the device has not come so far yet and need not be waited for.
-    `loss_scale` is the one that the step had, None without loss scaling.
+    `gradient_norm` is the global norm before clipping, inf with a non-finite gradient; then
+    `applied` is False, nothing changed and gradients are cleared. Both are 0-d tensors while a
+    device still computes. `loss_scale` is the step's, None without loss scaling.
     """
 
     applied: bool | Tensor
@@ -41,9 +36,8 @@ class Update(NamedTuple):
 
 
 class Engine(Protocol):
-    """Parameters, gradients and optimiser state of one task on all ranks.
-
-    Every method is collective: all ranks call it, in the same order.
+    """Parameters, gradients and optimiser state of one task on all ranks; all methods are
+    collective.
     """
 
     rank: int
@@ -88,14 +82,10 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class LossScale:
-    """Factor of the loss: halved by a step that is not finite, doubled after `INTERVAL` others.
+    """Factor of the loss: halved by a non-finite step, doubled after `INTERVAL` others.
 
-    float16's smallest numbers are larger than many gradients. The policy is that of
-    `torch.amp.GradScaler`, which itself asks an optimiser for whole gradients and keeps its state
-    on a device; ZeRO cuts gradients up, and a checkpoint wants two numbers.
-
-    Args:
-        precision: of the training; the factor is 1 for good unless it is "fp16".
+    The policy of `torch.amp.GradScaler`, which needs whole gradients (ZeRO shards them) and keeps
+    state on a device. The factor stays 1 unless `precision` is "fp16".
     """
 
     def __init__(self, precision: str) -> None:

@@ -26,10 +26,10 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def prepare_environment() -> None:
-    """Fill in what the launcher would have set, so that a plain `python` is rank 0 of 1.
+    """Set missing launcher variables, so that a plain `python` is rank 0 of 1.
 
-    Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
-    of the cores unless OMP_NUM_THREADS says otherwise, and keeps the memory it has freed.
+    Without a GPU, DeepSpeed uses the CPU, each rank of this machine gets its share of the cores
+    unless OMP_NUM_THREADS is set, and keeps freed memory.
     """
     _take_slurm_ranks()
     os.environ.setdefault("RANK", "0")
@@ -56,7 +56,7 @@ _ACCELERATE = {
 
 
 def require_heeded_flags(training: TrainingConfig) -> None:
-    """Require that flags of `accelerate launch` ask for nothing but what the configuration says."""
+    """Require that flags of `accelerate launch` agree with the configuration."""
     for name, (idle, key) in _ACCELERATE.items():
         value, said = os.environ.get(f"ACCELERATE_{name}", idle).lower(), getattr(training, key)
         if value not in (idle, str(said)) and not (name == "USE_DEEPSPEED" and training.deepspeed):
@@ -75,9 +75,9 @@ def allow_open_files() -> int:
 
 
 def _take_slurm_ranks() -> None:
-    """Take the ranks of `srun -n N python launch/pretrain.py`, where no launcher says them.
+    """Read the ranks of `srun -n N python launch/pretrain.py` without a launcher.
 
-    Slurm names no rendezvous: on several nodes MASTER_ADDR is to be set, as pretrain.slurm does.
+    On several nodes MASTER_ADDR must be set, as pretrain.slurm does.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks == "1" or "SLURM_PROCID" not in os.environ:
@@ -104,11 +104,10 @@ def cores_of_rank() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed memory for its next tensors; False where glibc is not there.
+    """Let this process reuse freed memory for its next tensors; False without glibc.
 
-    By default glibc gives large blocks back to the system at once, and every training step pays
-    for having them mapped, cleared and faulted in again. The process then stays as large as it was
-    at its peak.
+    glibc returns large blocks to the system, so every step would map, clear and fault them in anew.
+    The process then stays at its peak size.
     """
     try:
         library = ctypes.CDLL(None)
