@@ -41,7 +41,7 @@ class WorkStopped(Exception):
 
 
 def go_on() -> None:
-    """Raise WorkStopped where the command was interrupted or has failed; all work calls it."""
+    """Raise WorkStopped if the command was interrupted or has failed; all work calls it."""
     if _stopping.is_set():
         raise WorkStopped
 

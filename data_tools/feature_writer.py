@@ -101,7 +101,7 @@ def feature_writer(
 
 
 def _name(source: str) -> str:
-    """Return the last part of a source's place, without what a URL may hold behind it."""
+    """Return the last part of a source's path, without a URL's query."""
     return Path(urlsplit(source).path if is_url(source) else source).name
 
 

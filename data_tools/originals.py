@@ -62,7 +62,7 @@ def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
 
 
 def plain_file(path: Path, folder: Path, name: str) -> Path:
-    """Return a file itself, or what a compressed one holds as a file of that name in `folder`."""
+    """Return a file itself, or its uncompressed content as a file of that name in `folder`."""
     opener = _opener(path)
     if opener is None:
         return path
@@ -119,7 +119,7 @@ class ImageLocation(NamedTuple):
     member: str | None = None
 
     def read(self) -> bytes:
-        """Return the bytes; BadSample where they can no longer be read."""
+        """Return the bytes; BadSample if they can no longer be read."""
         try:
             if self.member is not None:
                 archive = _zip(self.path)
@@ -185,7 +185,7 @@ class Originals:
                 raise ConfigError(f"{place}: no such folder, tar or zip of images")
 
     def find(self, name: str) -> ImageLocation | None:
-        """Find an image (a file name, perhaps with folders before it); None if it is nowhere."""
+        """Find an image by file name, perhaps with folders; None if missing."""
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
         if folder and (exact := self._exact(base, folder)) is not None:
@@ -254,7 +254,7 @@ class Originals:
         )
 
     def _holds_folder(self, wanted: str, form: Callable[[str], str]) -> bool:
-        """Return whether some image lies in such a folder, where others are then missing."""
+        """Return whether some image lies in such a folder."""
         if (wanted, form) not in self._known:
             self._known[wanted, form] = any(
                 self._agrees(FoundFile(container, folder, 0, 0), wanted, form)
@@ -335,7 +335,7 @@ _MOST_PROBLEMS = 20
 IN_FOLDER, _IN_ZIP = -1, -2
 
 _ARCHIVES = (".tar", ".zip")
-# What lies beside images and is none: to remember it would take memory.
+# Other files are skipped, as remembering them would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")
 
 

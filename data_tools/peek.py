@@ -75,7 +75,7 @@ _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#
 
 
 class Frame(NamedTuple):
-    """A box, [x, y, width, height] in pixels of the stored image, and what it shows."""
+    """A box [x, y, width, height] in pixels of the stored image, and its label."""
 
     box: Sequence[float]
     text: str
@@ -123,7 +123,7 @@ def draw_sheet(cards: Sequence[Card], path: Path) -> None:
 
 def _draw_card(card: Card, axes: Axes) -> None:
     colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(card.frames))]
-    # What the frames say comes first: it is what they were asked for.
+    # Labels of frames come first, as the user asked for frames.
     texts = [(frame.text, colour) for frame, colour in zip(card.frames, colours)]
     texts += [(text, "black") for text in card.texts]
     lines = [

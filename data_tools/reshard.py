@@ -50,7 +50,7 @@ class Surveyed(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One new shard: its samples by their number among all, and where each one comes from."""
+    """One new shard: its samples' numbers and sources."""
 
     number: int
     samples: NDArray[np.int64]
@@ -211,7 +211,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
 
 
 def _digest(shards: Sequence[Shard]) -> str:
-    """Return a digest of where shards lie, their sizes and times."""
+    """Return a digest of the shards' paths, sizes and times."""
     sources = blake2b(digest_size=16)
     for shard in shards:
         # The size alone would not do: tars are filled up to 10 KiB.

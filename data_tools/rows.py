@@ -1,4 +1,4 @@
-"""Rows of annotation files: read, checked against what a converter needs, and counted if faulty."""
+"""Rows of annotation files: read, validated for a converter, and counted if faulty."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class WrongFile:
                 self.end()
 
     def end(self) -> None:
-        """Raise the first problem where there was no good row."""
+        """Raise the first problem if there was no good row."""
         if self._problems and not self.good:
             raise ConfigError(self._problems[0])
 
 
 class Row(BaseModel):
-    """Base of the rows of one layout; what a converter does not read may be there or not."""
+    """Base of the rows of one layout; unused fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
@@ -150,7 +150,7 @@ def explained(error: ValidationError) -> str:
 
 
 def text_lines(path: Path) -> list[str]:
-    """Return `lines_of` a file, in which bytes may be no text (`sound`)."""
+    """Return `lines_of` a file with invalid bytes escaped (`sound`)."""
     try:
         return lines_of(path, "surrogateescape")
     except OSError as error:
@@ -159,7 +159,7 @@ def text_lines(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, of a gzipped one the content; what goes wrong meanwhile is a ConfigError."""
+    """Open a file, decompressed if gzipped; failures within are a ConfigError."""
     try:
         with open(path, "rb") as file:
             if file.read(2) != b"\x1f\x8b":
@@ -175,7 +175,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Measured:
-    """The content of a gzip file, of which only so much may come."""
+    """The content of a gzip file, limited in length."""
 
     def __init__(self, file: gzip.GzipFile, path: Path) -> None:
         self._file, self._path, self._left = file, path, most_unpacked(path)
@@ -227,13 +227,13 @@ def streamed_list(path: Path) -> Iterator[Located]:
                     member, end = decoder.raw_decode(text, at)
                 except (ValueError, RecursionError):  # or a number of too many digits
                     end = len(text)
-                # A number may go on in what is not read yet; what comes behind it tells.
+                # A number may go on in the next block; the character behind it tells.
                 if _BEHIND.match(text, end):
                     number += 1
                     yield f"{path}, row {number}", member if sound(text[at:end]) else None
                     at = end
                     continue
-                # A member that is longer than what is held doubles it, so that no file takes long.
+                # A member longer than the buffer doubles it, so that no file takes long.
                 more = file.read(max(CHARACTERS, len(text) - at))
                 if not more:
                     raise ConfigError(

@@ -66,7 +66,7 @@ class SceneFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SceneOptions:
-    """Numbers of samples of each part, and what all scenes have in common."""
+    """Numbers of samples of each part, and settings of all scenes."""
 
     train: Annotated[int, N(help="captioned scenes to train on")] = 20_000
     val: Annotated[
@@ -215,7 +215,7 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
 
 
 def mean_box_share(scenes: Sequence[Scene]) -> float:
-    """Mean share of its image that an object's box covers, the chance of a random patch."""
+    """Return the mean share of the image that a box covers, the chance of a random patch."""
     shares = [
         obj.box[2] * obj.box[3] / scene.image_size**2 for scene in scenes for obj in scene.objects
     ]

@@ -89,7 +89,7 @@ def scan(
     *,
     ledger: Path | None = None,
 ) -> Iterator[tuple[Shard, Result]]:
-    """Yield every shard and what `work` makes of it, with a progress bar in bytes of shards."""
+    """Yield every shard and its result of `work`, with a progress bar in bytes."""
     sizes = [shard.path.stat().st_size if shard.path.is_file() else 0 for shard in shards]
     with tqdm(total=sum(sizes), desc=title, unit="B", unit_scale=True) as bar:
         for shard, size, result in zip(shards, sizes, executor.map(work, shards, ledger=ledger)):

@@ -161,7 +161,7 @@ class Tally:
         self.bad: Counter[str] = Counter()
 
     def add(self, other: Tally) -> None:
-        """Add what another one counted."""
+        """Add another tally."""
         self.counts.update(other.counts)
         for name, histogram in other.histograms.items():
             self.histograms[name].update(histogram)

@@ -223,7 +223,7 @@ def _captions(shard: ShardReader, sample: SampleFiles) -> int:
 
 
 def _check_sums(data: bytes, where: str) -> None:
-    """Verify the checksums of a PNG's chunks, which decoding alone does not look at."""
+    """Verify the checksums of a PNG's chunks, which decoding does not."""
     if data.startswith(b"\x89PNG"):
         try:
             with open_image(data, where) as image:
@@ -282,7 +282,7 @@ class ShardContents(NamedTuple):
 
 
 class ManifestShard(BaseModel):
-    """A shard as its builder wrote it; what a manifest does not say is not compared."""
+    """A shard as in its manifest; missing fields are not compared."""
 
     name: str
     samples: int | None = None
@@ -300,7 +300,7 @@ def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple
 
 
 def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
-    """Find the places where the index and the shards, by name all that are there, differ."""
+    """Find the differences between the index and the shards (all, by name)."""
     path = folder / INDEX_NAME
     remedy = f"make a new one with: python -m data_tools index {folder}"
     try:
@@ -350,7 +350,7 @@ def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage
 def against_manifest(
     folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, ShardContents]
 ) -> list[Damage]:
-    """Find the places where manifest and shards differ; arguments as in `against_index`."""
+    """Find the differences between the manifest and the shards (all, by name)."""
     damage = []
     for entry in manifest:
         there = found.get(entry.name)

@@ -70,7 +70,7 @@ def positive(text: str) -> int:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a hint: the most similar known name, or all of them."""
+    """Return a hint: the most similar known name, or all names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 

@@ -46,7 +46,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def model_dump(self, *, mode: str = "python", **options: Any) -> dict[str, Any]:
-        """Return the values by key; mode "json", which is for files, leaves secrets out."""
+        """Return the values by key; mode "json" (for files) leaves secrets out."""
         values = super().model_dump(mode=mode, **options)
         return redacted_values(values) if mode == "json" else values
 
@@ -315,7 +315,7 @@ def _field_types(field: FieldInfo) -> Iterator[type[Config]]:
 
 
 def _config_types(annotation: Any) -> Iterator[type[Config]]:
-    """The configurations in a type: alone, in a choice, or as elements of a tuple, list or dict."""
+    """Yield the configurations in a type: alone, in a choice, or in a tuple, list or dict."""
     if isinstance(annotation, Choice):
         yield from annotation.classes()
     if isinstance(annotation, type) and issubclass(annotation, Config):
@@ -357,7 +357,7 @@ def load_config(
             origins.setdefault(".".join(key.split(".")[:depth]), origin)
     plugins = values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(each, str) for each in plugins):
-        load_plugins(plugins)  # what they register is then known to the schema
+        load_plugins(plugins)  # the schema needs the names that they register
     return validated(values, schema, path, origins)
 
 
@@ -372,7 +372,7 @@ def validated(
     path: str | Path,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> AnyConfig:
-    """Values that were read from a file, as a configuration."""
+    """Return values that were read from a file as a configuration."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -431,7 +431,7 @@ def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]
 
 
 def overridden(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return values with another one merged in at a dotted key."""
+    """Return values with one dotted key replaced or merged."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return merged(values, value)

@@ -106,7 +106,7 @@ def may_be_on_hub(name: str) -> bool:
 
 @cache
 def check_hub() -> None:
-    """Go offline at once where the hub cannot be reached, for a download would retry for 40 s."""
+    """Go offline at once if the hub is unreachable, as a download would retry for 40 s."""
     import huggingface_hub.constants as hub
 
     place = urlsplit(hub.ENDPOINT)
@@ -122,7 +122,7 @@ def check_hub() -> None:
 
 
 def sync(file: Any) -> None:
-    """Have what was written to an open file on the disk, before it gets its name."""
+    """Sync an open file to the disk, before it is renamed."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -159,7 +159,7 @@ class AtomicFile:
         self.file: IO[Any] = open(self._partial, mode, opener=unfollowed, **text)  # type: ignore[call-overload]  # noqa: SIM115
 
     def commit(self) -> None:
-        """Close the file and give it its name; what was there before is replaced."""
+        """Close the file and rename it, replacing an earlier one."""
         if self._durable:
             sync(self.file)
         self.file.close()
@@ -168,7 +168,7 @@ class AtomicFile:
             sync_path(self.path.parent)
 
     def abandon(self) -> None:
-        """Remove the file; what was there before stays."""
+        """Remove the unfinished file."""
         with suppress(OSError):  # on a full disk, what was still to be written
             self.file.close()
         self._partial.unlink(missing_ok=True)
@@ -259,7 +259,7 @@ def replace_folder(new: Path, place: Path) -> None:
 
 
 def _exchanged(new: Path, place: Path) -> bool:
-    """Exchange the names of two folders; False where one is missing or the system cannot."""
+    """Exchange the names of two folders; False if one is missing or the system cannot."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
     if exchange is None:
         return False
@@ -267,7 +267,7 @@ def _exchanged(new: Path, place: Path) -> bool:
 
 
 def restore_folder(place: Path) -> None:
-    """Bring back the folder that a kill within `replace_folder` left aside, where it is needed."""
+    """Bring back a folder that a kill within `replace_folder` left under a temporary name."""
     if place.exists():
         shutil.rmtree(_aside(place), ignore_errors=True)
     elif _aside(place).exists():
@@ -279,7 +279,7 @@ def _aside(place: Path) -> Path:
 
 
 def keep_others(old: Path, new: Path) -> None:
-    """Give a folder the entries of another one that it has no own of, which stay there too."""
+    """Link into a folder the entries of another one that it lacks."""
     if not old.is_dir():
         return
     own = {path.name for path in new.iterdir()}
@@ -293,7 +293,7 @@ def keep_others(old: Path, new: Path) -> None:
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name; where the disk cannot, copy it."""
+    """Give a file a second name, or copy it on a disk without links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -110,7 +110,7 @@ def build_in_steps(
 
 
 def _set_aside(out: Path, begun: Mapping[str, Any]) -> None:
-    """Move what a build writes into a folder of its own, once for all runs of a command."""
+    """Move a build's output into a folder of its own, once for all runs of a command."""
     done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
     if number:
         last = out / _ASIDE.replace("*", f"{number - 1:03d}")
@@ -157,7 +157,7 @@ def _sweep(out: Path) -> None:
 
 
 def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
-    """Index the folder, unless no shard changed since it was: a survey reads every shard."""
+    """Index the folder, unless no shard changed: a survey reads every shard."""
     shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
     if not shards:
         (out / INDEX_NAME).unlink(missing_ok=True)
@@ -221,7 +221,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
-    """Print what was written, what was not, and where every one of those is named."""
+    """Print numbers of written and failed samples, and the file that names the failures."""
     print(
         f"{out}: {manifest['samples']} samples, {manifest['captions']} captions in "
         f"{len(manifest['shards'])} shards, {manifest['bytes'] / 1e6:.1f} MB"
@@ -294,7 +294,7 @@ def make_corpus(
     parts: Sequence[CorpusPart],
     originals: Callable[[Sequence[Path]], Originals] = Originals,
 ) -> int:
-    """Build every part and print what was written and what was not; 1 where not one sample was."""
+    """Build every part and print its results; returns 1 without a single sample."""
     try:
         with unpacked(images, target.out) as places:
             return build_parts(target, parts, originals(places))
@@ -382,7 +382,7 @@ def image_identity(name: str, source: str, own: str | None = None) -> tuple[str,
 def _with_losses(
     samples: Iterable[SampleSpec], faults: Faults, originals: Originals
 ) -> Iterator[SampleSpec | Refused]:
-    """Yield samples, each followed by what its lost image costs, then the faults of the rows."""
+    """Yield samples, each followed by the losses of its image, then the faults of the rows."""
     for sample in samples:
         yield sample
         if None in map(originals.find, sample.images):

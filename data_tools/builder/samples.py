@@ -31,7 +31,7 @@ class SampleSpec(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Something of the raw data that makes no sample, counted by kind; `id` tells which it is."""
+    """A part of the raw data that makes no sample, by its `id`; counted by kind."""
 
     kind: str
     id: str

@@ -146,7 +146,7 @@ RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
 
 
 class Record(BaseModel):
-    """One finished shard; without samples (all of them failed) it has no file."""
+    """One finished shard; it has no file if all samples failed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -172,7 +172,7 @@ def shard_name(number: int) -> str:
 
 
 class ShardItem(NamedTuple):
-    """A sample to be made and where its images lie (None: nowhere)."""
+    """A sample to build and the places of its images (None: missing)."""
 
     key: str
     annotation: Annotation
@@ -271,7 +271,7 @@ class _Stored:
             self._load(job.folder / before.name, before.sha256)
 
     def copy(self, key: str, file: IO[bytes], failures: dict[str, list[str]]) -> int | None:
-        """Copy a sample's files and return its number of captions; None where it is not there."""
+        """Copy a sample's files and return its number of captions; None if missing."""
         if key in self._failed or key in self._samples:
             for kind, name in self._boxes.get(key, ()):
                 failures[kind].append(name)
@@ -446,7 +446,7 @@ def _is_ours(name: str) -> bool:
 
 
 class Pieces:
-    """Cuts the list into pieces, and decides which of them must be made."""
+    """Cutter of the list into pieces, which also decides which of them to build."""
 
     def __init__(
         self, originals: Originals, journal: Journal, options: BuildOptions, take_down: TakeDown
@@ -545,7 +545,7 @@ class Pieces:
         )
 
     def _require_kept(self, number: int, piece: list[ShardItem]) -> None:
-        """Refuse a list that lacks samples of the shard that stands where it has others."""
+        """Refuse a list that lacks samples of the existing shard."""
         wanted = {item.key for item in piece}
         lost = [key for key in self._held(number) if key not in wanted]
         if lost:
@@ -557,7 +557,7 @@ class Pieces:
             )
 
     def _held(self, number: int) -> dict[str, None]:
-        """Return the keys of the samples in the shard that stands there, in order."""
+        """Return the keys of the samples in the existing shard, in order."""
         path = self.journal.folder / shard_name(number)
         return (
             dict.fromkeys(sample.key for sample in contents(path).samples) if path.exists() else {}

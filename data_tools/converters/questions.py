@@ -30,7 +30,7 @@ ANNOTATORS = 10  # people that a lone answer stands for in VQA's accuracy
 
 
 class PlainQuestion(NamedTuple):
-    """A question and how many people gave each answer, small enough to hold a million of them."""
+    """A question and the number of people per answer, compact enough for a million."""
 
     id: str
     question: str
@@ -46,7 +46,7 @@ class PlainQuestion(NamedTuple):
 
 
 class ImageQuestions(NamedTuple):
-    """An image's file name and identity, its questions, and what its key begins with."""
+    """An image's file name and identity, its questions, and the prefix of its key."""
 
     name: str
     source: str
@@ -170,13 +170,13 @@ def easy_vqa(
 
 
 def counted(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Return how many people gave each answer, in the order in which answers first come."""
+    """Return the number of people per answer, in order of first occurrence."""
     # Most answers come thousands of times.
     return tuple(Counter(map(sys.intern, answers)).items())
 
 
 def lone_answer(identifier: str, question: str, answer: str) -> PlainQuestion:
-    """Return a question with one answer, which counts as what all annotators said."""
+    """Return a question with one answer, counted as given by all annotators."""
     return PlainQuestion(identifier, question, ((sys.intern(answer), ANNOTATORS),))
 
 

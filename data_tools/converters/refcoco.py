@@ -303,7 +303,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_refs(path: Path) -> Iterator[Located]:
-    """Return the rows of a pickled list, of Python 2 or 3, with where they stand."""
+    """Return the rows of a pickled list, of Python 2 or 3, with their places."""
     try:
         with open(path, "rb") as file:
             # Texts of Python 2 are bytes; odd ones must not cost the whole data set.

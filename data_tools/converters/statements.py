@@ -151,7 +151,7 @@ class PermutedPlace(ImageLocation):
     order: tuple[int, ...] = PERMUTATIONS[0]
 
     def read(self) -> bytes:
-        """Return the image as an RGB PNG; BadSample also where it has another size than NLVR's."""
+        """Return the image as an RGB PNG; BadSample also for another size than NLVR's."""
         image = decode_image(super().read(), str(self.path))
         if image.size != SIZE:
             size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"

@@ -48,7 +48,7 @@ _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "
 
 @dataclass(frozen=True, kw_only=True)
 class WebOptions:
-    """Options of a web corpus, of which exactly one says where the images are."""
+    """Options of a web corpus; exactly one of them names the images."""
 
     annotations: Annotated[Path, File(help="the official list, gzipped or not")]
     urls_only: Annotated[
@@ -87,7 +87,7 @@ class WebOptions:
 
 
 class WebRow(NamedTuple):
-    """One line of a list: its number from 0, the caption, the image's URL, and what else."""
+    """One line of a list: its number from 0, caption, URL and other fields."""
 
     row: int
     caption: str
@@ -331,7 +331,7 @@ def _sample(
 def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
-    except ValueError:  # a host that is none
+    except ValueError:  # an invalid host
         return SplitResult("", "", url, "", "")
 
 

@@ -180,7 +180,7 @@ def _joined(
 
 
 def _samples(images: HashedImages) -> Places:
-    """Return a number for each image's sample, which its second image shares."""
+    """Return each image's sample number, shared with the second image."""
     return images.shard << 32 | images.records["sample"].astype(np.int64)
 
 

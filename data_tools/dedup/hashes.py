@@ -71,14 +71,14 @@ _LOW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class NearOptions(WorkerOptions):
-    """The list to write, and what counts as the same image."""
+    """The list to write, and the criterion of equal images."""
 
     out: Annotated[Path, Option(metavar="LIST", help="list of the keys to take out")]
     exact: Annotated[bool, Option("--exact", help="the same bytes only")] = False
 
     @property
     def most(self) -> int | None:
-        """Return the bits of 64 in which alike images differ, None where equal bytes count."""
+        """Return the most bits of 64 in which near-duplicates differ; None for exact ones."""
         return None if self.exact else DISTANCE
 
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
@@ -98,7 +98,7 @@ class HashedImages(NamedTuple):
     shard: Places
 
     def keys(self, images: Places, executor: Executor) -> Iterator[str]:
-        """Yield the keys of images, which ascend, from the headers of their shards."""
+        """Yield the keys of images (in ascending order) from the headers of their shards."""
         used, starts = np.unique(self.shard[images], return_index=True)
         samples = np.split(self.records["sample"][images], starts[1:])
         jobs = (SomeSamples(self.shards[one], numbers) for one, numbers in zip(used, samples))
@@ -134,7 +134,7 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
     luminance = np.asarray(small, dtype=np.float64)
     waves = _cosines()
     low = waves @ luminance @ waves.T
-    # The squares of an orthonormal transform add up to those of the pixels.
+    # An orthonormal transform keeps the sum of squares.
     variance = ((low * low).sum() - low[0, 0] ** 2) / _SIDE**2
     if variance < FLAT**2:
         return None
@@ -160,12 +160,12 @@ def image_record(
 
 
 def fine_distance(first: Hashes, second: Hashes) -> NDArray[np.int64]:
-    """Count the bits in which hashes of 256 bits, (..., 4), differ."""
+    """Count differing bits of 256-bit hashes, (..., 4)."""
     return differing_bits(first, second).sum(-1)
 
 
 def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
-    """Count the bits in which words of 64 bits differ."""
+    """Count differing bits of 64-bit words."""
     different = np.bitwise_xor(first, second)
     return _ONES[different[..., None].view(np.uint16)].sum(-1, dtype=np.int64)
 
@@ -206,10 +206,10 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
 
 
 def _reduced(image: Image.Image) -> Image.Image:
-    """Return the luminance of a JPEG, decoded at 1/8 to 1/2 of its size where that does."""
+    """Return the luminance of a JPEG, decoded at 1/8 to 1/2 of its size if large enough."""
     image.draft("L", (4 * _SIDE, 4 * _SIDE))
     image.load()
-    with suppress(Exception):  # garbage beside the pixels does not make the image a bad one
+    with suppress(Exception):  # garbage outside the pixels does not make an image bad
         image = ImageOps.exif_transpose(image)
     return image.convert("L")
 
@@ -290,7 +290,7 @@ def band_masks(distance: int, k: int) -> list[np.uint64]:
 
 
 def best_k(distance: int, count: int) -> int:
-    """Return the k with which a search among `count` random hashes costs least."""
+    """Return the k of the cheapest search among `count` random hashes."""
 
     def cost(k: int) -> float:
         agreeing = count * 2.0 ** (-64 * k / (distance + k))
@@ -301,7 +301,7 @@ def best_k(distance: int, count: int) -> int:
 
 
 def usable_images(records: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return which images are compared: those that can be decoded and are alone in their sample."""
+    """Return a mask of the readable images that are alone in their sample."""
     paired = records["second"].copy()
     paired[:-1] |= records["second"][1:]
     usable: NDArray[np.bool_] = ~paired & (records["state"] != UNREADABLE)
@@ -376,7 +376,7 @@ def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
 
 
 def _first_kept(pairs: Places) -> Places:
-    """Decide which images go, (2, links), of pairs that look alike."""
+    """Return the links (2, links) from dropped to kept images of near-duplicate pairs."""
     # Earlier images are decided upon before later ones look at them.
     first, second = pairs[:, np.lexsort((pairs[0], pairs[1]))].tolist()
     links: dict[int, int] = {}

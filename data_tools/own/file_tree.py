@@ -137,7 +137,7 @@ class FileTree(Originals):
             raise BadSample("bad annotation", f"{path}: not UTF-8") from error
 
     def on_disk(self, path: str) -> Path:
-        """Return a file of the disk that holds what `path` does, uncompressed."""
+        """Return a file on disk with the uncompressed content of `path`."""
         place = self.find(path)
         assert place is not None
         name = without_gz(PurePosixPath(path).name).lower()
@@ -160,7 +160,7 @@ class FileTree(Originals):
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
-        """Store an image that a table holds itself; returns its name, one for equal bytes."""
+        """Add an image from a table's bytes; returns its name, one for equal bytes."""
         if len(data) > MAX_IMAGE_BYTES:
             raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]
@@ -182,7 +182,7 @@ class FileTree(Originals):
         return name
 
     def flush(self) -> None:
-        """Write what was added, so that it can be read."""
+        """Flush the added images to disk, to be read."""
         if self._embedded is not None:
             self._embedded.flush()
 
@@ -270,7 +270,7 @@ def is_archive(path: Path) -> bool:
 
 
 def without_gz(name: str) -> str:
-    """Return a file's name without what compression added to it."""
+    """Return a file's name without its compression suffix."""
     return name[:-3] if name.lower().endswith(".gz") else name
 
 

@@ -101,7 +101,7 @@ def recognise(
     described = [path for path in tables if _stem(path) == "metadata"]
     saved = [path for path in tables if path.endswith(".arrow")]
     sides = [path for path in files if _is_side(path, stems)]
-    # A table that is named itself is what the user means, whatever lies beside the images.
+    # The user means a table that is named itself, whatever else the folder holds.
     own = without_gz(place.name)
     is_table = place.is_file() and _suffix(own) in SUFFIXES
     if is_table:
@@ -365,7 +365,7 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
     if _suffix(path) not in SUFFIXES or _is_side(path, stems):
         return False
     if name.startswith(("cache-", "tmp")) and name.endswith(".arrow"):
-        return False  # of `datasets`, beside what it saved
+        return False  # cache of `datasets`
     # Of img2dataset, `datasets` and the hub.
     about = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
     return name not in about and not name.endswith("_stats.json")
@@ -479,7 +479,7 @@ def _is_image(kind: Any) -> bool:
 
 
 def _with_bytes(value: Any, name: str) -> Any:
-    """Return the value with its bytes, which a data set of single files only points at."""
+    """Return the value with its bytes, also for a data set of single files."""
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec

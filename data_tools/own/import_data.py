@@ -164,7 +164,7 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             images, dropped = _cleaned(form, tree, faults, options)
             tree.flush()
             if not options.split_column and not any(image.split for image in images):
-                # What is nowhere has no folder that could be compared with those of the others.
+                # A missing image has no folder to compare with the others' folders.
                 there = [one.image for one in images if tree.find(one.image) is not None]
                 splits = splits_by_name({name: tree.whole(name) for name in there}, options.place)
                 images = [one._replace(split=splits.get(one.image)) for one in images]
@@ -445,6 +445,6 @@ def keys_of(paths: Sequence[str], known: Mapping[str, str]) -> list[str]:
 
 
 def _key(stem: str) -> str:
-    """Return a name with `_` for what a key cannot hold, such as the joiners of an emoji."""
+    """Return a name with `_` for invalid characters of keys, such as an emoji's joiners."""
     joined = "_".join(stem.split())
     return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)

@@ -53,7 +53,7 @@ class Columns(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """Return all of them."""
+        """Return all columns to read."""
         return [self.image, *self.captions, *([self.split] if self.split else [])]
 
     def __str__(self) -> str:
@@ -327,7 +327,7 @@ def _quotes_end_cells(path: Path) -> bool:
 
 
 def is_image_name(cell: str) -> bool:
-    """Return whether a value is an image's file name, perhaps with Flickr's `#0` behind it."""
+    """Return whether a value is an image's file name, perhaps with Flickr's `#0` after it."""
     return bool(_IMAGE_NAME.fullmatch(cell.strip().lower()))
 
 

@@ -85,7 +85,7 @@ class AugmentConfig(Config):
 
     @property
     def keeps_images(self) -> bool:
-        """True where images stay as evaluation prepares them."""
+        """True without any augmentation."""
         return not (self.randaugment or self.hflip) and self.crop_scale == (1.0, 1.0)
 
 

@@ -26,7 +26,7 @@ def split_of(name: object) -> str | None:
 
 
 def folded(name: str) -> str:
-    """Return what equal names share on systems that compose accents and ignore case."""
+    """Return a name with composed accents and in lower case, as some systems compare names."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -36,7 +36,7 @@ def agree(there: str, wanted: str) -> bool:
 
 
 class FileNames:
-    """Finds files by path, and by a base name alone only where that is unique."""
+    """Files by path, or by base name alone if unique."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = paths

@@ -43,7 +43,7 @@ class LabelledImages:
         return self._length
 
     def read(self, number: int) -> Labelled:
-        """Return one of them; raises BadSample where it cannot be decoded or has no class."""
+        """Return an image with its class; raises BadSample."""
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ def open_labelled(
 
 
 def require_images(path: str, classes: Sequence[str]) -> None:
-    """Refuse class folders without images, which would be missing among the classes unnoticed."""
+    """Refuse empty class folders, which would silently be missing among the classes."""
     place = Path(path)
     if not place.is_dir() or (place / INDEX_NAME).is_file():
         return

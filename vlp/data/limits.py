@@ -12,7 +12,7 @@ from vlp.config import Config, ConfigError, parse_yaml, validated
 
 VARIABLE = "VLP_LIMITS"  # `Limits` as a YAML mapping, {pixels: 2e8}
 
-# Constants: no data set in use comes near, and what is beyond costs gigabytes or minutes.
+# Constants: no data set in use comes near, and larger samples cost gigabytes or minutes.
 MAX_IMAGE_BYTES = 2**27
 MAX_SIDE = 2**16
 MAX_ASPECT = 200  # a resize of a line to a square takes gigabytes

@@ -66,7 +66,7 @@ from vlp.data.text.word_boxes import named_patches
 from vlp.io import lines_of, redacted, sha256_of
 
 NO_ID = -1
-_BEGUN_AT_ONCE = 16  # whose encoded images are held
+_BEGUN_AT_ONCE = 16  # slots with their encoded images in memory
 _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
 
 
@@ -139,7 +139,7 @@ class CaptionedSamples(Dataset[Slot]):
         return slots
 
     def slot(self, epoch: int, element: Element, raw: RawSample | BadSample | None = None) -> Slot:
-        """Return the slot of an element; `raw` is its sample where that was read already."""
+        """Return the slot of an element, from `raw` if that was read already."""
         return self._begun(epoch, element, raw)()
 
     def _begun(
@@ -164,7 +164,7 @@ class CaptionedSamples(Dataset[Slot]):
     def _without_levels(
         self, epoch: int, element: Element, raw: RawSample | None
     ) -> tuple[Slot, Callable[[], Tensor]]:
-        """Return a slot and what decodes its levels; either raises BadSample."""
+        """Return a slot and a function that decodes its levels; both raise BadSample."""
         source, shard, _, visit = element
         sample, caption_number = self._sample(element)
         if raw is None:
@@ -220,7 +220,7 @@ class CaptionedSamples(Dataset[Slot]):
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
-        """Return the sample's number in its shard; the caption's where each pair is an element."""
+        """Return the numbers of an element's sample in its shard and of its caption, if fixed."""
         if not self.every_caption:
             return element.position, None
         ends = self.sources[element.source].caption_ends(element.shard)
@@ -350,7 +350,7 @@ class ListedShards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
 
     def path(self, shard: int) -> str:
-        """Return what messages call a shard."""
+        """Return a shard's name for messages."""
         return redacted(self.shards[shard].name)
 
     def sha256(self) -> str:
@@ -425,7 +425,7 @@ def _names(path: str) -> list[str]:
 
 
 def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample]:
-    """Yield the samples of a shard, and a bad one where it is damaged, empty or cannot be had."""
+    """Yield the samples of a shard, and a bad one if it is damaged, empty or unreachable."""
     name, told = source.shards[shard].name, source.path(shard)
     try:
         # A copy without a name: whatever ends this process, nothing of it stays behind.
@@ -542,7 +542,7 @@ class PretrainData(OrderedData):
         return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
 
     def _require_room(self, consumed: int, rank: int, world_size: int) -> None:
-        """Complain now if the cache cannot hold what one rank reads at a time."""
+        """Refuse a cache that is too small for the shards that one rank reads at a time."""
         if self.cache is None:
             return
         assert isinstance(self.sampler, TrainingSampler)

@@ -112,7 +112,7 @@ def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
 
 
 def every_text_of(annotation: Annotation) -> list[str]:
-    """Return all that is said of an image: captions, claims, questions and answers, expressions."""
+    """Return all texts of an image: captions, statements, questions, answers and expressions."""
     sentences = (annotation.premise, annotation.hypothesis, annotation.statement)
     asked = annotation.questions or ()
     texts: list[str] = [

@@ -80,7 +80,7 @@ def swap_annotation(pair: SwapPair) -> Annotation:
 
 
 def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
-    """Annotate a statement about two images, the first being the left one, or three boxes."""
+    """Annotate a statement about two images, the left one first, or three boxes."""
     scene: dict[str, Any]
     if isinstance(statement, Statement):
         scene = {"left": graph_of(statement.left), "right": graph_of(statement.right)}

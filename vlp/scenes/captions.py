@@ -95,7 +95,7 @@ _SLOT = re.compile(r"([NTPCRBA])(\d)(\d?)")
 
 
 class NamedWord(NamedTuple):
-    """The word at `position` of a text names what `kind` (colour or shape) object `obj` has."""
+    """The word at `position` of a text names the `kind` (colour or shape) of object `obj`."""
 
     position: int
     word: str
@@ -104,7 +104,7 @@ class NamedWord(NamedTuple):
 
 
 class SceneCaption(NamedTuple):
-    """A sentence, what it claims, and which of its words name which object."""
+    """A sentence, its claim, and its words that name objects."""
 
     text: str
     meaning: Meaning
@@ -112,7 +112,7 @@ class SceneCaption(NamedTuple):
 
 
 def article(word: str) -> str:
-    """'a' or 'an', as stands before the word."""
+    """Return 'a' or 'an' for a word."""
     return "an" if word[0] in "aeiou" else "a"
 
 
@@ -134,7 +134,7 @@ def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
 
 
 def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption | None:
-    """Fill a pattern for the scene; None where even without sizes it is over `MAX_WORDS`."""
+    """Fill a pattern for the scene; None if over `MAX_WORDS` even without sizes."""
     count = len(scene.objects)
     order = [int(number) for number in rng.permutation(count)]
     sizes = [bool(given) for given in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]

@@ -82,7 +82,7 @@ def gap(first: Obj, second: Obj, image_size: int) -> int:
 
 
 def nearness(scene: Scene, first: int, second: int) -> str | None:
-    """'near' or 'far', or None for what lies between."""
+    """Return 'near', 'far', or None in between."""
     length = gap(scene.objects[first], scene.objects[second], scene.image_size)
     return "near" if length <= NEAR else "far" if length >= FAR else None
 
@@ -184,7 +184,7 @@ def holds(meaning: Meaning, scene: Scene, lenient: bool = False) -> bool:
 
 
 def truth(meaning: Meaning, scene: Scene) -> bool | None:
-    """Return True or False where the claim is surely so, None where readers may differ."""
+    """Return True or False for a claim that is surely so, None if readers may differ."""
     if holds(meaning, scene):
         return True
     return None if holds(meaning, scene, lenient=True) else False

@@ -36,12 +36,12 @@ Rule = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
 _IMAGES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
-_SHARE_OF_WHAT = 0.25  # what is shown can be told from shuffled patches too
+_SHARE_OF_WHAT = 0.25  # such statements can be judged on shuffled patches too
 _SIDES = ("left", "right")
 
 
 class Statement(NamedTuple):
-    """A sentence about a left and a right image, and whether it is true of them."""
+    """A sentence about a left and a right image, and its truth."""
 
     key: str
     text: str

@@ -147,7 +147,7 @@ def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
 def _arranged(
     rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], numbers: Sequence[int]
 ) -> ThreeBoxes:
-    """So many of them in each box, in their order."""
+    """Place items or blocks in order, `numbers` of them in each box."""
     arrange = _tower if towers else _scatter
     ends = np.cumsum(numbers)
     shares = [kinds[end - number : end] for number, end in zip(numbers, ends)]
@@ -162,7 +162,7 @@ def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
 
 
 def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
-    """Items that do not touch each other; some four in ten touch a wall."""
+    """Place items that do not touch each other; some four in ten touch a wall."""
     while True:
         items = list[BoxItem]()
         for shape, colour, size in kinds:
@@ -240,7 +240,7 @@ class Phrase(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A quantity in words, what it says of a number, and whether its noun is in the plural."""
+    """A quantity in words, its truth of a number, and whether its noun is in the plural."""
 
     words: str
     holds: Callable[[int], Truth]
@@ -510,7 +510,7 @@ def _end(d: Any, box: Box) -> bool:
 
 
 def _times_over(d: Any, box: Box) -> Any:
-    """Return how often a block lies right above the other; None where one lies higher up."""
+    """Return how often a block lies right above the other; None if one lies higher up."""
     high, low = (d.y.true, d.x.true) if d.word == "below" else (d.x.true, d.y.true)
     touching = sum(high(top) and low(under) for under, top in pairwise(box))
     apart = any(high(top) and low(under) for under, top in combinations(box, 2))
@@ -564,7 +564,7 @@ _ATTEMPTS = 40
 
 
 class BoxStatement(NamedTuple):
-    """A sentence about three boxes, and whether it is true of them."""
+    """A sentence about three boxes, and its truth."""
 
     key: str
     text: str
@@ -598,7 +598,7 @@ def sample_box_statement(
 
 @cache
 def _arrangement(seed: int, split: Split, towers: bool, hoard: int, number: int) -> ThreeBoxes:
-    """The same items as every other number of this hoard has."""
+    """Return the same items as every other number of this hoard."""
     rng = make_rng(seed, 0, f"boxes-{split}-{seed}-{towers}-{hoard}", f"arrangement {number}")
     if number == 0:
         return sample_boxes(rng, towers)

@@ -29,7 +29,7 @@ def render(scene: Scene) -> Image.Image:
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """PNG bytes; lossless, so colours and edges are the same everywhere."""
+    """Encode an image as PNG, lossless, so that colours and edges are the same everywhere."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", compress_level=6)
     return buffer.getvalue()

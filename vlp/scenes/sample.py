@@ -69,7 +69,7 @@ def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tupl
 
 
 def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
-    """Return what every relation or attribute swap of a pair keeps: direction, colours, shapes."""
+    """Return a pair's direction, colours and shapes, which relation and attribute swaps keep."""
     one, other = scene.objects[first], scene.objects[second]
     return (
         _direction(scene, first, second),
@@ -79,7 +79,7 @@ def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
 
 
 def content(scene: Scene) -> tuple[str, ...]:
-    """Return what every full caption of the scene says at least, in any order."""
+    """Return the least that every full caption of the scene says, in any order."""
     objects = scene.objects
     if len(objects) == 1:
         return (objects[0].colour, objects[0].shape, objects[0].place)
@@ -211,7 +211,7 @@ def _any_scene(
 
 
 def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray:
-    """Numbers of colour and shape together; no two objects have both in common."""
+    """Draw distinct numbers of colour and shape together."""
     keep = rng.random() < SAME_COLOUR_SHARE
     while True:
         names = rng.permutation(variety.colours * variety.shapes)[:count]
@@ -238,7 +238,7 @@ def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
 
 
 def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
-    """Non-overlapping rectangles in different places; all are drawn again when one does not fit."""
+    """Draw non-overlapping rectangles in different places, all anew if one does not fit."""
     while True:
         cells = rng.permutation(9)[: len(sizes)]
         rectangles = [_rectangle(rng, size, int(cell)) for size, cell in zip(sizes, cells)]
@@ -316,7 +316,7 @@ def distinct_scenes(
 
 
 def ambiguous_share(scenes: Sequence[Scene]) -> float:
-    """Share of all captions that, read leniently, are true of another scene of the list as well."""
+    """Return the share of captions that, read leniently, are true of another scene of the list."""
     ambiguous = total = 0
     for number, scene in enumerate(scenes):
         for caption in captions(scene):

@@ -53,7 +53,7 @@ def sample_triple(
 
 
 def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
-    """Return the label of 'there is NOUN at its place' for a curtained image; None where vague."""
+    """Return the label of 'there is NOUN at its place' for a curtained image; None if vague."""
     if any(noun.fits(obj) for obj in scene.objects):
         return "entailment"
     if any(noun.fits(obj, lenient=True) for obj in scene.objects):

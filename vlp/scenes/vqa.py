@@ -30,7 +30,7 @@ NUMBERS = ("zero", "one", "two", "three")
 
 
 class SceneQuestion(NamedTuple):
-    """A question, its answer, and what kind it is."""
+    """A question, its answer and its kind."""
 
     kind: str
     question: str

@@ -101,7 +101,7 @@ class DownstreamDataset(Generic[Example, Slotted]):
         raise NotImplementedError
 
     def blank(self) -> Example:
-        """Make the example that stands in a batch without a good one."""
+        """Make the placeholder of a batch without a good example."""
         raise NotImplementedError
 
     def batch(
@@ -111,7 +111,7 @@ class DownstreamDataset(Generic[Example, Slotted]):
         raise NotImplementedError
 
     def require_truth(self, example: Example, item: Item) -> None:
-        """Raise BadSample where an example without label or answer cannot be trained on."""
+        """Raise BadSample for an example without label or answer."""
 
     def train(self, number: int, rng_for: RngFactory) -> Example:
         """Make an example to train on; raises BadSample."""

@@ -46,7 +46,7 @@ class _HeaderPart(BaseModel):
 
 
 class FeatureSource(_HeaderPart):
-    """One folder of shards; `index` is what `shards_sha256` gives for it."""
+    """One folder of shards with its `shards_sha256`."""
 
     name: str
     shards: PositiveInt
@@ -236,7 +236,7 @@ class SourceFeatures:
             )
 
     def views(self, shard: int, sample: int, flipped: bool, where: str) -> list[int]:
-        """Return a sample's views, flipped ones if wanted; BadSample where there was no image."""
+        """Return a sample's views, flipped ones if wanted; BadSample without an image."""
         codes = self._open(shard)[1][sample].tolist()
         if codes[0] >= BAD:
             kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # a damaged code
@@ -264,7 +264,7 @@ class SourceFeatures:
         return is_whole(self.header, self._paths(shard), self._shards[shard][1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Maps would be sent as what they map.
+        # Pickling a memory map would send its whole content.
         return self.__dict__ | {"_files": LRUCache(_FILES_KEPT)}
 
 

@@ -20,11 +20,10 @@ from vlp.io import redacted
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Whatever the file is called. Pillow knows many more; some run other programs (EPS), none is met in
-# the corpora.
+# By content, not by name. Pillow knows many more, which the corpora lack; some run programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# Of more EXIF, Pillow would copy nearly all of it for each of its fields.
+# Pillow would copy nearly all of a larger EXIF for each of its fields.
 _EXIF = frozenset(("exif", "Raw profile type exif"))
 _MOST_EXIF = 2**16
 
@@ -64,7 +63,7 @@ def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Ima
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return an opened image as `decode_image` does; one that is upright RGB already as it is."""
+    """Convert an opened image as `decode_image` does; upright RGB is returned unchanged."""
     image.load()
     turn = orientation(image)
     if image.mode == "RGB" and turn not in TURNS and not image.has_transparency_data:
@@ -132,7 +131,7 @@ def _scale_transparency(image: Image.Image, depth: int) -> None:
 
 
 class _Metered(BytesIO):
-    """Bytes of an image that end Pillow's reading where it would take minutes or gigabytes."""
+    """Bytes of an image, with a limit on reads, since Pillow may need minutes or gigabytes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -179,7 +178,7 @@ def orientation(image: Image.Image) -> int:
         for name in _EXIF.intersection(image.info):
             image.info[name] = image.info[name][:_MOST_EXIF]
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # garbage beside the pixels does not make the image a bad one
+    except Exception:  # garbage outside the pixels does not make an image bad
         return 1
 
 
@@ -195,7 +194,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 class JpegImage:
-    """An encoded image of any format, of which the header alone has been read; raises BadSample."""
+    """An encoded image of any format with its header read; raises BadSample."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
@@ -237,7 +236,7 @@ class JpegImage:
 
                 return torch.from_numpy(data).permute(2, 0, 1)
             except ValueError:
-                pass  # damaged somewhere: what is bad and what can pass is for Pillow to say
+                pass  # damaged somewhere: Pillow decides whether it is bad
         return levels_of(self.image())
 
 

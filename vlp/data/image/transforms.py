@@ -28,8 +28,8 @@ _FILL = 128.0
 
 
 # --- RandAugment without operations that change hue, because captions name colours ---
-# Those of torchvision and timm stretch channels one by one and clip them, which changes hue. Images
-# are float32 levels, (3, height, width) in 0..255: what is added up or turned is rounded nowhere.
+# torchvision and timm stretch and clip channels one by one, which changes hue. Images are float32
+# levels (3, height, width) in 0..255, so that sums and rotations are not rounded.
 
 # ALBEF's RandAugment(2, 7): operations for each image, and their magnitude of 10.
 _COUNT, _MAGNITUDE = 2, 7
@@ -202,7 +202,7 @@ class Preprocessing:
         return normalise(levels, self.mean, self.std)
 
     def save(self, folder: str | Path) -> None:
-        """Write `processor_config.json`, from which transformers' `AutoProcessor` is made, too."""
+        """Write `processor_config.json`, which transformers' `AutoProcessor` reads, too."""
         side = self.image_size
         image_processor = {
             "image_processor_type": "VlpImageProcessor",
@@ -272,7 +272,7 @@ class TrainTransform:
     def levels(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """Convert as a call does, not normalised yet: (3, image_size, image_size) uint8."""
+        """Convert to levels (3, image_size, image_size) uint8, not normalised."""
         return self.later(image, rng, caption)()
 
     def later(

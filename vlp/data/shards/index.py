@@ -86,7 +86,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, entries: Iterable[ShardEntry], file: str) -> ShardTable:
-        """Return the table of entries, which ascend by name."""
+        """Return the table of entries in ascending order of names."""
         rows = list(entries)
         columns: dict[str, list[Any]] = {
             field: [row[number] for row in rows] for number, field in enumerate(ShardEntry._fields)
@@ -204,7 +204,7 @@ def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.n
 
 
 def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.ndarray:
-    """Return the rows of a shard's samples from what its headers say."""
+    """Return the rows of a shard's samples from their headers."""
     ends = [
         max(-(-(member.offset + member.size) // BLOCK) for member in sample.files.values())
         for sample in samples
@@ -246,7 +246,7 @@ class SurveyedShard(NamedTuple):
 
 
 def write_index(folder: Path, shards: Sequence[SurveyedShard]) -> None:
-    """Write both files; who opens the folder meanwhile finds the old ones or the new ones."""
+    """Write both files; concurrent readers see the old ones or the new ones."""
     table = _write_samples(folder, shards)
     write_table(folder, (shard.entry for shard in shards), table)
     for old in (*folder.glob(TABLE_GLOB), *folder.glob(f"{TABLE_GLOB}.tmp")):  # killed at it
@@ -293,7 +293,7 @@ def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def no_shards_in(folder: Path) -> str:
-    """Say that a folder holds no shards, and which of its subfolders do."""
+    """Return the error for a folder without shards, with its subfolders that have some."""
     inner = sorted({shard.parent.name for shard in folder.glob("*/*.tar")})
     hint = f"; name one of its subfolders that do: {', '.join(inner[:6])}" if inner else ""
     return f"{folder}: holds no shards (*.tar){hint}"

@@ -140,7 +140,7 @@ def is_url(place: object) -> bool:
 
 
 class RemoteFolder:
-    """A folder behind a URL. Connections are made where they are used, in any process."""
+    """A folder behind a URL; each process connects by itself."""
 
     def __init__(self, url: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.url, self.outages = url.rstrip("/"), outages
@@ -151,7 +151,6 @@ class RemoteFolder:
         return redacted(self.url)
 
     def __truediv__(self, name: str) -> str:
-        """Return what messages call a file."""
         return f"{redacted(self.url.partition('?')[0])}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
@@ -300,7 +299,7 @@ _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class CachedFile(NamedTuple):
-    """A file of a remote folder: its name, length in bytes and, where known, SHA-256."""
+    """A file of a remote folder: its name, length in bytes and, if known, SHA-256."""
 
     folder: RemoteFolder
     name: str
@@ -419,7 +418,7 @@ class ShardCache:
             raise given_up(failure.bad, file.folder.outages.policy, failure.may_pass)
 
     def _fill(self, file: CachedFile, path: Path, wait: bool = True) -> None:
-        """Fetch a file, unless somebody else did, or does, whom `wait` says to wait for."""
+        """Fetch a file unless another process has it or, without `wait`, is fetching it."""
         part = path.with_name(path.name + _PART)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _own(part, path, wait) as wanted:
@@ -461,7 +460,7 @@ class ShardCache:
         raise given_up(bad, file.folder.outages.policy, may_pass) from cause
 
     def _make_room(self, file: CachedFile) -> None:
-        """List a file that is being fetched, and remove others until all that is there fits."""
+        """Reserve room for a file being fetched, and evict others until all fit."""
         with open(self.folder / "lock", "a", opener=unfollowed) as lock:
             flock(lock, LOCK_EX)
             listed = self._listed()

@@ -35,7 +35,7 @@ KINDS = (
     "image too large",  # in bytes, pixels, sides or scans, beyond `vlp.data.limits`
     "unreadable image",  # no image, or damaged
     "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or means something else
-    "no text",  # there is nothing to read beside the image
+    "no text",  # an image alone
 )
 
 # The files of a sample lie side by side and are read at once, unless more than this lies between.
@@ -155,7 +155,7 @@ class ShardFile:
         return f"{self.path}, {sample.key}"
 
     def read(self, sample: SampleFiles) -> RawSample:
-        """Return a listed sample with its images; raises BadSample where it cannot be used."""
+        """Return a listed sample with its images; raises BadSample."""
         return parse(sample, self.content, self.where(sample))
 
     def annotation(self, sample: SampleFiles) -> Annotation:
@@ -194,7 +194,7 @@ def grouped(members: Iterable[Member]) -> list[SampleFiles]:
 
 
 def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
-    """Read one sample, its files at once where they lie side by side; raises BadSample."""
+    """Read one sample, adjacent files in one read; raises BadSample."""
     if sample.repeated:
         raise _repeated(where)
     extension = next((name for name in IMAGES if name in sample.files), None)
@@ -275,7 +275,7 @@ def _require_small_texts(sample: SampleFiles, where: str) -> None:
 
 
 def _at_once(members: Sequence[Member], read: Reader) -> Reader:
-    """Return a reader of the members, which reads them at once if they lie close together."""
+    """Return a reader of the members, which reads neighbouring ones together."""
     start = min(member.offset for member in members)
     end = max(member.offset + member.size for member in members)
     if end - start > sum(member.size for member in members) + _GAP:
@@ -301,7 +301,7 @@ class DataError(Redacted, RuntimeError):
 
 
 class PausedDataError(DataError):
-    """Error for a store that is away for too long, after which the run is started again."""
+    """A store that is unreachable for too long; the run is to be started again."""
 
 
 def given_up(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:

@@ -59,7 +59,7 @@ _SMALL_SHARE = 0.01
 
 
 class LocalFolder:
-    """A folder of shards, read where they lie; `policy` is of `OutageConfig`."""
+    """A local folder of shards; `policy` is of `OutageConfig`."""
 
     is_remote = False
 
@@ -67,7 +67,7 @@ class LocalFolder:
         self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> ShardFile:
-        """Open a shard; raises OSError where no more files can be opened."""
+        """Open a shard; raises OSError if too many files are open."""
         path = self.folder / entry.name
         try:
             return ShardFile(open_tar(Path(path)), path, self.policy)
@@ -101,7 +101,7 @@ class CachedFolder(LocalFolder):
         self._asked = False
 
     def open(self, entry: ShardEntry) -> ShardFile:
-        """Open a shard in the cache, fetched first where it is not there."""
+        """Open a shard in the cache, fetched first if missing."""
         handle = self.cache.open(self._file(entry))
         return ShardFile(handle, self.folder / entry.name, self.policy)
 
@@ -248,7 +248,7 @@ class ShardIndex:
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
-        """Return the annotation alone, its images left unparsed; raises as `read` does."""
+        """Return the annotation without decoding images; raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
 
     def annotations(self) -> Iterator[Annotation | BadSample]:
@@ -411,7 +411,7 @@ class Items:
         return self._length
 
     def read(self, number: int) -> Item:
-        """Read one item; raises BadSample where its sample cannot be read."""
+        """Read one item; raises BadSample for an unreadable sample."""
         folder, shard, sample, part = self.place(number)
         return Item(self.indices[folder].read(shard, sample), part)
 

@@ -45,7 +45,7 @@ class ShardWriter:
             raise
 
     def _take_up(self) -> None:
-        """Go on from what an earlier run wrote."""
+        """Resume from the shards of an earlier run."""
         for leftover in self.folder.glob(f"{self.prefix}-*.tar.tmp"):
             leftover.unlink()
         for path in sorted(self.folder.glob(f"{self.prefix}-*.tar")):

@@ -35,7 +35,7 @@ _UNREADABLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0x
 
 
 class Member(NamedTuple):
-    """A file inside a tar: where its content starts and how long it is, in bytes."""
+    """A file inside a tar: start and length of its content in bytes."""
 
     name: str
     offset: int
@@ -134,7 +134,7 @@ def members_in(
 
 
 class _HeaderReader:
-    """The part of a file that `tarfile` needs to list it, of which it may read only so much."""
+    """The part of a file that `tarfile` reads to list it, limited in length."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file

@@ -115,7 +115,7 @@ class ShardAwareBatchSampler:
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield each batch's part of the shards of the window after the one it stands in."""
+        """Yield each batch's share of the shards of the next window."""
         waiting: deque[tuple[int, int]] = deque()
         last, at_once = (-1, 0), 0
         for step in self._sampler.steps(self._consumed, self._batch):
@@ -158,13 +158,13 @@ def read_at_once(
 
 
 class Answers(Dataset[Any]):
-    """Data set that maps a `BatchRequest` to slots and passes on what to prefetch."""
+    """Dataset that maps a `BatchRequest` to slots and passes on the shards to prefetch."""
 
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
 
     def __getitems__(self, asked: BatchRequest) -> list[Any]:
-        """Return all slots of a batch; `DataLoader` calls this with what its batch sampler gave."""
+        """Return all slots of a batch; `DataLoader` calls this with its batch sampler's request."""
         if self.prefetch is not None:
             for source, shard in asked.ahead:
                 self.prefetch(source, shard)
@@ -299,7 +299,7 @@ class SkippedShareWatch:
         self._last = SkippedSample("", "")
 
     def see(self, epoch: int, batch: Slots) -> None:
-        """Count a batch; DataError where too much of the epoch is bad, or all of the last one."""
+        """Count a batch; DataError if too much of the epoch is bad, or all of the last one."""
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch

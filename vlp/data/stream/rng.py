@@ -21,7 +21,7 @@ def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.rando
 
 
 def identity(*parts: int | str) -> int:
-    """Return a non-negative 63-bit number for what `parts` name."""
+    """Return a non-negative 63-bit hash of `parts`."""
     return int.from_bytes(_hash(*parts, 8), "little") >> 1
 
 

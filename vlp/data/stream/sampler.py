@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
 
 class SampleStep(NamedTuple):
-    """One global batch: its epoch, where each stream stands before it, elements used after it."""
+    """One global batch: its epoch, each stream's position before it, elements consumed after it."""
 
     epoch: int
     start: int
@@ -189,12 +189,12 @@ class TrainingSampler:
         return own_streams(self.streams, rank, world_size)
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
-        """Return where neighbouring streams start in the epoch's row, and the last one's end."""
+        """Return neighbouring streams' starts in the epoch's row, and the last one's end."""
         numbers = np.arange(streams.start, streams.stop + 1)
         return numbers * self.samples_in_epoch(epoch) // self.streams
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return places in a stream of `length` elements of what comes at `start` to `stop`."""
+        """Return the places in the stream at `start` to `stop` of its shuffled order."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
             number, inside = divmod(start, self.window)
@@ -297,7 +297,7 @@ class EpochLayout:
         return list(zip(*(row[first : last + 1].tolist() for row in self._chunks[:2])))
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return where the chunks begin that lie between two places at which chunks end."""
+        """Return the starts of the chunks between two chunk borders of the row."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         return self._ends[first:last] - self._chunks[4][first:last]
 
@@ -314,7 +314,7 @@ _BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
 
 
 class _Stream(NamedTuple):
-    """The chunks of a stream, and how many elements of each come in which block."""
+    """The chunks of a stream, and the number of elements of each chunk by block."""
 
     starts: np.ndarray  # place of each chunk's first element; at the end, the stream's length
     opened: np.ndarray  # block in which each chunk's first element may come
@@ -374,7 +374,7 @@ class SlidingSampler(TrainingSampler):
         return EpochLayout(pieces[:, np.lexsort((mixed, np.searchsorted(bounds, cuts)))])
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return places in a stream of `length` elements of what comes at `start` to `stop`."""
+        """Return the places in the stream at `start` to `stop` of its shuffled order."""
         laid = self._stream(epoch, stream)
         parts = [np.empty(0, dtype=np.int64)]
         for block in _blocks(laid, start, stop):
@@ -406,7 +406,7 @@ class SlidingSampler(TrainingSampler):
         return _Stream(starts, opened, taken, np.cumsum(counts))
 
     def _block(self, epoch: int, stream: int, block: int) -> np.ndarray:
-        """Return the places, in their order, of what comes in a block."""
+        """Return the places in the stream of a block, in shuffled order."""
         known = self._windows.get(stream)
         if known is None or known[0] != (epoch, block):
             known = self._windows[stream] = (epoch, block), self._sorted(epoch, stream, block)
@@ -427,7 +427,7 @@ class SlidingSampler(TrainingSampler):
 
 
 def _blocks(laid: _Stream, start: int, stop: int) -> range:
-    """Return the blocks in which the elements from `start` to `stop` of a stream come."""
+    """Return the blocks that hold the elements from `start` to `stop` of a stream."""
     if start >= stop:
         return range(0)
     low, high = np.searchsorted(laid.ends, [start, stop - 1], side="right").tolist()
@@ -435,7 +435,7 @@ def _blocks(laid: _Stream, start: int, stop: int) -> range:
 
 
 def _open_chunks(laid: _Stream, block: int) -> Iterator[int]:
-    """Yield the chunks of which elements may come in a block; they lie side by side."""
+    """Yield the (consecutive) chunks that may have elements in a block."""
     for chunk in range(int(np.searchsorted(laid.opened, block, side="right")) - 1, -1, -1):
         if block - int(laid.opened[chunk]) >= len(laid.taken[chunk]):
             return

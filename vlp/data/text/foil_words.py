@@ -1,4 +1,4 @@
-"""Word tables of foils: colours, numbers, nouns and phrases with what makes them false."""
+"""Word tables of foils: colours, numbers, nouns and phrases with their replacements."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ FOIL_KINDS: tuple[FoilKind, ...] = get_args(FoilKind)
 
 
 class Foil(NamedTuple):
-    """A caption that is false, and what was exchanged in it."""
+    """A false caption and its kind."""
 
     kind: FoilKind
     text: str
 
 
 class Edit(NamedTuple):
-    """Characters start to end of a caption, and what takes their place."""
+    """Replacement of the characters `start` to `end` of a caption."""
 
     start: int
     end: int

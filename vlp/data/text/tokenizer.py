@@ -75,7 +75,7 @@ class TextProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """A copy, which neither cuts nor pads."""
+        """A copy of the tokenizer without truncation and padding."""
         return Tokenizer.from_str(self._plain.to_str())
 
     @property
@@ -175,7 +175,7 @@ def predicted_places(ids: Tensor, pad_id: int) -> Tensor:
 
 
 def as_texts(given: Any) -> list[str]:
-    """Return one text or several as a list; TypeError or ValueError where one is no text."""
+    """Return one text or several as a list; TypeError or ValueError for anything else."""
     texts = list(given) if isinstance(given, list | tuple) else [given]
     for one in texts:
         if not isinstance(one, str):
@@ -254,7 +254,7 @@ def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
 
 
 def _bert_normalizer(folder: Path) -> normalizers.BertNormalizer:
-    """Return what `tokenizer_config.json` of a folder says of letters; lower-casing without it."""
+    """Return the normalizer of a folder's `tokenizer_config.json`, by default lower-casing."""
     file = folder / "tokenizer_config.json"
     said = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return normalizers.BertNormalizer(

@@ -82,7 +82,7 @@ def word_positions(pieces: Sequence[str]) -> list[range]:
 
 
 def word_text(pieces: Sequence[str], positions: range) -> str:
-    """Return the word that stands at some positions, as the tokenizer sees it."""
+    """Return the word at some positions, as the tokenizer sees it."""
     return "".join(pieces[place].removeprefix("##") for place in positions)
 
 
