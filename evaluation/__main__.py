@@ -1,4 +1,4 @@
-"""`python -m evaluation COMMAND ...`: all commands of `vlp evaluate`, and those beside it."""
+"""`python -m evaluation COMMAND ...`: commands of `vlp evaluate`, and further ones."""
 
 from __future__ import annotations
 

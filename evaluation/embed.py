@@ -53,11 +53,10 @@ class FeatureFiles:
         return first
 
     def finish(self, refers: Mapping[str, str] | None = None) -> dict[str, int]:
-        """Join what the ranks wrote, give the files their names, and the rows of each.
+        """Merge the ranks' files under their final names, and return the rows of each.
 
-        Args:
-            refers: name -> another name whose rows its lines number under that name, as they were
-                on their rank; they become rows of the joined file.
+        refers: name -> another name; its lines refer to rank-local rows of that name and are
+        renumbered.
         """
         ranks = self._ranks
         written = ranks.map_blocks(ranks.world_size, lambda _: self._rows)
@@ -116,10 +115,7 @@ Dtype = Literal["float32", "float16"]
 
 
 class _ReadPairs(NamedTuple):
-    """A block of samples: images of the good ones, their lines, and their captions.
-
-    A caption is the row of its image, its number there and its text.
-    """
+    """A block of samples: valid images, their lines, and captions (image row, number, text)."""
 
     pixels: torch.Tensor | None
     rows: list[dict[str, Any]]

@@ -38,7 +38,7 @@ GIBIBYTE = 2**30
 
 
 class Block(NamedTuple):
-    """`features` is what the encoder gave for the rows of one block."""
+    """One encoded block: `features` is the encoder's output for its rows."""
 
     features: Any
     extra: Any = None
@@ -75,7 +75,7 @@ def _size(block: Block) -> int:
 
 
 class SeenSample(NamedTuple):
-    """What is left of a sample whose image was encoded; position is that in its `Samples`."""
+    """Metadata of an encoded image's sample; position is its index in `Samples`."""
 
     identity: tuple[str, str]
     key: str
@@ -87,9 +87,9 @@ class SeenSample(NamedTuple):
 class Collection(NamedTuple):
     """Every image once and all captions, in the order of the shards.
 
-    image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
-    image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again;
-    samples (I,) are each image's first; cut counts captions that the tokenizer cut.
+    image (I, d) and text (T, d): unit float32 features on the device; image_of_text (T,);
+    image_place (I, 2) and text_place (T, 2): (block, row) for encoding a block again; samples (I,):
+    each image's first; cut: number of captions that the tokenizer cut.
     """
 
     image: Tensor
@@ -169,11 +169,10 @@ def _read_images(
 class Encoder:
     """Encodes fixed blocks of `batch` samples or captions with one model on one device.
 
-    Blocks of captions hold captions of like length, and are cut to their longest: most padding is
-    never computed, neither here nor in the cross-modal encoder. `itm_scorer` scores pairs of their
-    features; once everything is collected, `text_widths` (blocks,) are the captions' tokens.
-    `memory` is the bytes of token states
-    kept for images, and for captions. The options' `workers` read images.
+    Caption blocks group similar lengths and are cut to their longest, which saves padding here and
+    in the cross-modal encoder. `itm_scorer` scores pairs of features; `text_widths` (blocks,) are
+    the tokens of a collection's captions. `memory` is bytes of token states kept for images, and
+    for captions. The options' `workers` read images.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ def _rows(block: int, batch: int) -> slice:
 
 
 def _global(features: Any) -> NDArray[np.float32]:
-    """The (rows, d) unit features of a block; none for a block without a good sample."""
+    """Return the (rows, d) unit features of a block, empty without a valid sample."""
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
     return finite(features.feature.float().cpu().numpy())
@@ -315,6 +314,6 @@ def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
 def encode_one(loaded: Loaded, image: Image.Image, device: torch.device) -> ImageFeatures:
     """Encode an image of any size, as a batch of one, on the device of the model.
 
-    The features carry no gradients, but may take part in what has some, as Grad-CAM's do.
+    Features have no gradients but may enter a differentiated computation, such as Grad-CAM.
     """
     return loaded.model.encode_image(loaded.preprocess(image)[None].to(device))

@@ -115,9 +115,7 @@ def clustered_figures(
 ) -> dict[str, Figure]:
     """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
 
-    Args:
-        clusters: what the items of one image have in common.
-        counted: by figure, the items that it is about, or their weights; all where it is not named.
+    clusters: image of each item. counted: items of each figure, or their weights; default all.
     """
     numbers: dict[Hashable, int] = {}
     own = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])

@@ -1,7 +1,4 @@
-"""Options of every evaluation: a suite reads them from its file, a command from its command line.
-
-Nothing heavy is imported here, so that a command line is answered without PyTorch.
-"""
+"""Options of every evaluation, from a suite file or a command line, without heavy imports."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def latex_table(table: Table) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text whose characters all mean themselves."""
+    """Escape LaTeX's special characters."""
     return "".join(_SPECIAL.get(sign, sign) for sign in text)
 
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """How an evaluation reads and computes.
+    """Options for reading and computing.
 
-    limit: only the first so many items; None is all. batch: items of one encoder call. device:
-    where to compute; None is this rank's GPU, or the CPU. precision: of the model; None is bf16 on
-    a GPU and float32 elsewhere. workers: processes that read; None is this rank's cores up to 8 on
-    a GPU, none on a CPU. resamples: bootstrap draws. progress: bars on the first rank.
+    limit: number of items; None is all. batch: items of one encoder call. device: None is this
+    rank's GPU, or the CPU. precision: None is bf16 on a GPU, else float32. workers: reading
+    processes; None is this rank's cores up to 8 on a GPU, 0 on a CPU. resamples: bootstrap draws.
+    progress: bars on the first rank.
     """
 
     limit: int | None = None

@@ -14,9 +14,9 @@ from vlp.io import atomic_write, parse_json, write_json
 
 
 class Figure(NamedTuple):
-    """A share between 0 and 1, its 95 % bootstrap interval, and what chance would give.
+    """A share between 0 and 1, its 95 % bootstrap interval, and its chance level.
 
-    One without an interval has its value at both ends.
+    Without an interval both ends are the value.
     """
 
     value: float
@@ -115,11 +115,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class Result:
     """Result of one model on one set; `kind` names its files.
 
-    counts: of what was evaluated, by name. figures: shares between 0 and 1 by name, the first is
-    the main one. predictions: one row an item, with the ids that a submission needs; those with
-    truth have `scores`, the item's value by figure, and `image`, which items of one image share;
-    None where no rows are kept. skipped: bad samples by kind. notes: of the table. view: what the
-    model was shown, where there is a choice. facts: further values of the JSON file.
+    counts: numbers of evaluated items. figures: shares between 0 and 1 by name, the main one first.
+    predictions: a row per item with ids for a submission; annotated ones have `scores` by figure,
+    and `image`, shared by items of one image; None if no rows are kept. skipped: bad samples by
+    kind. notes: of the table. view: of the model's inputs, where there is a choice. facts: further
+    values of the JSON file.
     """
 
     kind: str
@@ -147,11 +147,9 @@ class Result:
         return Table(title, ["", "value", "chance"], rows, self.table_notes(skipped="items"))
 
     def table_notes(self, over: str = "images", skipped: str | None = None) -> list[str]:
-        """Return what stands under the table.
+        """Return the notes below the table.
 
-        Args:
-            over: what is drawn again for intervals.
-            skipped: plural of the samples whose number is told where some were left out.
+        over: resampled units of intervals. skipped: plural noun of left-out samples.
         """
         notes = [f"Percent; in brackets 95 % bootstrap intervals over {over}.", *self.notes]
         if skipped is not None and self.skipped:
@@ -198,10 +196,10 @@ class Saved(NamedTuple):
 
 
 def saved_figures(content: Mapping[str, Any]) -> Saved:
-    """Figures of what a result's `to_json` gave.
+    """Return the figures of a result's `to_json`.
 
-    Of retrieval those of the last stage; its `both mean` is the main one. Of swaps the group score
-    of the cross-modal encoder over all kinds, of pointing that of colour words.
+    For retrieval the last stage, with main figure `both mean`; for swaps the group score of the
+    cross-modal encoder over all kinds; for pointing colour words.
     """
     try:
         if isinstance(content.get("figures"), list):
@@ -241,7 +239,7 @@ NEVER_MATCHED = "its cross-modal encoder was never trained to match (no ITM)"
 
 
 def untrained_match_notes(trained: bool, what: str) -> tuple[str, ...]:
-    """Return the note that `what`, made by the match score, says nothing; none if it is trained."""
+    """Return the note that `what` comes from an untrained match score, empty for a trained one."""
     if trained:
         return ()
     return (f"The match score was never trained (no ITM): {what} says nothing.",)

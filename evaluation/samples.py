@@ -44,9 +44,9 @@ def said_in_one_line() -> Iterator[None]:
 class CaptionedSample(NamedTuple):
     """One image with its captions.
 
-    image is decoded, or where features are stored the image tower's output (tokens, width);
-    identity is equal for samples that show the same image (same source and image_id); key is
-    that of its shard; digest hashes the bytes of an image that has no image_id.
+    image: decoded, or stored output of the image tower (tokens, width); identity: equal for samples
+    of one image (same source and image_id); key: of its shard; digest: hash of an image's bytes
+    without image_id.
     """
 
     image: Image.Image
@@ -61,7 +61,7 @@ class Samples:
     """Random access over shard folders, in their order, shard by shard."""
 
     def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
-        """Open the folders' indices; `limit` keeps the first so many samples."""
+        """Open the folders' indices; `limit` keeps the first samples."""
         self._items = Items(folders, limit=limit)
         self.folders = list(self._items.folders)
         self._sources = [_place_of(folder) for folder in self.folders]
@@ -98,9 +98,9 @@ class Samples:
 def count_kept_captions(
     sample: CaptionedSample | SkippedSample,
 ) -> CaptionedSample | SkippedSample:
-    """Return a sample without its blank captions, its words counted among the others.
+    """Return a sample without its blank captions, with word indices of captions adjusted.
 
-    One with a word of a caption that is blank, or not there, is a bad annotation.
+    A word of a blank or missing caption makes the annotation bad.
     """
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
@@ -139,9 +139,7 @@ _ALIGNED = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return how many processes read: as asked, else this rank's cores up to 8, on a CPU none.
-
-    A CPU that computes is busy anyway.
+    """Return the number of reading processes: given, else 0 on a CPU or this rank's cores up to 8.
     """
     if workers is not None:
         return workers
@@ -151,10 +149,9 @@ def workers_for(device: torch.device, workers: int | None) -> int:
 class BlockReader(Generic[Value]):
     """Values of blocks by number: `reader[block]`.
 
-    Inside `ahead` blocks are read by worker processes, each a block ahead, and their tensors come
-    in pinned memory where a GPU computes; else, and where a block is not the next one, nothing but
-    time differs. `read` goes to the workers, as far as possible without a model, and its values
-    come from there: tensors are on the CPU.
+    Inside `ahead`, worker processes read a block ahead into pinned memory if a GPU computes;
+    otherwise only time differs. `read` runs in the workers, without a model, and returns CPU
+    tensors.
     """
 
     def __init__(
@@ -289,7 +286,7 @@ def _as_it_is(parcel: Any) -> Any:
 
 
 def evenly_spread(total: int, limit: int | None) -> list[int]:
-    """Choose so many of `total` samples, from the first to the last; None is all of them."""
+    """Choose `count` of `total` samples, from the first to the last; None is all of them."""
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit {limit}: at least one sample is needed")
     count = total if limit is None else min(limit, total)

@@ -26,7 +26,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def current(cls) -> Ranks:
-        """The process group that is running, or one process when there is none."""
+        """Return the running process group, or a single process."""
         return cls(distributed.rank(), distributed.world_size())
 
     @property
@@ -35,11 +35,7 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:
-        """Call `work(block)` for each of `count` blocks once, on some rank.
-
-        Returns:
-            The results of all blocks in block order, on every rank.
-        """
+        """Call `work(block)` once for each of `count` blocks; return all results in order."""
         mine: dict[int, Result] = {}
         failure: Exception | None = None
         try:
@@ -70,9 +66,9 @@ class Ranks(NamedTuple):
 def evaluating(
     model: nn.Module, device: torch.device | str | None = None
 ) -> Iterator[torch.device]:
-    """Move the model, put it into evaluation mode, and give the device; None is this rank's own.
+    """Move the model, put it into evaluation mode, and yield the device; None is this rank's.
 
-    Afterwards every submodule is back in its own mode; the model stays where it is.
+    Afterwards submodules are back in their previous modes; the model stays on the device.
     """
     torch_device = torch.device(device) if device is not None else default_device()
     modes = [(module, module.training) for module in model.modules()]
@@ -86,9 +82,9 @@ def evaluating(
 
 @contextmanager
 def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
-    """Compute in a precision; None is bf16, and TF32 where that has no say, on GPUs that have both.
+    """Compute in a precision; None is bf16, with TF32 elsewhere, on GPUs with both, else float32.
 
-    Elsewhere None is float32. Similarities of features are computed outside, in float32.
+    Similarities of features are computed outside, in float32.
     """
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):

@@ -37,7 +37,7 @@ PLAIN = ("a photo of a {}.",)
 
 
 class Prompts(NamedTuple):
-    """labels: what the data calls each class; names: what prompts call it; templates with a {}."""
+    """Labels (class names in the data), names (in prompts), and templates with a {}."""
 
     labels: tuple[str, ...]
     names: tuple[str, ...]
@@ -49,9 +49,9 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Prompts:
-    """Class names, one a line, and templates, one a line; blank lines are left out.
+    """Read class names and templates, one a line, without blank lines.
 
-    A line of classes may say first what the data calls the class: `n02084071<TAB>dog`.
+    A line of classes may start with the label in the data: `n02084071<TAB>dog`.
     """
     lines = [line.split("\t", 1) for line in _lines(classes)]
     labels = tuple(line[0].strip() for line in lines)
@@ -95,7 +95,7 @@ def _lines(path: str | Path) -> list[str]:
 
 
 class JoinedImages:
-    """Images of several places, by number; `limit` keeps the first so many."""
+    """Images of several sources, by number; `limit` keeps the first ones."""
 
     def __init__(
         self, paths: Sequence[str | Path], labels: Sequence[str], field: str, limit: int | None

@@ -1,4 +1,4 @@
-"""Configuration of an ablation: what is prepared, variants, seeds, evaluation and tables."""
+"""Configuration of an ablation: preparation, variants, seeds, evaluation and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlp.config import Config, LocalPath
 
 
 def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuse `training.steps` beside `training`: their order would say which of them counts."""
+    """Refuse both `training.steps` and `training`, as their order would decide."""
     for key in overrides:
         for outer in overrides:
             if key.startswith(f"{outer}."):
@@ -27,7 +27,7 @@ Overrides = Annotated[Mapping[str, Any], AfterValidator(_told_once)]
 
 
 class StepConfig(Config):
-    """A `vlp` command that makes what the trainings read."""
+    """A `vlp` command that prepares inputs of the trainings."""
 
     run: str = Field(description="the command line after `vlp`")
     makes: str | None = Field(
@@ -74,7 +74,7 @@ class FineTunedConfig(Config):
 
 
 class RowConfig(Config):
-    """A row of a table: a variant, and the paper's figures beside it."""
+    """A row of a table: a variant, and the paper's figures for it."""
 
     label: str = Field(description="first cell of the row")
     variant: str = Field(description="whose figures it has")
@@ -104,8 +104,8 @@ class TableConfig(Config):
 class AblationConfig(Config):
     """A grid of variants and seeds, how its models are evaluated, and tables.
 
-    One of `scenes`, `measured` and `fine_tuned` says how models are evaluated; without any, they
-    are vision models, of which `frozen` trains the last blocks alone.
+    Models are evaluated by one of `scenes`, `measured` and `fine_tuned`, or else are vision models,
+    of which `frozen` trains the last blocks alone.
     """
 
     output: LocalPath = Field(description="folder of runs, figures and report")

@@ -40,7 +40,7 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
 def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
 
-    All figures are percent, but the spread of paths, which is in patches and tokens.
+    Figures are percent, except the spread of paths, in patches and tokens.
     """
     import vlp
     from evaluation.probes.swaps import evaluate_swaps
@@ -76,10 +76,10 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
 
 
 def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
-    """Evaluate recall of the dual encoder, `dual/...`, and re-ranked, and foils by kind.
+    """Evaluate recall of the dual encoder (`dual/...`) and re-ranked, and foils by kind.
 
-    Figures are percent, by similarity and match score `rerank/...`, by the match score alone
-    `match/...`; losses at the training's end, as `last_losses` has them, are beside them.
+    Figures are percent, `rerank/...` by similarity plus match score, `match/...` by the match score
+    alone; `last_losses` are added.
     """
     import vlp
     from evaluation.probes.foils import evaluate_foils
@@ -107,9 +107,7 @@ def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
 def last_losses(log: Sequence[Mapping[str, Any]], resumed: Sequence[int] = ()) -> dict[str, float]:
     """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`.
 
-    Args:
-        log: lines of the training.
-        resumed: steps at which it was resumed; the next line is the mean of fewer steps.
+    resumed: steps at which it was resumed; the next log line averages fewer steps.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     before = 0
@@ -150,9 +148,9 @@ def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, 
 
 
 def write_queries(folder: Path, recall: RetrievalResult) -> None:
-    """Write a row for each query: its image, its caption's number, and its rank in each ranking.
+    """Write a row per query: image, caption number, and the first right rank in each ranking.
 
-    Ranks are those of the first right answer, from 1; a bootstrap over images and seeds reads them.
+    Ranks start at 1; a bootstrap over images and seeds reads them.
     """
     from evaluation.ablations.tables import QUERIES, pd
 

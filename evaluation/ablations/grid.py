@@ -1,8 +1,7 @@
 """Runs of an ablation: each variant trained with each seed by `vlp train` or `vlp finetune`.
 
-A finished run is never done again, one that was stopped goes on from its checkpoint, and one that
-was evaluated otherwise is evaluated again without training. OUTPUT/VARIANT/SEED is the folder of
-the training; `result.json` in it holds its figures, `queries.csv` the ranks of each query.
+Finished runs are kept, stopped ones resume, and a changed evaluation is repeated without training.
+OUTPUT/VARIANT/SEED is a training's folder; `result.json` holds its figures, `queries.csv` ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ Evaluate = Callable[[Path, int], dict[str, Any]]
 
 
 class Run(NamedTuple):
-    """One training: its name `VARIANT/SEED`, its folder, and its command, which resumes it, too.
-
-    config, changes: what the command reads, by the class `schema`.
-    """
+    """One training: its name `VARIANT/SEED`, folder, resumable command, and the command's input."""
 
     name: str
     folder: Path
@@ -62,17 +58,17 @@ class Run(NamedTuple):
         return load_config(self.config, self.schema, self.changes, "its overrides")
 
     def result(self, evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the stored result; None where there is none, or one of another evaluation."""
+        """Return the stored result; None without one of this evaluation."""
         file = self.folder / RESULT
         stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else None
         return stored if stored and evaluation in (None, stored["evaluation"]) else None
 
 
 def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
-    """List all runs: variants with the most seeds first, each seed by seed.
+    """List all runs seed by seed, variants with the most seeds first.
 
-    A grid that was stopped then has whole seeds to compare. `source` is the ablation's file, which
-    the training configuration is relative to.
+    A stopped grid then has whole seeds. Paths in the training configuration are relative to
+    `source`.
     """
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)

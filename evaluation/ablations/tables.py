@@ -31,7 +31,7 @@ NOTES = (
 RECALL = re.compile(r"(match|rerank|dual)/(\w+)/R@(\d+)")
 RESAMPLES = 10_000
 QUERIES = "queries.csv"
-"""Ranks of the first right answer of every query, from 1, beside `result.json`."""
+"""File of the first right answer's rank (from 1) for every query, next to `result.json`."""
 
 
 def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataFrame:
@@ -47,7 +47,7 @@ def read_figures(file: Path) -> pd.DataFrame:
 
 
 def report(config: AblationConfig, figures: pd.DataFrame) -> str:
-    """Return all tables as text, and write them into `output`.
+    """Write all tables into `output`, and return them as text.
 
     `report.md` and `report.tex` (booktabs) hold the tables, `figures.csv` every figure of every
     run, `tests.csv` the tests.
@@ -80,12 +80,9 @@ def paired_tests(
 ) -> pd.DataFrame:
     """Compare each row with the table's reference over the seeds that both have.
 
-    A recall whose ranks lie in `output`, the folder of the runs, is bootstrapped over seeds and
-    images; every other figure has a paired t-test over seeds.
-
-    Returns:
-        A line for each row and tested figure with two seeds or more: `mean`, `deviation`, `low` and
-        `high` (the 95 % interval) of the differences, `p`, `holm`.
+    A recall with ranks in `output` is bootstrapped over seeds and images; every other figure has a
+    paired t-test over seeds. Each row and tested figure with two seeds or more gives a line:
+    `mean`, `deviation`, `low` and `high` (95 % interval) of the differences, `p`, `holm`.
     """
     lines = []
     for row in table.rows:
@@ -162,10 +159,9 @@ def difference(gap: Sequence[float]) -> dict[str, float]:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust p values of one family of tests by Holm's step-down method.
+    """Adjust p values of one family by Holm's step-down method (Holm 1979).
 
-    The i-th smallest of m is multiplied by m - i + 1, is at least the one before it, and at most 1
-    (Holm, A simple sequentially rejective multiple test procedure, 1979).
+    The i-th smallest of m is multiplied by m - i + 1, at least the previous one, and at most 1.
     """
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
@@ -207,7 +203,7 @@ def _tested(table: TableConfig) -> dict[str, Sequence[str]]:
 
 
 def _has_view(row: RowConfig, names: Sequence[str]) -> bool:
-    """Tell whether figures exist for what the row's model is shown."""
+    """Tell whether figures exist for the row's view."""
     return row.view == "image" or all("{view}" in name for name in names)
 
 

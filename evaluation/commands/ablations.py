@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = new_app()
 RESULTS = Path("configs/ablation/results/tables.yaml")
 OWN, NONE = "own", "none"
-"""Rows beside those of encodings: the model with its own positions, and without any."""
+"""Rows of the model with its default positions, and without positions."""
 
 
 @app.command(cls=EvaluationCommand)

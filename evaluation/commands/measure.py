@@ -60,7 +60,7 @@ _OF_A_SUITE = {"task", "shards", "name", "model"}
 
 
 def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
-    """Return the function of a command, whose options are the fields of a job."""
+    """Return a command function with the fields of a job as its options."""
 
     def command(
         model: str,

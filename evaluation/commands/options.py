@@ -56,7 +56,7 @@ Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="
 
 
 class EvaluationCommand(Command):
-    """A command whose work the ranks of torchrun share; wrong input ends with one line."""
+    """A command that the ranks of torchrun share; wrong input ends with one line."""
 
     left_out = {"--match": "5"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Captioning: written captions against those of people (BLEU, METEOR, ROUGE-L, CIDEr, SPICE)."""
+"""Captioning against reference captions (BLEU, METEOR, ROUGE-L, CIDEr, SPICE)."""
 
 from __future__ import annotations
 

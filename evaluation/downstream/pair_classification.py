@@ -33,10 +33,10 @@ from vlp.tasks.pair_classification.task import (
 
 
 class PairEvaluation(TaskEvaluation):
-    """Share of right answers: `accuracy`, of each class, and `consistency` of statements.
+    """Share of right answers: `accuracy`, per class, and `consistency` of NLVR2.
 
-    Consistency is NLVR2's: the share of sentences with right answers for all their pairs of
-    images. The chance of accuracy is the share of the most frequent class.
+    Consistency is the share of sentences with right answers for all their image pairs. Chance is
+    the share of the most frequent class.
     """
 
     action = PageAction(

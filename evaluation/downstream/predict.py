@@ -1,7 +1,6 @@
 """Predictions on shards, labelled or not, for a benchmark's server or for other programs.
 
-A fine-tuned folder does its task. One without a task (pretrained, or fine-tuned for
-retrieval) chooses boxes for referring expressions, as `evaluation.grounding.grounding` does.
+A folder without a task, or fine-tuned for retrieval, chooses boxes for referring expressions.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def predict(
 def write_official(path: Path, predictions: Predictions) -> None:
     """Write predictions in the format that the benchmark's server or evaluator takes.
 
-    VQA results (JSON), NLVR2 (CSV), SNLI-VE (JSON lines), COCO captions (JSON), RefCOCO (JSON).
-    Of NLVR v1's permutations, which share their identifier, each is named by its key.
+    VQA results (JSON), NLVR2 (CSV; NLVR v1's permutations by key), SNLI-VE (JSON lines), COCO
+    captions (JSON), RefCOCO (JSON).
     """
     submission = get_evaluation(predictions.kind).submission
     if submission is None:
@@ -78,10 +77,9 @@ def write_official(path: Path, predictions: Predictions) -> None:
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose identifier others have too get their key for it, where that says more.
+    """Replace identifiers shared by several rows by their keys, where these differ.
 
-    Such a key, `dev-1572-0-3`, is what the evaluator of NLVR v1 reads. Samples that are there twice
-    stay so.
+    The evaluator of NLVR v1 reads such a key, `dev-1572-0-3`. Repeated samples stay repeated.
     """
     counts = Counter(row.get("identifier", "") for row in rows)
 
@@ -133,12 +131,11 @@ def predict_one(
     device: torch.device | str | None = None,
     precision: Precision | None = None,
 ) -> Said:
-    """Predict what the folder's task does; without a task, whether text and image match.
+    """Predict by the folder's task, or without a task whether text and image match.
 
     Args:
-        images: image files, two for a task about pairs. One that shows several panels is cut as
-            the task was trained to.
-        text: question, hypothesis, statement or caption; none for a model that writes captions.
+        images: image files, two for a task about pairs, or one with panels, cut as in training.
+        text: question, hypothesis, statement or caption; None for a captioning model.
     """
     with said_in_one_line():
         source = load_task(folder) if has_task(folder) else vlp.load(folder)

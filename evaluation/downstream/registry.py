@@ -1,9 +1,7 @@
-"""Registry of the evaluations of downstream tasks, by kind.
+"""Registry of the evaluations of downstream tasks, by kind, with lazy imports.
 
-The evaluation of a built-in task is in the module of this package that has the name of the task's
-own in `vlp.tasks.downstream`; it is imported when first asked for. Another package calls
-`register_evaluation` in the module that registers its task. Which kinds there are is known to
-`vlp.tasks.downstream.registry.task_kinds`, which imports nothing heavy.
+A built-in task is evaluated by this package's module of the same name as in `vlp.tasks.downstream`.
+Other packages call `register_evaluation` where they register the task.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from evaluation.downstream.task_evaluation import PageAction, TaskEvaluation
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_module
 
 WITHOUT_HEAD = "grounding"
-"""Kind whose predictions a model folder without a task gives."""
+"""Kind of predictions that a model folder without a task gives."""
 
 _registered: dict[str, TaskEvaluation] = {}
 

@@ -1,8 +1,7 @@
-"""Predictions in the file format that each benchmark takes.
+"""Predictions in the file format of each benchmark.
 
-Rows are plain mappings. Every writer checks them first (ids given twice, ids that are no numbers
-where the benchmark wants numbers, values that it does not know), then replaces the file in one
-step.
+Writers check rows, plain mappings, for repeated or non-numeric ids and unknown values, then replace
+the file atomically.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Row = Mapping[str, Any]
 class Submission(NamedTuple):
     """Submission format of a benchmark.
 
-    needed: field that every row must have. write: writes a file of converted rows. convert: a row
-    of predictions as `write` takes it. what: words for `needed` in an error.
+    needed: field that every row must have; what: words for it in an error. convert: a row of
+    predictions for `write`.
     """
 
     needed: str
@@ -47,9 +46,8 @@ def write_captions(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
-    """NLVR2's predictions, CSV lines `identifier,True` or `identifier,False` without a header.
-
-    Rows are {"identifier", "label": bool}.
+    """Write NLVR2 predictions {"identifier", "label": bool}: CSV `identifier,True` without a
+    header.
     """
     ready = []
     for row in rows:
@@ -77,12 +75,11 @@ def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
-    """Boxes for referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
-
-    RefCOCO has no evaluation server. `sent_id` names one expression; `ref_id` names an object, so
-    it suits files that have one expression for each, as ALBEF's do.
+    """Write boxes of referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
 
     Rows are {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
+    `sent_id` names an expression, `ref_id` an object, for files with one expression each, as
+    ALBEF's. RefCOCO has no evaluation server.
     """
     rows = list(rows)
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"

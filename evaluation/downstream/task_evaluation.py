@@ -27,10 +27,10 @@ from vlp.tasks.downstream.task import Downstream, load_task
 
 
 def sentence_of(row: Mapping[str, Any]) -> str:
-    """Return what consistency counts as one sentence, as the official evaluators do.
+    """Return the sentence identity for consistency, as the official evaluators.
 
     NLVR2's identifiers are split-set-pair-sentence, NLVR v1's sentence-image; equal words in two
-    sets are two sentences. Without an identifier the words decide.
+    sets are two sentences. Without an identifier, the words.
     """
     parts = str(row.get("identifier") or "").split("-")
     if len(parts) == 4:
@@ -41,7 +41,7 @@ def sentence_of(row: Mapping[str, Any]) -> str:
 def with_truth(
     rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
 ) -> list[dict[str, Any]]:
-    """Return the rows whose field `truth` people have filled in."""
+    """Return the rows with an annotated field `truth`."""
     found = [row for row in rows if row[truth]]
     if not found:
         raise EvaluationError(
@@ -62,10 +62,10 @@ class Scored(NamedTuple):
 
 
 class PageAction(NamedTuple):
-    """A tab of the page that tries models by hand.
+    """A tab of the interactive page.
 
-    tab: its label. name: of the interface, `/answer`. verb: as in "cannot answer questions".
-    button, output: labels. text: label of the text field, None where the task reads no text.
+    name: of the interface, `/answer`. verb: as in "cannot answer questions". button, output, tab:
+    labels. text: label of the text field, None where the task reads no text.
     """
 
     tab: str
@@ -77,13 +77,11 @@ class PageAction(NamedTuple):
 
 
 class TaskEvaluation:
-    """Base of the evaluations; a subclass adds `row` and `score`, or its own `evaluate`.
+    """Base of the evaluations; a subclass adds `row` and `score`, or overrides `evaluate`.
 
-    kind: of the task. title: of its table in reports. columns: figures that come first in that
-    table, which then keeps runs as rows. truth: field of a row that people have filled in where it
-    can be scored; no_truth: the error's words where no row has it. hidden: fields of a row that
-    are not saved. options: names of further options of `evaluate`. job: their configuration.
-    submission: the benchmark's format. action: on the page.
+    title: of its table in reports. columns: first figures of that table, which then keeps runs as
+    rows. truth: annotated field of scorable rows; no_truth: error words without any. hidden: fields
+    that are not saved. options: further options of `evaluate`, configured by `job`.
     """
 
     kind: str
@@ -204,7 +202,7 @@ class TaskEvaluation:
 
 
 def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
-    """Return those of some shard folders that a task's configuration names as training data."""
+    """Return the shard folders that a task's configuration lists as training data."""
     data = getattr(task.config, "data", None)
     named = {os.path.abspath(folder) for folder in getattr(data, "train", ())}
     return [folder for folder in folders if os.path.abspath(folder) in named]

@@ -31,11 +31,11 @@ from vlp.tasks.vqa.task import Predict, Vqa
 
 
 class VqaEvaluation(TaskEvaluation):
-    """`accuracy` as VQA counts it, `exact`, and accuracy by the types that the questions name.
+    """`accuracy` as VQA counts it, `exact`, and accuracy by question type.
 
-    Exact is the share of predictions that equal an answer that most people gave, both normalised.
-    The chance of accuracy is that of always giving the most frequent answer. Options: `predict`
-    (`rank` or `generate`) and `version` of the evaluator; None is as the task is configured.
+    Exact is the share equal to a most frequent human answer, both normalised. Chance always gives
+    the most frequent answer. Options: `predict` (`rank` or `generate`) and `version` of the
+    evaluator; None is as the task is configured.
     """
 
     kind = "vqa"

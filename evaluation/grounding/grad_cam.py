@@ -26,24 +26,18 @@ def grad_cam(
     text: TextFeatures,
     layer: int | None = None,
 ) -> Tensor:
-    """Grad-CAM maps of one cross-attention layer for B aligned pairs.
+    """Grad-CAM maps of one cross-attention layer for B aligned pairs: (B, N, rows, columns).
 
-    For the probabilities A (heads, queries, keys) with which the text stream attends to the
-    image, and the match log-odds y: mean over heads of relu(dy/dA) * A, without the column of
-    the image's [CLS] (Selvaraju et al. 2017, on attention as ALBEF does for grounding). y is the
-    difference of the two ITM logits, since it alone moves the predicted probability.
+    For the probabilities A (heads, queries, keys) of the text stream's attention to the image and
+    the match log-odds y (the difference of both ITM logits, which alone moves the predicted
+    probability): mean over heads of relu(dy/dA) * A, without the column of the image's [CLS]
+    (Selvaraju et al. 2017, on attention as ALBEF does for grounding). Maps are float32 or better,
+    at least 0; row 0 ([CLS]) is the map of the whole text, padding is 0. They are unscaled, so
+    words of a pair compare. In the last layer only [CLS] has a non-zero row, as no later token
+    reads another.
 
-    The maps are not scaled: they compare across words of a pair. Behind the last cross-attention
-    no token reads another, so in the last layer only the row of [CLS] is not zero. The model is as
-    before afterwards: modes, hooks and gradients.
-
-    Args:
-        layer: number of the cross-modal layer from 0, negative from the end; None is the
-            middle one, the third of six, which ALBEF takes for grounding.
-
-    Returns:
-        (B, N, rows, columns), float32 or better, at least 0; row 0 ([CLS]) is the map of the whole
-        text, and padding is 0.
+    layer: cross-modal layer from 0, negative from the end; None is the middle, the third of six, as
+    in ALBEF. Modes, hooks and gradients of the model are restored.
     """
     number = layer_number(model, layer)
     grid = model.config.image.grid
@@ -87,11 +81,10 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
 
 @contextmanager
 def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
-    """Collects the probabilities with which the text stream attends, as leaves that want gradients.
+    """Collect the text stream's attention probabilities as leaves that require gradients.
 
-    A leaf cuts the graph, so only what follows the layer is differentiated, also where the
-    parameters are frozen. Both streams may run through one layer; the context says which asks.
-    Calls of the model by other threads stay as they are.
+    A leaf cuts the graph, so only later layers are differentiated, even with frozen parameters.
+    Calls in other threads, and of the image stream, are unaffected.
     """
     thread = threading.get_ident()
     taken: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Grounding: where in an image lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg)
+"""Visual grounding of referring expressions (RefCOCO, RefCOCO+, RefCOCOg) without training boxes.
 
-Nobody tells the model a box in training: the map of an expression over the patches is Grad-CAM of a
-cross-attention layer (ACE-RPE, section 4.2, after ALBEF), or the cosine of words and patches.
+An expression's map over patches is Grad-CAM of a cross-attention layer (ACE-RPE, section 4.2, after
+ALBEF), or the cosine of words and patches.
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ STYLE = """
 
 
 def page(tried: TryIt) -> Any:
-    """Build the page as `gradio.Blocks`, with what the model can do and no more.
+    """Build the page as `gradio.Blocks`, with the actions that the model supports.
 
-    Each action has a name of the interface too: `/search`, that of the task (`/answer`),
-    `/match`, `/ground`, `/anchors`.
+    Endpoints: `/search`, the task's (`/answer`), `/match`, `/ground`, `/anchors`.
     """
     gradio = gradio_module()
 
@@ -228,7 +227,7 @@ def page(tried: TryIt) -> Any:
 
 
 def abilities(tried: TryIt) -> str:
-    """Return a line on what the model was trained for, and what each other action needs."""
+    """Return a line on the model's training and on requirements of other actions."""
     lacking = {
         "Search": None if tried.gallery is not None else "`--shards DIR`",
         "Match and Ground": None if tried.can_match else "a model trained by ITM",
@@ -242,9 +241,8 @@ def abilities(tried: TryIt) -> str:
 
 
 def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
-    """Serve the page until it is interrupted, without a public link.
-
-    `block`: wait; the page is given back otherwise.
+    """Serve the page without a public link, until interrupted, or in the background without
+    `block`.
     """
     gradio, blocks = gradio_module(), page(tried)
     # The usual theme would fetch its fonts from a server.

@@ -1,7 +1,6 @@
 """A model to try by hand: search, its task's predictions, matches, maps, anchors.
 
-Images come in as they are and texts as they are typed; every mistake of the person who tries is
-an EvaluationError with a line to show. The page around it is `evaluation.page.gradio_page`.
+User errors are EvaluationErrors with a line to show on `evaluation.page.gradio_page`.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ SHOWN = 480
 """Pixels of the longer side of an image that is sent back."""
 
 SIDES = 2
-"""An image is made smaller first, to about so many times the side that the model reads."""
+"""Larger images are first reduced to about this multiple of the model's image side."""
 
 HELD = 4
 """Images that stay as they were read and encoded, for the other tabs."""
 
 
 class SeenImage:
-    """An image that a person gives, made small once and encoded at most once.
+    """A user's image, resized once and encoded at most once.
 
-    `image` is upright RGB whose smaller side has `least` pixels, or fewer where it came so; an
+    `image` is upright RGB with a smaller side of `least` pixels, or fewer if it came so; an
     uploaded JPEG is decoded at about that size.
     """
 
@@ -69,17 +68,14 @@ class SeenImage:
 
 
 class CaptionedImage(NamedTuple):
-    """An image that a search found, and what is said of it."""
+    """A retrieved image with its caption."""
 
     image: Image.Image
     text: str
 
 
 class TryIt:
-    """A model folder, and perhaps images to search.
-
-    `name` is the folder's; `kind` the task it was fine-tuned for, or None.
-    """
+    """A model folder, and perhaps images to search; `kind` is the fine-tuned task, or None."""
 
     def __init__(
         self,
@@ -129,8 +125,7 @@ class TryIt:
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
         """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
-        Of each the similarity is said, and the probability of a match where that was asked. A match
-        score that was never trained re-ranks nothing.
+        Each has its similarity, and a match probability if requested and trained.
         """
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
@@ -148,9 +143,9 @@ class TryIt:
     def act(
         self, name: str, images: Sequence[Given], text: str | None = None
     ) -> list[tuple[str, float]]:
-        """Predict with probabilities, the likeliest first, as the model was fine-tuned to.
+        """Predict by the `PageAction` `name`, likeliest first with probabilities.
 
-        `name` is that of a `PageAction`; `text` is None where the task reads none.
+        `text` is None where the task reads none.
         """
         task = self._task
         if task is None or self.action is None or self.action.name != name:
@@ -231,7 +226,7 @@ _LONGEST = 100_000
 
 
 def _at_most(image: Image.Image, least: int) -> Image.Image:
-    """Return an image whose smaller side has at most `least` pixels, else made smaller."""
+    """Reduce an image to a smaller side of at most `least` pixels."""
     scale = least / min(image.size)
     if scale >= 1:
         return image

@@ -35,7 +35,7 @@ Box = tuple[float, ...]
 class WordMap(NamedTuple):
     """One word and, for each patch (rows, columns), the share of channel groups that anchor it.
 
-    boxes: of what the word may name, in pixels of the image, where that is known.
+    boxes: of objects that the word may name, in pixels of the image, where known.
     """
 
     word: str
@@ -53,15 +53,14 @@ class AnchorMap(NamedTuple):
 
 
 class AnchorDetail(NamedTuple):
-    """Everything of one image and caption: W words, G channel groups, patches (rows, columns).
+    """Maps of one image and caption: W words, G channel groups, patches (rows, columns).
 
-    words: as the tokenizer sees them; boxes: in pixels of the image, of what a word may name, where
-    that is known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), the share of its
-    pieces for a word of several. path (W, G, rows, columns): P of Eq. 7, at least 1 and 0 where not
-    reachable, the mean over those pieces that reach the patch; reachable says where. G is 0 in path
-    and reachable of a model without ACE-RPE. gradcam (W, rows, columns) and gradcam_caption (rows,
-    columns), the map of [CLS]: of cross-modal layer number `layer` out of `layers`, not scaled.
-    match: log-odds that the caption describes the image.
+    words: the tokenizer's; boxes: in pixels of the image, of objects that a word may name, where
+    known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.
+    path (W, G, rows, columns): P of Eq. 7, at least 1, 0 where not reachable, mean over pieces that
+    reach the patch; reachable marks it. Without ACE-RPE, G is 0 in path and reachable. gradcam (W,
+    rows, columns) and gradcam_caption (rows, columns), the map of [CLS]: of cross-modal layer
+    number `layer` out of `layers`, unscaled. match: log-odds that the caption describes the image.
     """
 
     image: Image.Image
@@ -86,9 +85,9 @@ def anchor_maps(
     count: int = 4,
     device: torch.device | str | None = None,
 ) -> list[AnchorMap]:
-    """Anchor maps of the first caption of the first `count` usable samples.
+    """Compute anchor maps of the first caption of the first `count` usable samples.
 
-    An anchor is a patch, word and channel group whose similarity S (Eq. 3) is at least the model's
+    An anchor is a patch, word and channel group with a similarity S (Eq. 3) of at least the model's
     threshold (Eq. 4). A word of several pieces has the mean of their maps.
     """
     samples = first_samples(shards, count)
@@ -204,7 +203,7 @@ def _encoded_caption(loaded: Loaded, sample: CaptionedSample, device: torch.devi
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
     """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1.
 
-    Also for a model that has no ACE-RPE, or constant paths: from the features it would use.
+    Models without ACE-RPE, or with constant paths, use the features that it would read.
     """
     field = model.anchors(image, text)
     if field is not None and "anchor" in model.config.cross.position:
@@ -231,7 +230,7 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
 
 
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
-    """Boxes by word of the first caption; none where nobody knows them."""
+    """Return boxes by word of the first caption, empty if unknown."""
     words = named_words(sample.annotation)
     return {word.position: word.boxes for word in words if word.caption == 0}
 

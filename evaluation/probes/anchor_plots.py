@@ -31,8 +31,8 @@ SIDE = 400  # pixels of an image's longer side; a panel has fewer
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
     """Draw a row of panels for each caption into a file, with `dots` pixels per inch.
 
-    The image is shown pale; over it lies, for each patch, the share of channel groups in which
-    the word anchors it. Green frames are boxes of what the word may name, where known.
+    Each patch of the pale image shows the share of channel groups in which the word anchors it.
+    Green frames are known boxes of objects that the word may name.
     """
     columns = 1 + max(len(row.words) for row in maps)
     figure = Figure(figsize=(PANEL * columns + 1.2, (PANEL + 0.55) * len(maps) + 0.4))
@@ -57,13 +57,11 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
 def draw_anchor_detail(
     detail: AnchorDetail, path: str | Path, groups: int = 8, dots: int = 120
 ) -> Path:
-    """Draw everything of one image and caption into a file, one row for each word.
+    """Draw all maps of one image and caption into a file, one row for each word.
 
-    The first row has the image and the Grad-CAM map of the whole caption. A word's row has the
-    share of channel groups in which it anchors each patch, its Grad-CAM map, and for each of the
-    first `groups` groups the anchor path: dots are the anchors of that group, clear patches are not
-    reachable. Grad-CAM maps of words are scaled by the largest of them all, that of the caption by
-    its own.
+    The first row has the image and the caption's Grad-CAM map. A word's row has the share of
+    channel groups that anchor each patch, its Grad-CAM map (scaled by the words' largest), and the
+    anchor paths of the first `groups` groups: dots are anchors, clear patches are not reachable.
     """
     shown = min(groups, detail.path.shape[1])
     width, height = detail.image.size

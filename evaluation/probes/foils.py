@@ -121,7 +121,7 @@ def _foiled(
 def _rows(
     loaded: Loaded, made: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Score all pairs of some images; a foil whose words the model does not read is left out."""
+    """Score all pairs of some images, without foils whose words the model does not read."""
     pairs = [(number, *foil) for number, (_, one) in enumerate(made) for foil in one.foils]
     if not pairs:
         return

@@ -91,11 +91,10 @@ def position_map(
 ) -> PositionMap:
     """Compute the map of one encoding: one query patch against all patches.
 
-    Of encodings of tokens it is the cosine of their vectors (Fig. 2 of Li et al. 2021), of
-    rotations the mean logit of equal random contents, of biases the bias itself; tables that start
-    at zero, or at small random numbers, are drawn from N(0, 1), so that shared rows show, as in
-    Figs 5-9 of Wu et al. 2021. CoPE and SaPE see contents: an image of two regions, a disc on a
-    ground.
+    For token encodings the cosine of their vectors (Fig. 2 of Li et al. 2021), for rotations the
+    mean logit of equal random contents, for biases the bias itself; tables that start at zero or
+    near it are drawn from N(0, 1), so that shared rows show, as in Figs 5-9 of Wu et al. 2021. CoPE
+    and SaPE depend on contents: an image of two regions, a disc on a ground.
     """
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
@@ -154,7 +153,7 @@ def disc(grid: tuple[int, int]) -> Tensor:
 
 
 def position_list() -> str:
-    """List all encodings with the hooks they may use and what they are, a line each."""
+    """List all encodings with their hooks and a description, a line each."""
     lines = []
     for name in list_positions():
         kind = position_class(name)

@@ -1,8 +1,8 @@
 """Swaps: two images and two captions, each caption true of exactly one of the images.
 
-The images show the same objects in another arrangement (`place`, `relation`, `order`,
-`distance`), or the same boxes with exchanged colours (`binding`), so neither a caption alone nor a
-bag of words can answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
+The images show the same objects rearranged (`place`, `relation`, `order`, `distance`), or the same
+boxes with exchanged colours (`binding`), so neither a caption alone nor a bag of words suffices.
+The scores are Winoground's (Thrush et al. 2022, section 3.2).
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ class Swap(NamedTuple):
 class SwapResult(Result):
     """Figures by (scorer, kind, score); kind `all` is over every swap.
 
-    Scorers: `dual`, the cosine of both encoders' features; `match`, the cross-modal encoder's
-    log-odds; `words`, where the folder has the head of masked language modelling, the
-    log-probability of the words that the captions do not share, all masked. Scores: `pair`, the
-    share of the four comparisons (each image's two captions, each caption's two images) that
-    come out right; `text`, both images get their caption; `image`, both captions get their
-    image; `group`, both. Ties count against the model.
+    Scorers: `dual`, cosine of both encoders' features; `match`, the cross-modal encoder's log-odds;
+    `words`, given a masked language modelling head, log-probability of the words that the captions
+    do not share, all masked. Scores: `pair`, share of the four comparisons (each image's two
+    captions, each caption's two images) that come out right; `text`, both images get their caption;
+    `image`, both captions get their image; `group`, both. Ties count against the model.
     """
 
     def table(self) -> Table:
@@ -112,14 +111,10 @@ def evaluate_swaps(
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Winoground's scores of each swap.
+    """Compute Winoground's scores of scores (..., image 2, caption 2), where i and i match.
 
-    Args:
-        scores: (..., image 2, caption 2), where image i and caption i belong together.
-
-    Returns:
-        (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties and
-        NaN are wrong.
+    Returns (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties
+    and NaN are wrong.
     """
     own = np.diagonal(scores, axis1=-2, axis2=-1)
     by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # image i: caption i?
@@ -162,14 +157,9 @@ def word_head(loaded: Loaded) -> MLMHead | None:
 
 
 def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
-    """Return where two captions differ: tokens between their longest common start and end.
+    """Mark where two captions differ, between their longest common start and end: (2, N) bool.
 
-    Args:
-        ids: (2, N) int64.
-        word_mask: (2, N) bool, True = a real word piece.
-
-    Returns:
-        (2, N) bool.
+    ids: (2, N) int64; word_mask: (2, N) bool, True = a real word piece.
     """
     words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
     start = _common(words[0], words[1])

@@ -1,11 +1,9 @@
-"""Pointing accuracy: does the patch most similar to a word lie in the box of the named object?
+"""Pointing accuracy: share of words with the most similar patch in the box of the named object.
 
-The generated corpus knows which word names which object, and so do COCO's categories
-(`python -m data_tools coco --instances`). Two bars stand beside the accuracy: chance (any patch)
-and 'some object' (the model points to an object, but not to the right one), which is much higher,
-since there are few objects. Only what exceeds the second bar shows that a word finds its own.
-
-In photographs things lie where the photographer aims; there controls that read no text set the bar.
+Boxes come from the generated corpus, or from COCO's categories (`python -m data_tools coco
+--instances`). Two references: chance (any patch) and 'some object' (any object, right or wrong),
+which is much higher, since there are few objects; only accuracy above it shows word grounding. In
+photographs positions are biased, so controls that read no text are the reference.
 """
 
 from __future__ import annotations
@@ -56,14 +54,11 @@ CONTROLS = ("image attention", "mean box", "centre")
 
 @contextmanager
 def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
-    """Collect what [CLS] attends to in the last block of a timm transformer, mean over heads.
+    """Collect the mean attention of [CLS] in the last block of a timm transformer, over heads.
 
-    Without a [CLS], it is the mean over the patches' own queries. Attention is not fused
-    meanwhile. The list gets one (B, rows * columns) for each call; none where the encoder has no
-    attention of timm's.
-
-    Args:
-        grid: patches (rows, columns); finer patches of the transformer are averaged.
+    Without a [CLS], the mean over patch queries. Attention is not fused meanwhile. The list gets
+    one (B, rows * columns) a call, patches averaged to `grid`; it stays empty without timm
+    attention.
     """
     found: list[Tensor] = []
     layers = [
@@ -107,8 +102,8 @@ def word_maps(
 ) -> dict[str, NDArray[np.floating]]:
     """Return maps (captions, M, N) of one image's captions by the cross-modal encoder.
 
-    `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is
-    of the middle layer, and missing where that is the last, which knows [CLS] alone.
+    `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is of
+    the middle layer, missing if that is the last, where only [CLS] has a map.
     """
     maps: dict[str, NDArray[np.floating]] = {}
     if field is not None:
@@ -130,11 +125,9 @@ def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
 
 
 def share_of_best(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> float:
-    """Return the share of the best patches that lie in the named box: ties share the point.
+    """Return the share of the best patches that lie in `own`, the named box; shapes are (M,).
 
-    A map without any difference points like chance.
-
-    Shapes are (M,); `own` are the patches of the box.
+    Ties share the point, and a constant map points like chance.
     """
     best = scores == np.nanmax(scores, initial=-np.inf)
     return float(own[best].mean()) if best.any() else 0.0
@@ -163,10 +156,8 @@ def pointer_figures(
 ) -> dict[str, Figure]:
     """Compute the accuracy of each pointer and control, and of each pointer above the best control.
 
-    The last are named `POINTER - CONTROL`; 95 % intervals are from the same resampled images.
-
-    Args:
-        pointed: by name, `share_of_best` of each word's map.
+    Differences are named `POINTER - CONTROL`; 95 % intervals share the resampled images. pointed:
+    by name, `share_of_best` of each word's map.
     """
     shares = {name: np.array([word[name] for word in pointed]) for name in pointed[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
@@ -191,12 +182,11 @@ CONTROL_NOTES = (
 class KindFigures(NamedTuple):
     """Figures of one kind of word; shares between 0 and 1.
 
-    words: number of words. pointing: the most similar patch lies in the named object's
-    box. some_object: expected `pointing` of a model that points into the box of an object chosen
-    at random. any_object: the most similar patch lies in any object's box. anchors: of a word's
-    anchors (patch and channel group with S at least the threshold) the share that lies in its box,
-    over words that have any; None where no word has. controls: accuracies of all pointers and
-    controls by name, where they were asked for (`evaluation.probes.word_pointing.pointer_figures`).
+    words: number. pointing: the most similar patch lies in the named object's box. some_object:
+    expected `pointing` into the box of a random object. any_object: the most similar patch lies in
+    any object's box. anchors: share of a word's anchors (patch and channel group with S at least
+    the threshold) inside its box, over words with any; else None. controls: accuracies of requested
+    pointers and controls (`pointer_figures`).
     """
 
     words: int
@@ -210,9 +200,9 @@ class KindFigures(NamedTuple):
 class PathFigures(NamedTuple):
     """Statistics of ACE-RPE over all words and patches, means over channel groups.
 
-    anchors: share of entries (patch, word) with S at least the threshold. reachable: share of
-    entries with a path. spread: standard deviation of a word's path over the patches it reaches,
-    in patches and tokens; near 0 the position says nothing.
+    anchors: share of entries (patch, word) with S at least the threshold. reachable: share with a
+    path. spread: standard deviation of a word's path over reached patches, in patches and tokens;
+    near 0 the path carries no position.
     """
 
     anchors: float
@@ -224,9 +214,8 @@ class PathFigures(NamedTuple):
 class PointingResult(Result):
     """Pointing accuracy by kind of word.
 
-    Kinds are `colour`, `shape`, `object`, and `objects`: words that may name any of several; with
-    controls also `small object`, those of `object` in small boxes.
-    paths: None for a model without ACE-RPE.
+    Kinds are `colour`, `shape`, `object`, and `objects`: words for any of several; with controls
+    also `small object`, the `object` words with small boxes. paths: None without ACE-RPE.
     """
 
     kinds: dict[str, KindFigures] = field(default_factory=dict)
@@ -498,16 +487,15 @@ def score_words(
 ) -> list[WordPointing]:
     """Score all named words of one image.
 
-    A word of several pieces has the mean of their cosines. Equal cosines count against the model:
-    the word hits only if every most similar patch lies in the box. A word cut off by the
-    tokenizer's length is left out.
+    A word of several pieces has the mean of their cosines. Ties count against the model: all most
+    similar patches must lie in the box. Words cut off by the tokenizer are left out.
 
     Args:
-        size: its width and height in pixels.
-        pieces: word pieces of each caption, [CLS] and [SEP] in.
+        size: width and height in pixels.
+        pieces: word pieces of each caption, with [CLS] and [SEP].
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
-        maps: of other pointers, (captions, M, N), or (M,) where they read no text.
+        maps: of other pointers, (captions, M, N), or (M,) without text.
     """
     if annotation.words is None:
         raise EvaluationError(

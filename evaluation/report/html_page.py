@@ -154,7 +154,7 @@ def _run(
 def _samples(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> list[Html]:
-    """Return retrievals of the run's model; `source.missing` names why there are none."""
+    """Return retrievals of the run's model, or name why they are missing in `source.missing`."""
     try:
         with said_in_one_line():
             model = vlp.load(str(source.model))
@@ -169,9 +169,10 @@ def _samples(
 
 
 def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
-    """Yield the captions whose image the dual encoder ranks last, and first, with what is found.
+    """Yield the captions with the lowest and highest ranks by the dual encoder, and retrieved
+    images.
 
-    Under each caption lie the anchors of its words in its image.
+    Each caption has the anchors of its words in its image.
     """
     stored = gallery.collection
     owners = stored.image_of_text

@@ -43,8 +43,8 @@ _SETTINGS = (
 class StoredResult(NamedTuple):
     """One KIND.json: figures by name, and for retrieval by stage in `variants`.
 
-    variants: what was done ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts:
-    what was evaluated, such as {"images": 1000}.
+    variants: stage ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts: of
+    evaluated items, such as {"images": 1000}.
     """
 
     kind: str
@@ -57,11 +57,7 @@ class StoredResult(NamedTuple):
 
 @dataclass
 class Source:
-    """One RUN of the command line; `missing` names what was not found there, or is damaged.
-
-    name: from its folder. log: lines of log.jsonl. training: report.json. task: kind of a
-    fine-tuned model.
-    """
+    """One RUN of the command line, by folder name; `missing` lists missing or damaged files."""
 
     folder: Path
     name: str
@@ -193,7 +189,7 @@ def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """Read the figures of a file; None if it holds none."""
+    """Read the figures of a file; None without figures."""
     found = _mapping(file, source)
     named = found.get("figures", found.get("kinds"))
     if file.stem == "vision" and "task" not in found:

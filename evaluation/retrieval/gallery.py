@@ -22,10 +22,7 @@ _TOGETHER = 4
 
 
 class Hit(NamedTuple):
-    """An image that was found: its number, its cosine with the text, and its match log-odds.
-
-    match is None where the cross-modal encoder was not asked.
-    """
+    """A retrieved image: number, cosine with the text, match log-odds (None if not computed)."""
 
     image: int
     similarity: float
@@ -33,10 +30,7 @@ class Hit(NamedTuple):
 
 
 class Gallery:
-    """The images of shard folders with their features; samples of one image are one.
-
-    `collection` and `encoder` are those of `evaluation.encoder`.
-    """
+    """The images of shard folders with their features; samples of one image are merged."""
 
     def __init__(
         self,
@@ -54,7 +48,7 @@ class Gallery:
         return len(self.collection.image)
 
     def image(self, number: int, least: int | None = None) -> CaptionedSample:
-        """An image with the captions of its first sample.
+        """Return an image and the captions of its first sample.
 
         Both sides keep `least` pixels, as in `vlp.data.image.decode.decode_image`.
         """
@@ -66,7 +60,7 @@ class Gallery:
         return sample
 
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Hit]:
-        """The images that fit a text, the best first.
+        """Return the images that fit a text, the best first.
 
         The dual encoder's nearest `rerank` images are ordered by similarity / temperature plus
         match log-odds, as `evaluation.retrieval.retrieval` does.

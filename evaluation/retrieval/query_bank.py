@@ -1,10 +1,8 @@
-"""Query-bank normalisation: hubs lose what they gain from being near to everything.
+"""Query-bank normalisation: lower scores of hubs, which are near to most queries.
 
-Some images lie near to most captions, and some captions to most images (hubs). A bank of queries
-that are not those of the evaluation, such as the training pairs, tells which: the score of a
-candidate is lowered by the log-mass of all queries of the bank near to it (inverted softmax, Smith
-et al. 2017, section 3.3; QB-Norm, Bogolin et al. 2022, section 3.2). Nothing of the evaluated
-gallery's own queries is read.
+A candidate's score is lowered by the log-mass of nearby queries of a bank, such as training pairs
+(inverted softmax, Smith et al. 2017, section 3.3; QB-Norm, Bogolin et al. 2022, section 3.2). The
+evaluated gallery's queries are never read.
 """
 
 from __future__ import annotations
@@ -21,11 +19,8 @@ CANDIDATES, QUERIES = 1024, 8192
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
 
-    Features (., d) have unit length; the smaller the temperature, the more the nearest queries
-    count.
-
-    Returns:
-        (candidates,) float32, in units of the similarity.
+    Features (., d) have unit length; small temperatures weight the nearest queries. Returns
+    (candidates,) float32, in units of the similarity.
     """
     count = torch.tensor(float(len(bank))).log()
     masses = []
@@ -41,7 +36,7 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
 def normalised_sides(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return features (., d + 1) whose products are similarities less the candidates' log-mass."""
+    """Return features (., d + 1) with products of similarities less the candidates' log-mass."""
     ones = query.new_ones(len(query), 1)
     mass = log_mass(candidate, bank, temperature).to(candidate)
     return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)

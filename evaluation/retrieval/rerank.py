@@ -23,8 +23,8 @@ class Search(NamedTuple):
     """Results of a dual encoder for each query.
 
     ranks: (queries,) int64, wrong candidates scored at least as high as the best right one.
-    nearest: (queries, top) int64, candidates by falling score; of equal scores the earlier one.
-    scores: (queries, top) float32, their similarities.
+    nearest: (queries, top) int64, candidates by falling score, ties by index; scores: their
+    similarities, (queries, top) float32.
     """
 
     ranks: NDArray[np.int64]
@@ -33,11 +33,11 @@ class Search(NamedTuple):
 
 
 def similarity(query: Tensor, candidate: Tensor) -> Tensor:
-    """Similarities (queries, candidates) in float32, whatever autocast says.
+    """Return similarities (queries, candidates) in float32, under autocast too.
 
-    The products are summed in float64 and rounded once. A float32 matrix product may give two equal
-    columns different last bits, depending on where in the matrix they stand, and then the ranks
-    depend on the chunks. Under autocast a bare `@` would be bfloat16, where ties abound.
+    Products are summed in float64 and rounded once: last bits of a float32 matrix product depend on
+    a column's place, so ranks would depend on the chunks. Under autocast `@` would be bfloat16,
+    with many ties.
     """
     with torch.autocast(query.device.type, enabled=False):
         return (query.double() @ candidate.double().T).float()
@@ -55,12 +55,9 @@ def search(
 ) -> Search:
     """Rank each query's best right candidate among all candidates and keep the `top` nearest.
 
-    Memory is bounded by query_chunk x candidate_chunk scores; query chunks are shared by the ranks.
-
-    Args:
-        query: (queries, d) float32 features.
-        candidate: (candidates, d) float32 features.
-        positives: (queries, most) indices of right candidates, at least one in a row, the rest -1.
+    Memory is query_chunk x candidate_chunk scores; ranks share query chunks. query and candidate:
+    (., d) float32 features; positives: (queries, most) indices of right candidates, at least one in
+    a row, the rest -1.
     """
     ranks = ranks or Ranks.current()
     top = min(top, len(candidate))
@@ -158,16 +155,13 @@ def match_pairs(
     ranks: Ranks | None = None,
     step: Callable[[int], object] = lambda pairs: None,
 ) -> NDArray[np.float32]:
-    """Score all pairs, group after group, shared by the ranks.
+    """Score all pairs, group after group, shared by the ranks: (P,) float32 in their order.
 
     Args:
         match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
-        group: (P,) number of the group each pair is of; they come in the order of their numbers.
-        order: (P,) by which the pairs of a group are sorted before they are cut into batches.
-        step: told the number of pairs after each call.
-
-    Returns:
-        (P,) float32 in the order of `pairs`.
+        group: (P,) group number of each pair; groups run in the order of their numbers.
+        order: (P,) sort key within a group before it is cut into batches.
+        step: called with the number of pairs of each call.
     """
     ranks = ranks or Ranks.current()
     chosen = np.lexsort((order, group))
@@ -207,14 +201,11 @@ def look_up(
 def reranked_ranks(
     found: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Ranks after the nearest candidates were put into a new order among themselves.
+    """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
 
-    All others keep their order behind them, so a query without a right candidate among its nearest
-    keeps its rank. Ties and NaN count against the model.
-
-    Args:
-        scores: (queries, top) new scores of `found.nearest`.
-        positives: (queries, most) right candidates, filled up with -1.
+    Others keep their order behind them, so a query without a right candidate among its nearest
+    keeps its rank. Ties and NaN count against the model. positives: (queries, most), padded with
+    -1.
     """
     right = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
@@ -267,7 +258,7 @@ class PairScorer:
         self._image: tuple[int, Any] = (-1, None)
 
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
-        """Pairs that may share a call, by number: those of one image and one shelf of texts."""
+        """Return group numbers of pairs that may share a call: one image and one shelf of texts."""
         of_texts = 1 + self._shelf_of_block.max(initial=0)
         shelf = pairs.image // IMAGES_HELD * of_texts + self._shelf_of_text[pairs.text]
         return shelf * len(self.collection.image) + pairs.image
@@ -309,11 +300,10 @@ class PairScorer:
 
 
 def shelves(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return the shelf that each block of texts lies on, numbers rising from 0.
+    """Return the shelf of each block of texts, numbers rising from 0.
 
-    Args:
-        widths: (blocks,) tokens of each block's texts, not falling.
-        tokens: most tokens of a shelf, padded to its widest block; one block always fits.
+    widths: (blocks,) tokens of each block's texts, not falling. tokens: most tokens of a shelf,
+    padded to its widest block; one block always fits.
     """
     shelf = np.zeros(len(widths), dtype=np.int64)
     first = 0

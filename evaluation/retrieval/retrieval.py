@@ -50,11 +50,10 @@ def ranks_of_right(
     bank_temperature: float = BANK_TEMPERATURE,
     both: bool = False,
 ) -> dict[tuple[str, str], NDArray[np.int64]]:
-    """Rank of each query's best right candidate, by (stage, direction).
+    """Rank each query's best right candidate, by (stage, direction).
 
-    Args:
-        temperature: of the similarity that is added to the cross-modal score; None adds none.
-        both: the stage `match` has the ranks by the cross-modal score alone, beside the sum's.
+    temperature: of the similarity added to the cross-modal score; None adds none. both: stage
+    `match` ranks by the cross-modal score alone, in addition to the sum.
     """
     ranks = ranks or Ranks.current()
     positives = dict(zip(DIRECTIONS, collection.right_answers()))
@@ -123,7 +122,7 @@ def _rerank_scores(
 
 
 class StoredSamples(Samples):
-    """Samples whose images may be there as stored features, plain views."""
+    """Samples with images that may be stored features, plain views."""
 
     def __init__(
         self,
@@ -150,10 +149,10 @@ def query_rows(
     direction: str,
     collection: Collection,
 ) -> list[dict[str, Any]]:
-    """A row for each query of one direction.
+    """Return a row for each query of one direction.
 
-    Rows hold `direction`, the image's `key` and `image`; for a caption its number among those
-    of the image and its `text`; and `ranks`, that of the first right answer by stage, from 1.
+    Rows hold `direction`, the image's `key` and `image`; for a caption its number among the image's
+    and its `text`; and `ranks` of the first right answer by stage, from 1.
     """
     queries: list[dict[str, Any]] = [
         {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
@@ -183,9 +182,7 @@ MEAN = "mean"
 class RetrievalResult(Result):
     """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"); direction "both" has a mean.
 
-    Predictions are one row a query: its direction, the key of the image's first sample and
-    `image`, for a caption its number among the image's and its text, and the rank of the first
-    right answer by stage, from 1.
+    Predictions are the `query_rows`, with the key of the image's first sample.
     """
 
     @property

@@ -26,8 +26,8 @@ class ItemDifference(NamedTuple):
     """One figure of two models, second minus first.
 
     first, second: means over the items. difference with its 95 % bootstrap interval low, high. p:
-    two-sided, of the sign-flip test over images. mcnemar: two-sided exact p, None where a value
-    is neither 0 nor 1. only_first, only_second: items where one is higher. items: their number.
+    two-sided, of the sign-flip test over images. mcnemar: two-sided exact p, None for a value other
+    than 0 or 1. only_first, only_second: items where one is higher. items: their number.
     """
 
     first: float
@@ -53,8 +53,7 @@ def item_difference(
 ) -> ItemDifference:
     """Compare two models item by item.
 
-    Args:
-        permutations: of the sign-flip test; the smallest p is 1 / (permutations + 1).
+    permutations: of the sign-flip test; the smallest p is 1 / (permutations + 1).
     """
     if not len(first) or len({len(first), len(second), len(clusters)}) > 1:
         raise ValueError(
@@ -85,10 +84,10 @@ def item_difference(
 def sign_flip_p(
     differences: NDArray[np.floating], permutations: int = 10_000, seed: int = 0
 ) -> float:
-    """Two-sided p that independent differences are as far from 0 in sum as they are, by chance.
+    """Return the two-sided p of the sum of independent differences under random signs.
 
-    Under the null hypothesis each difference is as likely with the other sign. Up to 12 differences
-    that are not 0 all signs are tried; else some are drawn, and p counts the data as one draw.
+    All signs of up to 12 non-zero differences are tried; else some are drawn, and p counts the data
+    as one draw.
     """
     own = differences[differences != 0].astype(float)
     if not len(own):
@@ -194,9 +193,8 @@ def compare(
 ) -> ResultComparison:
     """Compare two predictions files, or folders that hold them.
 
-    Args:
-        first: KIND.predictions.jsonl, its folder, or a model folder with `evaluation` in it.
-        task: KIND, where the folders hold several.
+    first, second: KIND.predictions.jsonl, its folder, or a model folder with `evaluation` in it.
+    task: KIND, where the folders hold several.
     """
     files = _files(Path(first), Path(second), task)
     parts = [_scored(file) for file in files]

@@ -109,11 +109,10 @@ def suite_of(
     classes: str | None = None,
     **options: Any,
 ) -> SuiteConfig:
-    """Return the configuration that evaluates each model by all that its data allow.
+    """Return the configuration of all evaluations that the data allow, for each model.
 
-    Args:
-        shards: with captions, for retrieval and foils.
-        labelled: with classes, for zero-shot classification; goes with `classes`.
+    shards: with captions, for retrieval and foils. labelled: with classes, for zero-shot
+    classification; requires `classes`.
     """
     if bool(labelled) != (classes is not None):
         raise ConfigError(
@@ -144,12 +143,10 @@ BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
 
 
 def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:
-    """Hash what a result depends on: the model's files, the options, the data, the prompts.
+    """Hash a result's inputs: the model's files, the options, the data, the prompts.
 
-    The data are the shards' index, which knows their contents; of class folders and tars, which
-    have none, they are names, sizes and times of change.
-
-    `sums` are those of model folders that were read before; it is filled.
+    Data are the shards' index, which covers contents; for class folders and tars, names, sizes and
+    modification times. `sums` caches the hashes of model folders.
     """
     parts = [json.dumps(_options(job), sort_keys=True)]
     try:
@@ -258,10 +255,7 @@ _OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results by model and label of the task; failures likewise, each one line of what was wrong.
-
-    labels: of the tasks, in the order in which they come first.
-    """
+    """Results and failures (one line each) by model and task label; labels in first-use order."""
 
     models: tuple[str, ...]
     labels: tuple[str, ...]
@@ -346,10 +340,10 @@ def run_suite(
     workers: int | None = None,
     progress: bool = False,
 ) -> SuiteResult:
-    """Evaluate what is not there yet below `out` (MODEL/TASK), and gather everything.
+    """Run missing evaluations below `out` (MODEL/TASK), and collect all results.
 
-    A result is kept as long as the files of its model, its options and its data (`job_key`) stay
-    the same. One that fails is named and does not stop the others.
+    A result is reused while its model's files, options and data (`job_key`) stay the same. Failures
+    are named and do not stop the others.
     """
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}

@@ -1,8 +1,7 @@
-"""Encodings in the last blocks of a pretrained ViT, whose first blocks are frozen.
+"""Encodings in the last blocks of a pretrained ViT, with frozen first blocks.
 
-The frozen blocks are the same for all runs. So their outputs are computed once, in bfloat16, and
-stored; a run trains the last blocks, the norm, the head and the encoding from them. Every run of a
-seed begins with the same head and sees images in the same order.
+Outputs of the frozen blocks are computed once, in bfloat16; a run trains the last blocks, the norm,
+the head and the encoding from them. Runs of a seed share the initial head and image order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
 
 
 class FrozenConfig(Config):
-    """Protocol for a pretrained ViT: which blocks are trained, and what they are tested on."""
+    """Protocol for a pretrained ViT: trained blocks, and test data."""
 
     blocks: int = Field(ge=1, description="the first so many stay as they are")
     sizes: tuple[PositiveInt, ...] = Field(
@@ -57,7 +56,7 @@ class FrozenConfig(Config):
 
 
 class Tokens(NamedTuple):
-    """Outputs of the frozen blocks: (images, tokens, width) bfloat16 by part, labels by part.
+    """Outputs of the frozen blocks, (images, tokens, width) bfloat16, and labels, by part.
 
     Parts are `train` and the test images' sizes.
     """
@@ -91,7 +90,7 @@ class Tail(nn.Module):
         return {n: each for n, each in self.named_modules() if isinstance(each, PositionEncoding)}
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Map outputs (B, T, width) of the frozen blocks to those of the last norm."""
+        """Map outputs (B, T, width) of the frozen blocks to the last norm's."""
         x = tokens.float()
         if hasattr(self.model, "places"):
             context = self.model.places.write(*self.grid)
@@ -161,11 +160,10 @@ def stored_tokens(
 def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str, float]:
     """Train one run and test it at each size.
 
-    Returns:
-        Figures: `top1@SIZE` and `loss@SIZE` of the sizes that the encoding can serve; `changed`,
-        percent by which it changes the features before training; `parameters` of it, thousands;
-        `macs` of the trained part for one image, millions; `ms`, milliseconds of processor time of
-        a training image (median over steps). And `steps` and `seconds` of the training.
+    Returns `top1@SIZE` and `loss@SIZE` of the sizes that the encoding supports; `changed`, percent
+    by which it changes the features before training; `parameters` of it, thousands; `macs` of the
+    trained part for one image, millions; `ms`, milliseconds of processor time of a training image
+    (median over steps); `steps` and `seconds` of the training.
     """
     task, training = config.task, config.training
     assert isinstance(task, ClassificationConfig)

@@ -50,7 +50,7 @@ class Towers(Protocol):
 class AdaptedModel(nn.Module):
     """A model with features and a temperature, but without states, tokens and cross-modal layers.
 
-    Its match log-odds are the similarity over the temperature, which was trained.
+    Match log-odds are the similarity over the trained temperature.
     """
 
     match_is_trained = True
@@ -95,11 +95,7 @@ class AdaptedModel(nn.Module):
 
 
 class OtherTexts:
-    """Makes ids and masks (B, N) of texts, as its library does.
-
-    Args:
-        towers: of a library's file.
-    """
+    """Tokenizer of another library: ids and masks (B, N) of texts."""
 
     def __init__(self, towers: Towers) -> None:
         self._towers, self.count_cut = towers, towers.count_cut
