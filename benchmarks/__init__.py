@@ -1,1 +1,1 @@
-"""Timings beside peers, and a check of a GPU: `python -m benchmarks COMMAND`."""
+"""Timings against other libraries, and a GPU check: `python -m benchmarks COMMAND`."""

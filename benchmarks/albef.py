@@ -1,13 +1,12 @@
-"""A pretraining step beside ALBEF's own, whose code runs as it is.
+"""A pretraining step compared with ALBEF's unmodified code.
 
-Sizes are equal: depths, widths, heads, pixels, ids, queue. ALBEF's code has the sizes of its image
-encoder written into it; they are bound from outside, as are the weights, which are random. Dropout
-is off on both sides. The vocabulary shrinks with the width, so that the decoder's share of a step
-is that of width 768. Texts are as long as COCO's; ALBEF's batch ends at its longest text, as its
-tokenizer leaves it, ours is as the loader leaves it, of `--max-tokens`.
-
-Classes and functions that ALBEF imports from transformers 4.8 and that newer versions lack are
-stood in for; none of them computes in a step but `apply_chunking_to_forward`, which calls.
+Sizes are equal: depths, widths, heads, pixels, ids, queue. ALBEF's hard-coded image encoder sizes
+and its (random) weights are patched from outside. Dropout is off on both sides. The vocabulary
+shrinks with the width, so that the decoder's share of a step is that of width 768. Texts are as
+long as COCO's; ALBEF's batch ends at its longest text, as its tokenizer leaves it, ours has
+`--max-tokens`, as the loader leaves it. Classes and functions of transformers 4.8 that newer
+versions lack have stand-ins, of which only `apply_chunking_to_forward`, a plain call, runs in a
+step.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class AlbefStep:
 
 
 def import_albef(folder: Path) -> types.ModuleType:
-    """Import `models.model_pretrain` of a checkout, with stand-ins for what is gone since."""
+    """Import `models.model_pretrain` of a checkout, with stand-ins for removed dependencies."""
     if not (folder / "models" / "model_pretrain.py").is_file():
         raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
     with ExitStack() as stack:
@@ -204,7 +203,7 @@ class FormerPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, config: Any) -> FormerPreTrainedModel:
-        """Return random weights; there are none of these sizes."""
+        """Return random weights, as public ones of these sizes do not exist."""
         return cls(config)
 
     @property
@@ -297,7 +296,7 @@ def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
 
 
 def _albef_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay as in its recipe: none for vectors."""
+    """Return parameter groups with the weight decay of its recipe, zero for vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     vectors, others = [p for p in trained if p.ndim < 2], [p for p in trained if p.ndim > 1]
     return [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.02}]

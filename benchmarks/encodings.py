@@ -1,4 +1,4 @@
-"""Speed and memory of a vision transformer with each position encoding, beside timm's own."""
+"""Speed and memory of a vision transformer with each position encoding, relative to timm's."""
 
 from __future__ import annotations
 
@@ -59,13 +59,9 @@ VARIANTS = {
 
 
 class PublishedIRPE(PositionEncoding):
-    """The published modules in our hooks, called as their `RPEAttention` calls them.
+    """The published modules (`module`, their `irpe.py`) in our hooks, called as by `RPEAttention`.
 
-    Args:
-        width: channels of the layer.
-        heads: attention heads.
-        module: their `irpe.py`.
-        on: letters of q, k, v.
+    on: letters of q, k, v.
     """
 
     def __init__(self, width: int, heads: int, module: Any, on: str) -> None:
@@ -195,12 +191,8 @@ def measure(
 ) -> dict[str, VariantTimes]:
     """Measure all variants at one image size, taking turns.
 
-    Args:
-        names: of `VARIANTS`; `plain` is always among them.
-        size: pixels.
-        rows: images of a batch.
-        rounds: timed steps of each variant.
-        device: where.
+    names: of `VARIANTS`, with `plain` always included; size: pixels; rows: images of a batch;
+    rounds: timed steps of each variant.
     """
     names = list(dict.fromkeys(["plain", *names]))
     peaks, runners = {}, {}

@@ -1,17 +1,15 @@
-"""Parameters and FLOPs of one forward pass, part by part, and what ACE-RPE adds to it.
+"""Parameters and FLOPs of one forward pass, part by part, and the additions of ACE-RPE.
 
-One FLOP is a multiplication or an addition, so a multiply-accumulate is two. Only matrix products
-are counted, as common counters do: those of layers with weights, and apart from them those of
-attention (queries with keys, weights with values). Of ACE-RPE every addition, minimum and
-comparison between similarity and path is counted, too. Both streams of the cross-modal encoder run
-to their end, and tokens include [CLS] and padding.
+A multiply-accumulate is two FLOPs. Only matrix products are counted, as common counters do: of
+layers with weights, and separately of attention (queries with keys, weights with values). Of
+ACE-RPE every addition, minimum and comparison between similarity and path is counted, too. Both
+streams of the cross-modal encoder run to their end, and tokens include [CLS] and padding.
 
 Two conventions for ACE-RPE:
 
 - *as the paper counts*: E = P W (Eq. 8) is built, (1 + M) x N x width, for each table, direction
-  and layer, and summed under the attention weights (Eq. 12). The paper prints 115G without and
-  122G with it, 6.1 %; which image size, text length and counting it used is not known, so
-  several are shown.
+  and layer, and summed under the attention weights (Eq. 12). The paper prints 115G without and 122G
+  with it, 6.1 %, for unknown image size, text length and counting, so several are shown.
 - *as ours runs*: by linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
   Computing similarities, paths and means is included.
 """
@@ -175,10 +173,10 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
-    """Operations for each entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
+    """Count operations per entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
 
     4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark
-    what is reachable; the rest are the additions and minima of the two one-sided minima.
+    reachable entries; the rest are additions and minima of the two one-sided minima.
     """
     reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
     # To either side at once: a minimum of both, the length added, a minimum with the rest.

@@ -1,7 +1,6 @@
-"""Check of a GPU: correctness beside a CPU, and the speed of pretraining steps.
+"""Check of a GPU: correctness against a CPU, and the speed of pretraining steps.
 
-Each part runs in a process of its own, within a time limit. What `make test-gpu` tests (kernels
-beside the explicit path) is not repeated here.
+Each part runs in a process with a time limit. `make test-gpu` compares kernels.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ LOG_EVERY = 4
 
 
 class Setting(NamedTuple):
-    """What the parts of a check share.
+    """Shared settings of a check.
 
-    config: of a pretraining; rows: pairs of its timed steps; dry: go through every part on the CPU
-    at tiny sizes; out: folder of the results.
+    config: of a pretraining; rows: pairs of its timed steps; dry: run every part on the CPU at tiny
+    sizes; out: folder of the results.
     """
 
     config: PretrainConfig
@@ -90,7 +89,7 @@ class Setting(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """Backend of `torch.compile`; a dry run captures graphs and compiles none."""
+        """Backend of `torch.compile`; a dry run captures graphs without compiling."""
         return "eager" if self.dry else "inductor"
 
 
@@ -177,10 +176,7 @@ def _task(setting: Setting) -> Pretraining:
 
 
 def waits(setting: Setting) -> Iterator[CheckedFigure]:
-    """Count the waits in an ordinary step of the loop and in one that is logged.
-
-    A step is the forward and the backward pass, the optimiser and the teacher's update.
-    """
+    """Count the waits in an ordinary and in a logged step, with optimiser and teacher."""
     config, device = watched_config(setting.config, ROWS), setting.device
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, "", "bf16", LOG_EVERY)
@@ -199,7 +195,7 @@ def waits_figure(name: str, found: list[str], promise: int, device: torch.device
 
 @contextmanager
 def counted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Give a list that gets a line for every wait of the host within the context.
+    """Yield a list that gets a line for every wait of the host within the context.
 
     On a GPU PyTorch warns of them, with file and line; elsewhere every number that is read is one.
     """
@@ -239,12 +235,10 @@ class EnoughSteps(Exception):
 
 
 class WatchedData(Generic[T]):
-    """Data of one batch again and again, which watch what happens from one to the next.
+    """One batch (on the CPU) repeated, with a watching context around each step.
 
-    Args:
-        batch: of every step, on the CPU, as a loader gives it.
-        rows: samples of it.
-        watch: makes the context of each step after the warm-up; `steps` gets what they give.
+    rows: its samples. watch: makes the context of each step after the warm-up; yields go to
+    `steps`.
     """
 
     def __init__(
@@ -280,7 +274,7 @@ class WatchedData(Generic[T]):
 
 
 def watched_config(config: PretrainConfig, rows: int) -> PretrainConfig:
-    """Return a configuration for `watched_steps`, whose batches have `rows` pairs."""
+    """Return a configuration for `watched_steps`, with `rows` pairs in a batch."""
     changes = {
         "batch": rows,
         "steps": 1000,
@@ -297,13 +291,12 @@ def watched_steps(
     batch: Slots,
     watch: Callable[[], AbstractContextManager[T]],
 ) -> list[T]:
-    """Train on one batch; return what contexts of steps give: ordinary ones, the last is logged.
+    """Train on one batch; return the yields of `watch` contexts: ordinary steps, then a logged one.
 
     Args:
         config: of `watched_config`; its model need not be the task's.
-        task: a `Task` and module, whose log lines are due every `LOG_EVERY` steps.
+        task: a `Task` and module that logs every `LOG_EVERY` steps.
         batch: of `config.training.batch` rows, on the CPU.
-        watch: makes a context.
     """
     data = WatchedData(batch, config.training.batch, watch)
     patience = patch.object(loop, "MAX_NON_FINITE", 10**6)  # what is learnt does not matter
@@ -412,14 +405,14 @@ def sizes(setting: Setting) -> Iterator[CheckedFigure]:
 
 
 def _forget() -> None:
-    """Drop graphs, else forms of all sizes count towards one limit, and what they held."""
+    """Drop compiled graphs and their memory, as forms of all sizes count towards one limit."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedFigure]:
-    """Time steps of so many pairs; write the trace of one, and its kernels by time."""
+    """Time steps of `rows` pairs; write the trace of one, and its kernels by time."""
     device, on_gpu = setting.device, setting.device.type == "cuda"
     rate = product_rate(setting)
     trainee = Trainee(setting.config, device)
@@ -523,10 +516,8 @@ _TINY = (
 
 
 def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int:
-    """Run the parts whose names start with `only`; return the exit code.
-
-    Returns:
-        0; 1 where a part failed or a result is wrong; 2 without a GPU.
+    """Run the parts with a name prefix `only`; return 0, 1 for a failed part or wrong result, or 2
+    without a GPU.
     """
     if not dry and not torch.cuda.is_available():
         print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)

@@ -88,9 +88,9 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def interleave(
     works: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[T]]:
-    """Call each of `works` once a round and return what each gave, the warm-up left out.
+    """Call each of `works` once a round and return the results by work, without the warm-up.
 
-    The order alternates, so that a slow moment of the machine favours none of them.
+    The order alternates, so that a slow moment of the machine is shared.
     """
     taken: dict[str, list[T]] = {name: [] for name in works}
     for number in range(warm_up + rounds):
@@ -100,7 +100,7 @@ def interleave(
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """List what the profiler records on a device."""
+    """List the device's activities that the profiler records."""
     return [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
 
 

@@ -1,11 +1,10 @@
-"""Throughput of data loading (samples/s and core) beside open_clip's loader and others.
+"""Throughput of data loading (samples/s and core) compared with open_clip's loader and others.
 
-All sides read the same samples: without `--shards` some are made, of images of 500 x 375 with the
-spectrum of photographs. Processes are pinned to as many cores as there are loader processes. All
-sides are started, warmed up by one pass over the shards and then take turns of one pass each; the
-processes of a side whose turn it is not are stopped. As other work on the machine takes its part of
-a second, each side's CPU time (loader processes and its share of the main one) is measured as well:
-the ratio is that of samples per CPU second, the median over rounds.
+All sides read the same samples: without `--shards` images of 500 x 375 with the spectrum of
+photographs. Processes are pinned to as many cores as there are loader processes. All sides warm up
+by one pass over the shards and then take turns of one pass each, the others being stopped. As the
+machine has other work, CPU time (loader processes and their share of the main one) is measured: the
+ratio is of samples per CPU second, the median over rounds.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ class Settings(NamedTuple):
 
 
 def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
-    """Batches of this project's loader, without masks.
+    """Yield batches of this project's loader, without masks.
 
-    Its images are 8-bit levels, which training normalises on its device; with `normalised` the
-    main process does it here, so that they end as open_clip's do.
+    Images are 8-bit levels, which training normalises on its device; with `normalised` the main
+    process does it, for batches like open_clip's.
     """
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
@@ -174,10 +173,8 @@ TRANSFORMS = {OURS: _own_image, "pillow": _pillow_image, "torchvision": _torchvi
 class Prepare:
     """A sample's transforms, for the sides that take a function.
 
-    Args:
-        settings: its vocabulary and size are taken.
-        transforms: a key of `TRANSFORMS`, by whose code `image` makes levels (3, size, size) uint8
-            of a JPEG's bytes.
+    transforms: a key of `TRANSFORMS`; its `image` makes levels (3, size, size) uint8 of a JPEG's
+    bytes.
     """
 
     def __init__(self, settings: Settings, transforms: str) -> None:
@@ -294,11 +291,7 @@ class Turn(NamedTuple):
 
 
 class Stream:
-    """One side, whose loader processes run in its own turns alone.
-
-    Args:
-        start: makes the endless iterator of batches.
-    """
+    """One side; its loader processes run only in its turns. start makes endless batches."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         others = set(multiprocessing.active_children())
@@ -361,11 +354,9 @@ def take_turns(
     """Start every side and let them receive batches in turn, the first round uncounted.
 
     Args:
-        sides: what starts each one's endless batches.
-        batches: of a turn.
-        samples: in so many batches.
-        rounds: timed turns of each side.
-        cores: that all of them share; each process computes in one thread.
+        sides: makers of each one's endless batches.
+        batches: of a turn, with `samples` samples.
+        cores: shared by all sides; each process computes in one thread.
     """
     all_cores = sorted(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
@@ -401,7 +392,7 @@ def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 1
 
 
 def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Noise whose amplitude falls as 1/frequency, as in photographs; its channels are alike."""
+    """Draw noise with an amplitude of 1/frequency, as in photographs, and similar channels."""
     across, down = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
     frequency = np.maximum(np.hypot(across, down), 1 / width)
     noise = np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency
@@ -438,7 +429,7 @@ def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
 
 
 def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, Side]:
-    """Return our side, and those of libraries that take functions."""
+    """Return our side, and libraries that take functions."""
     prepare = Prepare(settings, transforms)
     return {
         OURS: partial(our_batches, settings, PLAIN, False),
@@ -449,7 +440,7 @@ def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, S
 
 
 def ratios(found: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
-    """Return by rounds a side's samples per CPU second over those of another."""
+    """Return by rounds a side's samples per CPU second over another's."""
     return [other.cpu / own.cpu for other, own in zip(found[to].turns, found[name].turns)]
 
 

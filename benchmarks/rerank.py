@@ -1,11 +1,10 @@
-"""Re-ranking beside a plain loop over queries that does what ALBEF's evaluation does.
+"""Re-ranking compared with a plain loop over queries, as in ALBEF's evaluation.
 
-A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and
-a few images with all the pairs that the whole set has for them in ours; they take turns, round by
-round. The rest is extrapolated: queries times the mean of a query against pairs times the mean of
-a pair, with what ours does once for its texts. A pair that is near in both directions is one pair
-of ours and two of the loop's.
-Features are random: what re-ranking costs depends on sizes alone.
+A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and a
+few images with all the set's pairs for them in ours, by turns. The rest is extrapolated: queries
+times the mean of a query against pairs times the mean of a pair, with our one-time work for texts.
+A pair that is near in both directions is one pair of ours and two of the loop's. Features are
+random, as the cost depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _Compared = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
 
 
 def random_model(config: ModelConfig) -> VLPModel:
-    """A model without public weights whose scores depend on every part of it, ACE-RPE's too."""
+    """Return a model with random weights and scores that depend on all parts, ACE-RPE included."""
     data = config.model_dump()
     data["text"]["weights"] = data["image"]["weights"] = None
     torch.manual_seed(0)
@@ -68,16 +67,10 @@ def random_model(config: ModelConfig) -> VLPModel:
 
 
 class StandIns:
-    """Blocks of random features in place of an encoder's, and the `collection` they belong to.
+    """Blocks of random features in place of an encoder's, with their `collection`.
 
-    Args:
-        model: gives the sizes.
-        images: how many.
-        texts: how many; captions are dealt to images in turn.
-        batch: rows of a block.
-        memory: bytes of kept blocks, for images and for captions each.
-        device: where.
-        precision: of the cross-modal encoder.
+    texts: captions, dealt to images in turn. batch: rows of a block. memory: bytes of kept blocks,
+    for images and for captions each. precision: of the cross-modal encoder.
     """
 
     def __init__(
@@ -195,10 +188,10 @@ class Sizes(NamedTuple):
 class RerankTimes(NamedTuple):
     """Seconds of the whole set by way, extrapolated.
 
-    pair: milliseconds of a pair by way; pairs: how many a way scores. difference:
-    the largest between scores of both ways; inversion: the largest step by which one way's order
-    contradicts the other's; both in deviations of a query's scores. same_ranks: share of the
-    compared queries whose right candidate has the same rank both ways.
+    pair: milliseconds of a pair by way; pairs: scored pairs by way. difference: largest between
+    scores of both ways; inversion: largest step by which one way's order contradicts the other's;
+    both in deviations of a query's scores. same_ranks: share of compared queries with the same rank
+    of the right candidate both ways.
     """
 
     seconds: dict[str, float]
@@ -235,7 +228,7 @@ class _Timer:
 
 
 class _Set:
-    """A set whose pairs are to be scored, and both ways to do it."""
+    """A set with pairs to score, and both ways to do it."""
 
     def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
         self.stand_ins, self.sizes = stand_ins, sizes
@@ -303,14 +296,9 @@ def measure(
     precision: Precision,
     loop_precision: Precision | None = None,
 ) -> RerankTimes:
-    """Time both ways on some queries and images, and compare what they say.
+    """Time both ways on some queries and images, and compare their scores.
 
-    Args:
-        config: of the model.
-        sizes: of the set.
-        device: where.
-        precision: of ours.
-        loop_precision: of the loop; None: the same.
+    precision: of ours; loop_precision: of the loop; None: the same.
     """
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
@@ -396,7 +384,7 @@ def _extrapolated(whole: _Set, timer: _Timer, compared: list[_Compared]) -> Rera
 
 
 def inversion(scores: NDArray[np.float32], others: NDArray[np.float32]) -> float:
-    """The largest rise of `scores` in the falling order of `others`, in deviations; 0: none."""
+    """Return the largest rise of `scores` in the falling order of `others`, in deviations, or 0."""
     ordered = scores[np.argsort(-others, kind="stable")]
     return float((ordered - np.minimum.accumulate(ordered)).max() / scores.std())
 

@@ -1,14 +1,11 @@
 """A billion samples on a thousand ranks, simulated: order, resume, and collective calls of a step.
 
-A folder of 100,000 shards of 10,000 samples each is made: its index and its file of samples are
-what such a corpus has, all shards are links to one real tar of small images, and of the file of
-samples only the rows that are read are written. A fresh process takes the place of one rank of
-1,024: it opens the index, starts a worker and waits for the first batch, from the start of the run
-and from a random point, as a resumed run does. How well the order mixes, and what a node has to
-read, follows from the order itself.
-
-Collective calls are traced in a step on fake tensors, which have shapes and no contents, in a
-process group whose other ranks are pretended.
+A folder of 100,000 shards of 10,000 samples each has a full-size index and file of samples; its
+shards link to one real tar of small images, and only rows that are read are written. A fresh
+process takes the place of one rank of 1,024: it opens the index, starts a worker and waits for the
+first batch, from the start of the run and, as after a resume, from a random point. Mixing, and a
+node's reads, follow from the order itself. Collective calls are traced in a step on fake tensors,
+in a process group with simulated other ranks.
 """
 
 from __future__ import annotations
@@ -101,11 +98,11 @@ class Start(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """Statistics of the order, each beside its expectation under a uniform shuffle.
+    """Statistics of the order, with expectations under a uniform shuffle.
 
-    displacement: mean distance between a sample's place in the corpus and its place in the epoch,
-    as a share of the epoch. pairs: share of the pairs of a global batch that come from one shard.
-    distinct: shards in a global batch.
+    displacement: mean distance between a sample's places in corpus and epoch, as a share of the
+    epoch. pairs: share of a global batch's pairs from one shard. distinct: shards in a global
+    batch.
     """
 
     displacement: tuple[float, float]
@@ -179,12 +176,7 @@ def _resident() -> int:
 
 
 def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
-    """Statistics of the order of the first epoch.
-
-    Args:
-        scale: of corpus and run.
-        lookups: random (batch, rank) pairs whose samples are looked at.
-    """
+    """Compute statistics of the first epoch's order from `lookups` random (batch, rank) pairs."""
     sampler, rng = scale.sampler(), np.random.default_rng(SEED)
     batches = sampler.batches_in_epoch(0, scale.batch)
     each = scale.batch // scale.ranks
@@ -223,12 +215,9 @@ def shards_of_node(scale: Scale) -> int:
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Count the collective calls of tensors inside it, by name.
+    """Counter of the collective calls of tensors inside it, by name.
 
-    Attributes:
-        calls: number of calls.
-        bytes: of whole tensors: of an all-gather what every rank holds after it, of a
-            reduce-scatter what it holds before it.
+    bytes: of whole tensors, for an all-gather after it, for a reduce-scatter before it.
     """
 
     KINDS: ClassVar = {
@@ -272,10 +261,10 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
 
 
 def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> CollectiveTrace:
-    """Trace the calls that a task makes by itself in forward and backward pass of one step.
+    """Trace a task's collective calls in the forward and backward pass of one step.
 
-    Those of its engine, such as the reduction of gradients, are not among them. The histogram of a
-    running anchor threshold, one all-reduce, is left out: a fake step has no numbers for it.
+    Engine calls, such as the reduction of gradients, are excluded, as is the histogram of a running
+    anchor threshold, one all-reduce: fake tensors have no numbers for it.
     """
     cross = config.model.cross
     anchor = {**cross.options.get("anchor", {}), "threshold": 0.05}

@@ -1,8 +1,8 @@
-"""Time of one pretraining step on random pairs: its parts, and what ACE-RPE adds.
+"""Time of one pretraining step on random pairs: its parts, and the additions of ACE-RPE.
 
 A step is forward and backward pass, gradient clipping, AdamW and the teacher's update, with every
-loss of the configuration; statistics of log lines are left out. On a CPU freed memory is kept, as
-training keeps it: mapping it anew costs more than ACE-RPE does.
+loss of the configuration, without log statistics. On a CPU freed memory is kept, as in training:
+mapping it anew costs more than ACE-RPE.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ QUEUE = 1024
 """Keys of the teacher's queue in `overhead`; a longer one makes the shares smaller."""
 SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
 """Gamma distribution of the tokens of COCO's captions (bert-base-uncased, [CLS] and [SEP] counted):
-mean 14.0, deviation 3.0, none below 9, 5 % above 19 (795 captions)."""
+mean 14.0, deviation 3.0, least 9, 5 % above 19 (795 captions).
+"""
 _CLS = 2
 
 
@@ -158,11 +159,11 @@ def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
 
 
 class Overhead(NamedTuple):
-    """Medians in seconds by variant and part, and what ACE-RPE adds as shares.
+    """Medians in seconds by variant and part, and the shares that ACE-RPE adds.
 
-    parts: forward, backward, optimiser and step of timed steps; passes: the ranges of profiled
-    ones, in which the profiler itself costs time. time, and memory: added share of the step and of
-    the peak; interval: 95 % interval of the former. peak: bytes by variant.
+    parts: forward, backward, optimiser and step of timed steps; passes: ranges of profiled ones,
+    with the profiler's cost. time (with its 95 % `interval`) and memory: added share of the step
+    and of the peak. peak: bytes by variant.
     """
 
     parts: dict[str, dict[str, float]]
@@ -200,14 +201,12 @@ def measure_overhead(
     device: torch.device,
     profiled_steps: int = 3,
 ) -> Overhead:
-    """Run the benchmark.
+    """Run the benchmark on a configuration with ACE-RPE.
 
     Args:
-        config: with ACE-RPE.
         rows: pairs of a batch.
         steps: timed steps of each variant.
         words: real words of every text, fewer where they do not fit.
-        device: where.
         profiled_steps: steps of each variant for the rows of passes.
     """
     configs = variants(config)
@@ -254,7 +253,7 @@ def added_share(
 
 
 def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
-    """Build a task and train it: only the second step has the optimiser's state beside it."""
+    """Build a task and train it for two steps: the second has the optimiser's state in memory."""
     trainee = make()
     for _ in range(2):
         trainee.step(batch)

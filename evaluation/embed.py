@@ -164,13 +164,9 @@ def embed(
 ) -> Embedded:
     """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
 
-    Rows come in the order of the shards, a row a sample and a row a caption, whatever the number of
-    ranks. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption: its number
-    in the sample, text, images: row of its image}. No more than a block is held in memory.
-
-    Args:
-        shards: shard folders, read as one set; samples without captions have an image all the
-            same.
+    Rows follow the order of the shards for any number of ranks, a row a sample (captioned or not)
+    and a row a caption. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption:
+    its number in the sample, text, images: row of its image}. Memory holds one block at most.
     """
     ranks, items = Ranks.current(), Items(shards, limit=options.limit)
     width = loaded.model.config.embed_dim

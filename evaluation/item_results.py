@@ -69,13 +69,12 @@ def evaluate_blocks(
 ) -> EvaluatedItems:
     """Read, prepare and evaluate every item once, on some rank.
 
-    A block is cut from the data alone and computed in one piece by one rank, so its numbers are the
-    same however many ranks there are.
+    One rank computes a block of `options.batch` items cut from the data alone, so numbers do not
+    depend on the ranks.
 
     Args:
-        make: prepares an item of a number, in any process; a BadSample is counted.
-        evaluate: one picklable row for each prepared item, which comes without its images.
-        options: `batch` is the items of a block.
+        make: prepares an item by number, in any process; a BadSample is counted.
+        evaluate: returns a picklable row, without images, for each prepared item.
     """
     ranks = Ranks.current()
     blocks = [

@@ -139,8 +139,7 @@ _ALIGNED = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return the number of reading processes: given, else 0 on a CPU or this rank's cores up to 8.
-    """
+    """Return the reading processes: as given, else 0 on a CPU or this rank's cores up to 8."""
     if workers is not None:
         return workers
     return 0 if device.type == "cpu" else min(MOST_WORKERS, cores_of_rank())

@@ -3,12 +3,11 @@
     vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
     vlp train --config configs/pretrain/from_towers.yaml init_from=runs/aligned
 
-Reads the pairs of a pretraining configuration once or several times, and writes a model folder
-whose projections are the regularised canonical correlation of the pooled states; every tenth image
-is held out to tell how strongly. Its recall is what any training of the same towers must beat. A
-frozen image tower that would see every image several times, with each of its captions, sees it
-once, plain: OUT/.features holds what it says until the model is written, 2 bytes a channel of a
-token; a command that was interrupted goes on from there.
+The projections of the written model folder are the regularised canonical correlation of pooled
+states over the pairs of a pretraining configuration; every tenth image is held out to choose the
+regularisation. Its recall is a baseline for training the same towers. A frozen image tower that
+would see an image several times, once per caption, sees it once, unaugmented: OUT/.features holds
+its states until the model is written, 2 bytes a channel of a token; an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 WITHOUT_HELD_OUT = 1.0
 """Shrinkage where too few images are held out to choose it."""
 HELD_OUT = 10
-"""One image in so many is held out to choose the shrinkage; it counts in the result again."""
+"""One of this many images is held out to choose the shrinkage; it counts in the result again."""
 FEWEST_IMAGES, MOST_PAIRS = 20, 2000
 """Held-out images that are enough to choose it, and pairs that do."""
 
@@ -55,16 +54,13 @@ FEWEST_IMAGES, MOST_PAIRS = 20, 2000
 def align(
     config: PretrainConfig, out: Path, epochs: int = 1, shrinkage: float | None = None
 ) -> tuple[int, VLPModel]:
-    """Write the model folder of a configuration with aligned projections.
+    """Write a model folder with aligned projections; return the number of pairs, and the model.
 
     Args:
-        epochs: passes over the data; with `captions: one` each draws another caption, and of a
-            tower that is not frozen another view.
-        shrinkage: as `CanonicalCorrelation.projections` takes it; None: what ranks pairs of
-            held-out images best, by the projections of the others.
-
-    Returns:
-        The number of pairs read, and the model.
+        epochs: passes over the data; with `captions: one` each draws another caption, and for a
+            trainable tower another view.
+        shrinkage: as in `CanonicalCorrelation.projections`; None: the best in ranking held-out
+            pairs with the other images' projections.
     """
     if (out / CONFIG).exists():
         raise ConfigError(f"{out} already holds a model; name another folder")
@@ -181,10 +177,10 @@ class _HeldOut:
 
 
 def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
-    """Start a bias-free projection of tokens (D, width) from that of the pooled states.
+    """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection.
 
-    Of [CLS] and mean side by side the mean's half is taken: the mean's projection is the mean of
-    the tokens' projections. What all tokens share is projected to zero, as a bias would do.
+    For [CLS] and mean side by side the mean's half is used, as the mean's projection is the mean of
+    the tokens' projections. The tokens' common part is projected to zero, as by a bias.
     """
     weight, centre = found.weight[:, -layer.in_features :], centre[-layer.in_features :]
     shared = centre / centre.norm().clamp(min=torch.finfo(centre.dtype).tiny)

@@ -153,7 +153,7 @@ def _evaluate() -> list[str]:
 
 
 def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str]:
-    """Return where a model falls short of what the demo promises; empty when nowhere."""
+    """Return the demo's missed targets; empty without any."""
     problems = []
     for direction in DIRECTIONS:
         for name, least in MIN_RECALL.items():

@@ -41,8 +41,8 @@ def run_finetuning(
 ) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
-    `task` is the kind that the configuration must be for, or the first part of its name: "nlvr2"
-    stands for nlvr2_assignment too.
+    `task` is the configuration's kind, or the first part of its name: "nlvr2" includes
+    nlvr2_assignment.
     """
 
     def build(chosen: FinetuneConfig) -> tuple[Any, Any]:
@@ -84,9 +84,9 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
 def select(
     config: FinetuneConfig, task: Downstream | PairsTask, data: Any
 ) -> BestCheckpoint | None:
-    """Return what validates the model; None where the configuration names no validation data.
+    """Return the validation; None if the configuration names no validation data.
 
-    A few samples are evaluated at once, so that what fails does so before the training.
+    A few samples are evaluated at once, so that errors come before the training.
     """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
@@ -136,7 +136,7 @@ def select(
 
 
 def _copy(task: Downstream | PairsTask) -> Downstream | PairsTask:
-    """Return a copy whose parameters stay whole where ZeRO-3 leaves a rank parts of the task's."""
+    """Return a copy with whole parameters, also where ZeRO-3 shards the task's."""
     whole = copy.deepcopy(task).to(distributed.default_device())
     if isinstance(whole, Distilled | PairsTask):
         whole.teacher = None  # teaches nothing here

@@ -76,16 +76,17 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
 _TRIED = 16
 """Samples that are evaluated before the training."""
 _SAMPLES, _BATCHES = 1000, 4
-"""First samples that recall is computed of (Flickr30k and COCO 1K have as many), and first global
-batches that losses are: a validation must cost little beside the training."""
+"""First samples for recall (as many as Flickr30k and COCO 1K have), and first global batches for
+losses, which keep validations cheap.
+"""
 
 
 def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
-    """Return what validates a pretraining; None where it has no validation data.
+    """Return the validation of a pretraining; None without validation data.
 
-    Its figures are `mean` (of all recalls, after re-ranking where that is asked for), each recall,
-    and `loss/total` with its parts. A few samples are evaluated at once, so that what fails does so
-    before the training.
+    Its figures are `mean` (of all recalls, after re-ranking if enabled), each recall, and
+    `loss/total` with its parts. A few samples are evaluated at once, so that errors come before the
+    training.
     """
     chosen, training = config.validation, config.training
     if chosen is None:
@@ -154,9 +155,8 @@ def recalls(
 class HeldOutLosses:
     """Mean losses over the first batches of held-out shards, the same ones at each call.
 
-    A batch counts by its pairs, as the last one may be short. Images are not augmented, hard
-    negatives and masks are those of step 0, and soft targets of a teacher do not enter; its queue
-    of training keys does.
+    Batches are weighted by their pairs. Images are not augmented, hard negatives and masks are
+    drawn as in step 0; a teacher gives its queue of training keys, but no soft targets.
     """
 
     def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:
@@ -174,7 +174,7 @@ class HeldOutLosses:
 
     @torch.no_grad()
     def __call__(self, batches: int) -> Figures:
-        """Compute `loss/total` and `loss/NAME` of so many batches; collective."""
+        """Compute `loss/total` and `loss/NAME` of the first batches; collective."""
         count = min(batches, self._data.batches_in_epoch(0))
         if not count:
             return {}

@@ -5,8 +5,8 @@
     deepspeed launch/train_vision.py --config configs/vision/cifar10_vit_small.yaml
     python launch/train_vision.py --config FILE training.steps=100            (one process)
 
-The run's folder is the key `output`; log and checkpoints are those of pretraining. `--resume` goes
-on from its newest good checkpoint, on any number of ranks.
+The run's folder is the key `output`, with log and checkpoints as in pretraining. `--resume` goes on
+from its newest good checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -19,8 +19,5 @@ def evaluate_task(
     options: EvalOptions = EvalOptions(),
     **own: Any,
 ) -> Result:
-    """Evaluate a task on shards; the same for any number of ranks.
-
-    `own` are further options of the kind's `TaskEvaluation.evaluate`.
-    """
+    """Evaluate a task on shards; the same for any number of ranks."""
     return get_evaluation(task.kind).evaluate(task, shards, options, **own)

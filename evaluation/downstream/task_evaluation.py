@@ -120,9 +120,7 @@ class TaskEvaluation:
     ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
-        Items without truth, as in a test set, are predicted and not counted.
-
-        `own` are options named in the class's `options`.
+        Items without truth are predicted and not counted. `own` are the class's `options`.
         """
         self.require_tools(task)
         rows, skipped = self.predictions(task, shards, options, **own)

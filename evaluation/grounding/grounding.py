@@ -59,20 +59,17 @@ def evaluate_grounding(
     head: int | None = None,
     view: View = "image",
 ) -> Result:
-    """Judge every expression of every sample; the same for any number of ranks.
+    """Evaluate every expression of every sample; the same for any number of ranks.
 
-    `pointing`: the highest patch of the map lies in the box (all of them, where several are equal).
-    `IoU ≥ 0.5`, for samples with proposals: the proposal with the best score has that overlap with
-    the box; `best possible` is the share of expressions with such a proposal at all. Chance is a
-    random patch, and a random proposal.
+    `pointing`: the highest patches of the map all lie in the box. `IoU ≥ 0.5`, for samples with
+    proposals: the best-scored proposal has that overlap with the box; `best possible` is the share
+    of expressions with such a proposal. Chance is a random patch, and a random proposal.
 
     Args:
-        by: what makes the map. None is what the model was chosen by, of a folder that fine-tuning
-            for grounding left, else Grad-CAM; layer and head are then that folder's, too, where
-            they are None.
-        head: only so many first word pieces of an expression make its map, since nothing but the
-            custom of a language tells which of its objects is meant: in English "the circle left
-            of the square" the first. None: all words.
+        by: source of the map. None is the folder's, with its layer and head as defaults, after
+            fine-tuning for grounding, else Grad-CAM.
+        head: number of first word pieces that make the map, as only the language tells which object
+            is meant: in English "the circle left of the square" the first. None: all words.
     """
     made = map_of(loaded.folder)
     by = by or made.by

@@ -145,7 +145,7 @@ class TryIt:
     ) -> list[tuple[str, float]]:
         """Predict by the `PageAction` `name`, likeliest first with probabilities.
 
-        `text` is None where the task reads none.
+        `text`: None if the task reads no text.
         """
         task = self._task
         if task is None or self.action is None or self.action.name != name:

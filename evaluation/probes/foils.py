@@ -49,9 +49,9 @@ def evaluate_foils(
 ) -> Result:
     """Compare every caption with its foils; the same for any number of ranks.
 
-    Figures are named `SCORER, KIND`: the share of pairs whose caption scores higher, ties wrong,
-    chance a half. Scorers: `match`, the cross-modal encoder's log-odds; `dual`, the cosine of
-    both encoders' features. Kinds are those of `vlp.data.text.foils.make_foils`, and `all`.
+    Figures are named `SCORER, KIND`: share of pairs in which the caption scores higher, ties wrong,
+    chance a half. Scorers: `match`, the cross-modal encoder's log-odds; `dual`, the cosine of both
+    encoders' features. Kinds: `all` and the kinds of `vlp.data.text.foils.make_foils`.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
@@ -121,7 +121,7 @@ def _foiled(
 def _rows(
     loaded: Loaded, made: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Score all pairs of some images, without foils whose words the model does not read."""
+    """Score all pairs of some images, without foils with words that the model does not read."""
     pairs = [(number, *foil) for number, (_, one) in enumerate(made) for foil in one.foils]
     if not pairs:
         return

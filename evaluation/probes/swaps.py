@@ -74,9 +74,8 @@ def evaluate_swaps(
 ) -> SwapResult:
     """Score every swap; the same for any number of ranks.
 
-    Args:
-        view: what the model is shown: the images; `shuffled`, their patches in random order, so
-            that nothing is where it was; `blank`, the same grey for both: only text is left.
+    view: the images; `shuffled`, their patches in random order, so that places are lost; `blank`,
+    the same grey for both: only text is left.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)

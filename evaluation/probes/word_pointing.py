@@ -332,11 +332,10 @@ def evaluate_pointing(
     *,
     controls: bool = False,
 ) -> PointingResult:
-    """Ask every named word of every caption; the same for any number of ranks.
+    """Evaluate every named word of every caption; the same for any number of ranks.
 
-    Args:
-        controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of
-            the image encoder's [CLS], the mean of the other images' boxes, and the centre.
+    controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of the
+    image encoder's [CLS], the mean of the other images' boxes, and the centre.
     """
     ranks = Ranks.current()
     samples = Samples(shards, options.limit)

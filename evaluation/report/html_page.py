@@ -73,10 +73,7 @@ def page(
     cases: int = 6,
     options: EvalOptions = EvalOptions(limit=1000),
 ) -> str:
-    """Return the page, which needs no other file.
-
-    Models are tried on samples of `shards`: the `cases` best and worst retrievals of each.
-    """
+    """Return the self-contained page, with the `cases` best and worst retrievals on `shards`."""
     title = f"Report: {', '.join(source.name for source in sources)}"
     tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]
     parts = [

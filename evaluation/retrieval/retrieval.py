@@ -52,8 +52,8 @@ def ranks_of_right(
 ) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Rank each query's best right candidate, by (stage, direction).
 
-    temperature: of the similarity added to the cross-modal score; None adds none. both: stage
-    `match` ranks by the cross-modal score alone, in addition to the sum.
+    temperature: of the similarity added to the cross-modal score, None for the bare score. both:
+    stage `match` ranks by the cross-modal score alone, in addition to the sum.
     """
     ranks = ranks or Ranks.current()
     positives = dict(zip(DIRECTIONS, collection.right_answers()))
@@ -239,26 +239,24 @@ def evaluate_retrieval(
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
-    """Recall of a model on all pairs of some shards; the same for any number of ranks.
+    """Evaluate recall on all pairs of some shards; the same for any number of ranks.
 
     Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
     ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the score alone as stage
-    `match`. ITM is trained against negatives drawn in proportion to
-    exp(similarity / temperature), so its log-odds say what the similarity does not know yet, and
-    the sum is the log-odds against all candidates. A match head that was never trained says
-    nothing, and the result says so.
+    `match`. ITM negatives are drawn in proportion to exp(similarity / temperature), so its log-odds
+    add to the similarity, and the sum is the log-odds against all candidates. The result notes an
+    untrained match head.
 
     Args:
-        shards: shard folders, evaluated as one set. Samples of the same source and image_id are
-            one image with several captions.
-        rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
-        temperature: of the similarity in "sum"; None is the model's own.
+        shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
+            image with several captions.
+        rerank: candidates of each query that the cross-modal encoder scores; 0 disables it.
+        temperature: of the similarity in "sum"; None is the model's.
         match_batch: most pairs of one cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
-        features: a folder or several with stored features by the model's frozen tower (`vlp data
-            features`), together of all shards, the bank's among them; no image is decoded then.
-        bank: shard folders of other pairs, such as those of training, by whose queries similarities
-            are normalised (`evaluation.retrieval.retrieval`).
+        features: folders with stored features by the model's frozen tower (`vlp data features`) for
+            all shards, the bank's included; images are then never decoded.
+        bank: shard folders of other pairs, such as training pairs, for query-bank normalisation.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")

@@ -16,12 +16,10 @@ def evaluate_folder(
     folder: str | Path,
     options: EvalOptions = EvalOptions(),
 ) -> dict[str, float]:
-    """Figures by name, percent where they are shares, of a model folder of `train_vision.py`.
+    """Evaluate a model folder of `train_vision.py`: figures by name, shares in percent.
 
-    Args:
-        options: `limit` samples are spread evenly over the test part. Without a `precision` grids
-            and pixels compute in float32, where one token or a third decimal decides, and
-            widgets as they were trained.
+    options: `limit` samples are spread evenly over the test part. Without a `precision`, grids and
+    pixels use float32, where one token or a third decimal decides, and widgets the training's.
     """
     task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate

@@ -32,11 +32,10 @@ def evaluate(
     task: DetectionTask,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """COCO's figures in percent on `data.test`; see `vlp.tasks.detection.metrics.FIGURES`.
+    """Compute COCO's figures in percent on `data.test` (`vlp.tasks.detection.metrics.FIGURES`).
 
     The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
-    Objects are small, medium or large by the pixels of the annotation, of scenes by those of the
-    size they are drawn at.
+    Objects are small, medium or large by annotation pixels, in scenes by pixels at the drawn size.
     """
     figures: dict[str, float] = {}
     config = task.config.data

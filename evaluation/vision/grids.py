@@ -36,12 +36,11 @@ def evaluate(
     task: Grids,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """Percent of templates that greedy writing gets wholly right, border and padding too.
+    """Compute the percent of templates that greedy decoding gets wholly right, border included.
 
-    `original/TASK` is of the task's test pairs as they are, `exact/TASK` of `data.variants`
-    variants of each that training never draws; `original` and `exact` are the means over tasks.
-    Tasks whose symmetry has no held-out variants have no `exact`. Training has no test pair in any
-    variant.
+    `original/TASK` is of the unmodified test pairs, `exact/TASK` of `data.variants` variants of
+    each that training never draws (missing if the symmetry allows no such variants); `original` and
+    `exact` are the means over tasks. Training has no test pair in any variant.
     """
     config = task.config.data
     questions = _questions(config)

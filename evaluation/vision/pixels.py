@@ -23,9 +23,8 @@ def evaluate(
     task: Pixels,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """Exact bits per dimension of test images: `bits_per_dim`, and `bits_red` and so on.
-
-    Those of the three colours have the first as their mean.
+    """Compute exact bits per dimension of test images: `bits_per_dim`, mean of `bits_red` and so
+    on.
     """
     config = task.config.data
     images = open_labelled(config.test, config.classes)

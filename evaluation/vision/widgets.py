@@ -27,14 +27,13 @@ def evaluate(
     task: Widgets,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """BLEU-1 to 4, ROUGE-L, CIDEr, METEOR, all times 100 as the paper prints them, and more.
+    """Compute BLEU-1 to 4, ROUGE-L, CIDEr and METEOR, times 100 as in the paper, and more.
 
-    `exact` is the share of captions that are one of the references, word for word. `cider_seen` and
-    `cider_unseen` (Table 4) are the means over widgets whose box, to the nearest of 100 lines, some
-    widget of the training screens has, and over the others; `seen` is their share. The paper does
-    not say when a position is seen; that its overall CIDEr is the weighted mean of both, to the
-    printed digit, says that it averaged single captions, as here. All training screens are read
-    for it.
+    `exact` is the share of captions equal to a reference. `cider_seen` and `cider_unseen` (Table 4)
+    are the means over widgets with a box (to the nearest of 100 lines) that some widget of the
+    training screens has, and over the others; `seen` is their share. The paper does not define a
+    seen position; its overall CIDEr is the weighted mean of both, so it averaged single captions,
+    as here. All training screens are read.
     """
     config = task.config
     require_caption_tools(config.java)

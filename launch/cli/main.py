@@ -1,6 +1,6 @@
 """The commands of `vlp`, and declarations of those that train, convert and export models.
 
-Each imports what it needs when it runs, so that `--help` answers without PyTorch.
+Each imports its dependencies when it runs, so that `--help` needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def export(
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     """Run a command of `vlp` on several ranks of this machine; returns their exit code.
 
-    torchrun itself answers every failure with 1. Here the first rank that fails says what it was,
-    and a signal, which goes on to the ranks, ends with `REQUEUE`.
+    torchrun itself turns every failure into 1. Here the first failing rank's code counts, and a
+    signal, forwarded to the ranks, ends with `REQUEUE`.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -346,7 +346,7 @@ app.add_typer(ablations.app)
 
 
 def commands() -> TyperGroup:
-    """Return all commands; those of `vlp data` stay out until they run."""
+    """Return all commands; `vlp data` loads its commands when they run."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     data = data_commands()
@@ -361,9 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(command: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a command of `vlp` with a script's arguments; returns the exit code.
-
-    A script is one rank: its launcher starts the others.
-    """
+    """Run a command of `vlp` on this rank with a script's arguments; returns the exit code."""
     ranks = ["--ranks", "1"] if command in ("train", "finetune") else []
     return main([command, *(sys.argv[1:] if arguments is None else arguments), *ranks])

@@ -81,7 +81,7 @@ def run_plan(
     pairs_per_second: float | None = None,
     json_file: Path | None = None,
 ) -> int:
-    """Print the plan of a pretraining; return 0 where so many GPUs can train it, else 2."""
+    """Print the plan of a pretraining; return 0 if the GPUs can train it, else 2."""
     from evaluation.results import aligned
     from vlp.config import ConfigError, load_config
     from vlp.io import write_json
@@ -161,8 +161,8 @@ def meta_task(config: PretrainConfig) -> Pretraining:
 def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision) -> StageMemory:
     """Compute the bytes of training state of a rank at a ZeRO stage; stage 0 is also DDP.
 
-    Stage 1 cuts up optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works
-    on a flat copy of a rank's own weights.
+    Stage 1 shards optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works on
+    a flat copy of a rank's weights.
     """
     size = FLOAT * _numel(task.parameters())
     trained = FLOAT * _numel(p for p in task.parameters() if p.requires_grad)
@@ -178,7 +178,7 @@ def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision
 
 
 def _teacher_bytes(teacher: nn.Module, precision: Precision) -> int:
-    """Count float32 weights, and those that autocast keeps in half precision beside them."""
+    """Count float32 weights, and the half-precision copies that autocast keeps."""
     from vlp.tasks.task import AUTOCAST
     from vlp.tasks.teacher import half_weights
 
