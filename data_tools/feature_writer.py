@@ -129,7 +129,7 @@ class Views(NamedTuple):
 
 
 class ViewBlocks(Dataset[Views]):
-    """Prepares the views of blocks; augmentation depends on the header's seed and on the place."""
+    """Dataset of views by block; augmentation depends on the header's seed and on the place."""
 
     def __init__(
         self,

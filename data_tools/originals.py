@@ -160,7 +160,7 @@ _Place = tuple[str, FoundFile]  # name, place
 
 
 class Originals:
-    """Finds images by name in folders (two levels deep) and the tars and zips in them.
+    """Images by name in folders (two levels deep) and the tars and zips in them.
 
     A whole path counts, in the first place that has it (in a tar, the later member); a base name
     only if it is unique and its folder is nowhere. Case and accents count where they distinguish

@@ -151,7 +151,7 @@ def _repeats(param: Any) -> bool:
 
 
 class Group(TyperGroup):
-    """Commands by name; without one their list is printed, and a typo is told the nearest."""
+    """Commands by name; without one their list is printed, and a typo gets the nearest name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as Typer does, but print the commands if there is no argument."""

@@ -174,7 +174,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader` would read as a number."""
+    """YAML dumper that quotes every text that `_Loader` would read as a number."""
 
 
 _Loader.add_constructor(_INT, _Loader.construct_yaml_int)

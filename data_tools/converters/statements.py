@@ -162,7 +162,7 @@ class PermutedPlace(ImageLocation):
 
 
 class PermutedOriginals(Originals):
-    """Images of NLVR; permutations that are not there are made from permutation 0."""
+    """Images of NLVR; missing permutations are made from permutation 0."""
 
     def find(self, name: str) -> ImageLocation | None:
         """Find an image, or the one that it is made from; None: neither is there."""

@@ -196,7 +196,7 @@ def image_id_of(url: str) -> str:
 
 
 class Downloads(Originals):
-    """Finds images by URL in folders of img2dataset's tars, in 24 bytes an image.
+    """Images by URL in folders of img2dataset's tars, in 24 bytes an image.
 
     URLs are compared by 64-bit hashes: 1 in 250,000 for any collision among 12 million images.
     """

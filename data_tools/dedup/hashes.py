@@ -240,7 +240,7 @@ _SCATTERED = sorted(range(64), key=lambda bit: ((bit // 8 - bit) % 8, bit))
 
 
 class Drops(NamedTuple):
-    """Images to drop: `kept[i]` is the one that stays in place of `dropped[i]`."""
+    """Images to drop: `kept[i]` stays in place of `dropped[i]`."""
 
     dropped: Places
     kept: Places
@@ -360,10 +360,11 @@ def _to_first(values: NDArray[np.generic], among: Places) -> Places:
 
 
 def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
-    """Link images of equal 64 bits and near 256 bits to the first, (2, links), one by one."""
+    """Link images of equal 64 bits and near 256 bits to the first, (2, links)."""
     order = among[np.argsort(records["coarse"][among], kind="stable")]
     _, starts = np.unique(records["coarse"][order], return_index=True)
     found = [np.empty((2, 0), np.int64)]
+    # One by one, as thousands of copies of an image would make millions of pairs.
     for start, end in pairwise([*starts, len(order)]):
         group = order[start:end]
         while len(group) > 1:

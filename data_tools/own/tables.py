@@ -45,7 +45,7 @@ _DEPTH = 3  # of nested lists of captions
 
 
 class Columns(NamedTuple):
-    """Columns that were found, by their names in the table."""
+    """Columns of a table by name."""
 
     image: str
     captions: tuple[str, ...]

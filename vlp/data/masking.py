@@ -48,7 +48,7 @@ def mask_patches(
     squares = np.zeros(rows * columns, dtype=bool)
     squares[rng.permutation(rows * columns)[: math.ceil(rows * columns * ratio)]] = True
     patches = squares.reshape(rows, columns).repeat(unit, axis=0).repeat(unit, axis=1)
-    return patches[: grid[0], : grid[1]]
+    return patches[: grid[0], : grid[1]]  # squares are cut off at the lower and right border
 
 
 @lru_cache(maxsize=4)

@@ -66,6 +66,7 @@ class Word(_Part):
     `shape`, `object`, or `objects` where several things have the name. Values are never converted.
     """
 
+    # A converted count could point at another thing.
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
 
     caption: int = Field(ge=0)

@@ -172,8 +172,8 @@ def fill(
 ) -> SceneCaption:
     """Fill a pattern's slots.
 
-    order: the scene's object for each of the pattern; sizes: objects with a size in their phrase;
-    style: the wording of each slot (`draw_style`).
+    order: the scene's object per object of the pattern; sizes: objects with a size; style:
+    wordings.
     """
     words: list[str] = []
     named: list[NamedWord] = []

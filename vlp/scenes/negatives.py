@@ -144,11 +144,7 @@ def swap_pair(
 def _nearer_or_farther(
     scene: Scene, first: int, second: int, rng: np.random.Generator
 ) -> Scene | None:
-    """Move the second object from near to far or back along the axis; None if impossible.
-
-    Near objects keep a gap wider than a patch of a sixth of the side: one patch over both would
-    reveal the distance without positions.
-    """
+    """Move the second object from near to far or back along the axis; None if impossible."""
     before = nearness(scene, first, second)
     if before is None or _bridged(scene, first, second):
         return None
@@ -164,6 +160,7 @@ def _nearer_or_farther(
 
 
 def _bridged(scene: Scene, first: int, second: int) -> bool:
+    # One patch over both objects would tell that they are near to a model without positions.
     return gap(scene.objects[first], scene.objects[second], scene.image_size) <= LATTICE // 6
 
 

@@ -254,7 +254,7 @@ class Count(NamedTuple):
 
 
 class Grammar:
-    """Draws phrases from a table of rules, and the truth functions that it names."""
+    """Generator of phrases from a table of rules and its truth functions."""
 
     def __init__(self, table: str, truths: Mapping[str, Callable[[Any, Any], Truth]]) -> None:
         self.truths, self.rules, names = truths, dict[str, list[str]](), list[str]()

@@ -58,7 +58,7 @@ def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Ima
     with reading(where), open_image(data, where) as image:
         if least is not None:
             image.draft(None, (least, least))
-        image.load()
+        image.load()  # fails for a truncated JPEG, which would have a grey lower part
         return _upright(_to_rgb(image), orientation(image))
 
 

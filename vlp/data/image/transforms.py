@@ -192,6 +192,7 @@ class Preprocessing:
 
     def squash(self, image: Image.Image) -> Image.Image:
         """Return an image of any mode and size as upright RGB of image_size x image_size."""
+        # Not cropped: all that a caption names stays in the image.
         size = (self.image_size, self.image_size)
         image = upright_rgb(image)
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
@@ -365,15 +366,12 @@ View = Literal["image", "shuffled", "blank"]  # shuffled: patches; blank: grey
 
 
 def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Return images (images, 3, height, width) in a view, each shuffled in its own order.
-
-    Shuffled images are first rolled by a random part of a patch, since a cut object tells its
-    place.
-    """
+    """Return images (images, 3, height, width) in a view, each shuffled in its own order."""
     if view == "blank":
         return torch.zeros_like(pixels)
     if view == "image":
         return pixels
+    # Rolled by a random part of a patch, as the grid's cut through an object would tell its place.
     generator = torch.Generator().manual_seed(seed)
     shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
     moved = torch.stack([torch.roll(one, by, (-2, -1)) for one, by in zip(pixels, shifts)])

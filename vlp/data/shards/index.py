@@ -31,10 +31,8 @@ from vlp.io import atomic_write
 
 
 def narrow(values: ArrayLike) -> np.ndarray:
-    """Return non-negative numbers in the smallest signed type that holds them.
-
-    Signed, because uint64 mixes with signed types into floats. Sums of columns are int64.
-    """
+    """Return non-negative numbers in the smallest signed type; sums of columns are int64."""
+    # Signed, as uint64 mixes with signed types into floats.
     numbers = np.asarray(values, dtype=np.int64)
     return numbers.astype(np.min_scalar_type(~int(numbers.max(initial=0))))
 

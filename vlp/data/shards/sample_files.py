@@ -97,10 +97,7 @@ class Contents(NamedTuple):
 
 
 class ShardFile:
-    """An open tar of samples, which processes may share as reads carry their own offset.
-
-    `path` is its name in messages; `policy` (`OutageConfig`) decides about errors of the disk.
-    """
+    """An open tar of samples, shared by processes; `path` names it in messages."""
 
     def __init__(self, handle: int, path: object, policy: str = "skip") -> None:
         self.handle, self.path, self.policy = handle, path, policy

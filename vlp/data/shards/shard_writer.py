@@ -16,7 +16,7 @@ from vlp.lock import FolderLock
 
 
 class ShardWriter:
-    """Writes samples into numbered shards; `with ShardWriter(folder) as writer: writer.write(...)`.
+    """Writer of numbered shards: `with ShardWriter(folder) as writer: writer.write(...)`.
 
     A shard is renamed when complete. A later run fills free numbers, smallest first, and gets the
     same bytes if its producer skips the keys in `done`. The index is written on a clean exit.

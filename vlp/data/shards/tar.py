@@ -130,7 +130,7 @@ def members_in(
         raise
     except Exception as error:  # fields that are no numbers fail in a dozen ways
         return members, f"not a readable tar from here on ({error})"
-    return members, _behind(file, end)
+    return members, _behind(file, end)  # `tarfile` takes a damaged header for the end
 
 
 class _HeaderReader:

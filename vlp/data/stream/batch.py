@@ -42,48 +42,39 @@ def moved(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
 
 
 class Batch(NamedTuple):
-    """`slots` rows, of which those with `valid` False are empty and count nowhere.
+    """One rank's rows of a global batch: B slots, N tokens, an H x W patch grid.
 
-    Every random choice in it was drawn from (seed, epoch, sample, purpose), so the rows do not
-    depend on the number of ranks or workers. Shapes, with B slots, N tokens, an H x W patch grid:
-
-    pixels (B, 3, height, width), uint8 levels as loaded (a quarter of the bytes), float32 and
-    normalised after `to`, or in their place stored features (B, T, C) of a frozen image tower,
-    float16 or bfloat16 as loaded, float32 after `to`; text_ids (B, N) int64; attention_mask (B, N)
-    bool, True = not padding; word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and
-    padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
-    masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
-    captions of one image; uniform (B, 2) float64 in [0, 1), for the text's and the image's ITM
-    negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
-    int8, what `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves
-    places; caption_ids (B,) int64, equal for equal captions; skipped: this share's bad samples;
-    statistics: mean and deviation that pixels are normalised by.
+    Rows with `valid` False are empty. Random choices depend on (seed, epoch, sample, purpose), so
+    rows do not depend on the number of ranks or workers.
     """
 
+    # (B, 3, height, width), uint8 as loaded (a quarter of the bytes), float32 and normalised after
+    # `to`; or features (B, T, C) of a frozen tower, float16 or bfloat16 as loaded, then float32.
     pixels: Tensor
-    text_ids: Tensor
-    attention_mask: Tensor
-    word_mask: Tensor
-    mlm_ids: Tensor
-    mlm_labels: Tensor
-    mim_mask: Tensor
-    image_ids: Tensor
-    uniform: Tensor
-    valid: Tensor
-    sample_ids: Tensor
+    text_ids: Tensor  # (B, N) int64
+    attention_mask: Tensor  # (B, N) bool, True = not padding
+    word_mask: Tensor  # (B, N) bool, False for [CLS], [SEP] and padding
+    mlm_ids: Tensor  # (B, N), the masked text
+    mlm_labels: Tensor  # (B, N), the original id where masked, else -100
+    mim_mask: Tensor  # (B, H, W) bool, True = masked patch
+    image_ids: Tensor  # (B,) int64, equal for captions of one image
+    uniform: Tensor  # (B, 2) float64 in [0, 1), for the text's and the image's ITM negative
+    valid: Tensor  # (B,) bool
+    sample_ids: Tensor  # (B,) int64, the same on any number of ranks
+    # (B, N, M) int8 of `named_patches`; None if augmentation moves places.
     word_patches: Tensor | None = None
-    caption_ids: Tensor | None = None
-    skipped: tuple[SkippedSample, ...] = ()
-    statistics: tuple[RGB, RGB] = (MEAN, STD)
+    caption_ids: Tensor | None = None  # (B,) int64, equal for equal captions
+    skipped: tuple[SkippedSample, ...] = ()  # this share's bad samples
+    statistics: tuple[RGB, RGB] = (MEAN, STD)  # mean and standard deviation of pixels
 
     @property
     def pair_ids(self) -> Tensor:
-        """Ids of image and caption, (B, 2); pairs that share one are right for each other."""
+        """Ids of image and caption, (B, 2); pairs that share an id are positives of each other."""
         captions = self.image_ids if self.caption_ids is None else self.caption_ids
         return torch.stack([self.image_ids, captions], dim=1)
 
     def without_padding(self) -> Batch:
-        """Cut texts behind the longest of the batch, two tokens at least: columns of padding go."""
+        """Trim columns of padding behind the longest text, to two tokens at least."""
         longest = max(2, int(self.attention_mask.sum(1).amax()))
         patches = self.word_patches
         return self._replace(

@@ -282,7 +282,7 @@ _MOST_IN_A_ROW = 10_000
 
 
 class SkippedShareWatch:
-    """Ends a run if over `max_share` of this rank's samples of an epoch (since resume) are bad."""
+    """Watch that ends a run if over `max_share` of a rank's samples of an epoch are bad."""
 
     def __init__(
         self,
@@ -334,10 +334,7 @@ class SkippedShareWatch:
 
 
 class CopyStream:
-    """Moves batches to `device`; on a GPU by an own CUDA stream, if the batch is a tuple.
-
-    The copy from pinned memory overlaps with the step before, and later launches wait for it.
-    """
+    """Mover of batches to `device`; to a GPU on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -347,6 +344,7 @@ class CopyStream:
         """Return the batch with every tensor on the device."""
         if self._stream is None or not isinstance(batch, tuple):
             return batch.to(self._device)
+        # The copy from pinned memory overlaps with the step before; later launches wait for it.
         with torch.cuda.stream(self._stream):
             there = batch.to(self._device)
         reader = torch.cuda.current_stream(self._device)
@@ -380,7 +378,7 @@ class MapDatasetConfig(Config):
 
 
 class IndexedSamples(Dataset[Any]):
-    """Calls `read(number, rng_for)` for each slot; bad samples and empty slots are skipped ones."""
+    """Dataset of `read(number, rng_for)` per slot; bad samples and empty slots are skipped."""
 
     def __init__(self, read: Callable[[int, RngFactory], Any], seed: int) -> None:
         self._read, self._seed = read, seed
@@ -429,7 +427,7 @@ def indexed_data(
 
 
 class _Collate:
-    """Parts good from bad; a class, so that spawned workers can have it."""
+    """Separation of good samples from bad ones; a class, to be picklable."""
 
     def __init__(self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots]) -> None:
         self._collate = collate

@@ -210,11 +210,7 @@ def bert_tokenizer(
 
 
 def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-case BERT WordPiece vocabulary of at most `vocab_size` tokens.
-
-    Equal captions give the same vocabulary: inner letters ("##a") are numbered here, since the
-    library numbers them in the order of a randomly seeded hash table and breaks ties by number.
-    """
+    """Train a lower-case BERT WordPiece vocabulary; equal captions give the same one."""
     from tokenizers.trainers import WordPieceTrainer
 
     tokenizer = bert_tokenizer({name: number for number, name in enumerate(SPECIALS)})
@@ -233,6 +229,8 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} is too small: these captions need {needed} for single "
             "letters alone"
         )
+    # The library numbers inner letters in the order of a randomly seeded hash table and breaks ties
+    # of merges by number, so they are numbered here first.
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=[*SPECIALS, *inner],

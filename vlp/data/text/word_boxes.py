@@ -16,8 +16,7 @@ def patches_in_box(
 ) -> NDArray[np.bool_]:
     """Return (rows * columns,) bool, patches with their centre in the box; at least one.
 
-    box: [x, y, width, height] in pixels of an image of `size` (width, height), squashed to a
-    square.
+    box: [x, y, width, height] in pixels of an image of `size` (width, height), which is squashed.
     """
     rows, columns = grid
     x, y, width, height = box
@@ -96,8 +95,7 @@ def named_patches(
 ) -> NDArray[np.int8]:
     """Return (tokens, patches) int8: OWN in the token's own box, OTHER in another's, else 0.
 
-    `pieces` include [CLS] and [SEP]; `tokens` is the padded length, `size` (width, height) in
-    pixels.
+    `pieces` include [CLS] and [SEP]; `tokens` is the padded length; `size` is (width, height).
     """
     shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     named = named_words(annotation)
