@@ -94,7 +94,7 @@ class PublishedIRPE(PositionEncoding):
 
 
 def published_variants(file: Path) -> dict[str, EncodingVariant]:
-    """Variants of the published code."""
+    """Return variants of the published code."""
     # Their only dependency beyond PyTorch is a dictionary with attributes.
     sys.modules.setdefault("easydict", _easydict())
     specification = importlib.util.spec_from_file_location("irpe", file)

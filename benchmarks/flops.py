@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 
 
 def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """The model without position encodings, FLOPs per pair."""
+    """Count the model without position encodings, FLOPs per pair."""
     text, image, cross = config.text, config.image, config.cross
     width, words, places = text.width, shape.tokens, 1 + shape.patches
     text_layer = _layer(width, text.intermediate, words)
@@ -102,13 +102,15 @@ def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
-    """Tokens of both sides to the contrastive space: the token term of the loss needs them, too."""
+    """Count token projections of both sides to the contrastive space, which its token term needs,
+    too.
+    """
     tokens = shape.tokens + shape.patches
     return LayerFlops("token projections", 2 * tokens * config.text.width * config.embed_dim)
 
 
 def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """ACE-RPE as the paper counts: E built for each table, direction and layer."""
+    """Count ACE-RPE as the paper does: E built for each table, direction and layer."""
     cross, options = config.cross, config.cross.anchor_options
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
     times = cross.layers * (2 if cross.layout == "ace" else 1)
@@ -126,7 +128,7 @@ def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """ACE-RPE as ours runs, FLOPs per pair."""
+    """Count ACE-RPE as ours runs, FLOPs per pair."""
     cross, options = config.cross, config.cross.anchor_options
     width, groups, patches, words = (
         config.text.width,
@@ -199,7 +201,7 @@ class AddedFlops(NamedTuple):
 
 
 def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
-    """The paper's convention in two readings of 'None', and ours."""
+    """Compare the paper's convention, in two readings of 'None', with ours."""
     base = base_parts(config, shape)
     layers = sum(part.layers for part in base)
     ours = [*base, token_projections(config, shape)]
@@ -215,7 +217,7 @@ def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters of each part of the model and of ACE-RPE's tables, which are in the encoder's."""
+    """Count parameters of each part, and of ACE-RPE's tables, which are in the encoder's."""
     with torch.device("meta"):
         model = VLPModel(config)
     tables = [p for name, p in model.cross_encoder.named_parameters() if "table" in name]
@@ -240,13 +242,13 @@ def _count(module: nn.Module) -> int:
 
 
 def _layer(width: int, intermediate: int, tokens: int) -> LayerFlops:
-    """Self-attention with output projection, and feed-forward."""
+    """Count self-attention with output projection, and feed-forward."""
     weights = 4 * width**2 + 2 * width * intermediate
     return LayerFlops("", 2 * tokens * weights, _attention(tokens, tokens, width))
 
 
 def _attention(queries: int, keys: int, width: int) -> int:
-    """Queries with keys and weights with values, over all heads."""
+    """Count queries with keys and weights with values, over all heads."""
     return 2 * 2 * queries * keys * width
 
 

@@ -90,7 +90,7 @@ def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) ->
 
 
 def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Iterator[Any]:
-    """Batches of open_clip's loader."""
+    """Yield batches of open_clip's loader."""
     from open_clip_train import data
 
     expander = data.tar_file_expander
@@ -197,7 +197,7 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 
 def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
-    """Batches of a DataLoader class, without end."""
+    """Yield batches of a DataLoader class, without end."""
     return _endless(
         loader(
             data,
@@ -211,7 +211,7 @@ def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
 
 
 def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
-    """Batches of webdataset, which shuffles the shards and 1,000 samples."""
+    """Yield batches of webdataset, which shuffles the shards and 1,000 samples."""
     import webdataset
 
     def prepared(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,7 +232,7 @@ def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
 
 
 def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
-    """Batches of litdata, shuffled."""
+    """Yield batches of litdata, shuffled."""
     import litdata
 
     class LitdataSamples(litdata.StreamingDataset):
@@ -244,7 +244,7 @@ def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Itera
 
 
 def streaming_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
-    """Batches of MosaicML Streaming, shuffled by py1e."""
+    """Yield batches of MosaicML Streaming, shuffled by py1e."""
     import streaming
 
     class StreamingSamples(streaming.StreamingDataset):
@@ -377,7 +377,7 @@ def take_turns(
 
 
 def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 128) -> None:
-    """Shards as img2dataset writes them, of `images` different images again and again."""
+    """Write shards as img2dataset does, repeating `images` different images."""
     rng = np.random.default_rng(0)
     words = np.array([f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "en", "ito")])
     encoded = [_photograph(rng, 500, 375) for _ in range(images)]
@@ -405,7 +405,7 @@ def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def check_shards(shards: Path, batch: int, workers: int) -> None:
-    """Raises ConfigError where one of the loaders would never give a batch."""
+    """Check that each loader would yield a batch."""
     index = ShardIndex.open(shards)
     paths = sorted(shards.glob("*.tar"))
     if len(paths) < workers:

@@ -103,7 +103,7 @@ class StandIns:
         self.collection = self._collection(draw, images, texts)
 
     def text(self, index: int, tokens: int) -> TextFeatures:
-        """One caption's features, a single row, padded to `tokens`."""
+        """Return one caption's features, a single row, padded to `tokens`."""
         block, row = self.collection.text_place[index]
         found = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
         states, feature, *rest = found
@@ -111,12 +111,12 @@ class StandIns:
         return TextFeatures(states, feature, *rest)
 
     def length(self, index: int) -> int:
-        """Tokens of a caption."""
+        """Return the tokens of a caption."""
         block, row = self.collection.text_place[index]
         return int(self.lengths[block * self.batch + row])
 
     def image(self, index: int) -> ImageFeatures:
-        """One image's features, a single row."""
+        """Return one image's features, a single row."""
         block, row = self.collection.image_place[index]
         return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
 
@@ -247,7 +247,7 @@ class _Set:
         self.scorer = PairScorer(stand_ins, collection)
 
     def query(self, to: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
-        """Features of a query and of its candidates, before it is repeated."""
+        """Return features of a query and of its candidates, before it is repeated."""
         near = self.near[to].nearest[query].tolist()
         images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
         longest = self.model.config.text.max_tokens
@@ -258,7 +258,7 @@ class _Set:
 
     @torch.no_grad()
     def loop(self, images: ImageFeatures, texts: TextFeatures) -> NDArray[np.float32]:
-        """One turn of the plain loop: the query is repeated, then all pairs in one call."""
+        """Run one turn of the plain loop: the query is repeated, then all pairs in one call."""
         device = self.stand_ins.device
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
@@ -267,13 +267,13 @@ class _Set:
             return self.model.match(images, texts).float().cpu().numpy()
 
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
-        """Scores of some pairs as `evaluation retrieval` finds them."""
+        """Score pairs as `evaluation retrieval` does."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
         batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
         return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
 
     def shelves_of(self, image: int) -> list[CandidatePairs]:
-        """All pairs of an image, by shelf of texts."""
+        """Return all pairs of an image, by shelf of texts."""
         rows = np.flatnonzero(self.pairs.image == image)
         mine = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
         groups = self.scorer.groups(mine)
@@ -347,7 +347,7 @@ def _run_loop(
 
 
 def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
-    """Scores of an image by text; shelves serve many images and are timed apart."""
+    """Score an image by text; shelves serve many images and are timed apart."""
     scores: dict[int, float] = {}
     for pairs in whole.shelves_of(image):
         timer(_SHELF, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))

@@ -74,12 +74,12 @@ class Scale(NamedTuple):
         return self.shards * self.shard_samples
 
     def sampler(self) -> TrainingSampler:
-        """The training order of the corpus."""
+        """Return the training order of the corpus."""
         sizes = np.full(self.shards, self.shard_samples)
         return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
 
     def random_place(self) -> int:
-        """Samples after which a run may have stopped, somewhere in the first epoch."""
+        """Return a random number of samples in the first epoch, at which a run may have stopped."""
         batches = self.sampler().batches_in_epoch(0, self.batch)
         return int(np.random.default_rng(SEED).integers(1, batches)) * self.batch
 

@@ -175,7 +175,9 @@ class Overhead(NamedTuple):
 
 
 def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
-    """The configuration without public weights and with a short queue: with ACE-RPE and without."""
+    """Return the configuration with and without ACE-RPE, without public weights, with a short
+    queue.
+    """
     if "anchor" not in config.model.cross.position:
         raise ConfigError(
             "model.cross.position does not name `anchor`: there is nothing to measure"

@@ -29,10 +29,10 @@ class Readable(Protocol):
         """Their shard folders, for messages."""
 
     def __len__(self) -> int:
-        """Items."""
+        """Return the number of items."""
 
     def read(self, number: int) -> Any:
-        """One item, which has `without_images`; a BadSample is counted."""
+        """Read one item, which has `without_images`; a BadSample is counted."""
 
 
 class EvaluatedItems(NamedTuple):

@@ -35,7 +35,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def latex_table(table: Table) -> str:
-    """One floating table; a rule sets off the paper's rows."""
+    """Format one floating table; a rule separates the paper's rows."""
     head = " & ".join(escaped(cell) for cell in table.head)
     body: list[str] = []
     for number, row in enumerate(table.rows):

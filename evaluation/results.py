@@ -25,13 +25,13 @@ class Figure(NamedTuple):
     chance: float
 
     def percent(self) -> str:
-        """`61.3 [55.1, 67.2]`, in percent; without brackets where there is no interval."""
+        """Format as `61.3 [55.1, 67.2]`, in percent; without brackets if there is no interval."""
         if self.low == self.value == self.high:
             return f"{100 * self.value:.1f}"
         return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
     def chance_percent(self) -> str:
-        """`16.7`, in percent; empty where there is no chance level."""
+        """Format chance as `16.7`, in percent; empty where there is no chance level."""
         return f"{100 * self.chance:.1f}" if self.chance else ""
 
 
@@ -93,7 +93,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file."""
+    """Read the rows of a file."""
     rows = []
     try:
         with path.open(encoding="utf-8") as file:

@@ -56,7 +56,7 @@ class Ranks(NamedTuple):
         return [merged[block] for block in range(count)]
 
     def share(self, count: int) -> range:
-        """This rank's consecutive blocks; lengths differ by at most one."""
+        """Return this rank's consecutive blocks; lengths differ by at most one."""
         return range(
             self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
         )

@@ -44,7 +44,7 @@ class Prompts(NamedTuple):
     templates: tuple[str, ...] = PLAIN
 
     def of(self, number: int) -> list[str]:
-        """All prompts of one class."""
+        """Return all prompts of one class."""
         return [template.replace("{}", self.names[number]) for template in self.templates]
 
 
@@ -129,7 +129,7 @@ class ZeroShotResult(Result):
     classes: dict[str, Figure] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """All figures, and the classes; of many, those that do worst and best."""
+        """Return a table of all figures, and of classes, the worst and best of many."""
         table = super().table()
         named = list(self.classes.items())
         notes = list(table.notes)
@@ -233,7 +233,7 @@ def _log_odds(
     near: NDArray[np.int64],
     states: BlockCache[int],
 ) -> NDArray[np.float64]:
-    """(images, few) mean log-odds of a class's prompts."""
+    """Compute (images, few) mean log-odds of a class's prompts."""
     pairs = [(row, int(number)) for row, own in enumerate(near) for number in own]
     prompts = len(states[pairs[0][1]].features.feature)
     step = max(1, _PAIRS // prompts)
@@ -252,7 +252,7 @@ def _log_odds(
 def _row(
     one: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
-    """Ranks of the right class from 1; a class that scores as high counts before it."""
+    """Return ranks of the right class from 1; ties count before it."""
     final = list(stages.values())[-1]
     return {
         "key": one.key or one.where,

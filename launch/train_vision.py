@@ -23,7 +23,7 @@ from vlp.training.config import VisionConfig
 
 
 def build(config: VisionConfig) -> tuple[Any, Any]:
-    """The task of the configuration's kind, and its data."""
+    """Create the configured task, and its data."""
     from vlp.tasks.vision_only import build_task
 
     training = config.training

@@ -268,7 +268,7 @@ def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """Mean of a CPU vector over ranks."""
+    """Average a CPU vector over ranks."""
     if world_size() > 1:
         dist.all_reduce(values, group=_control)
         values /= world_size()

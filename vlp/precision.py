@@ -20,5 +20,5 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
-    """Context in which matrix products on a tensor's device keep their type; of any shape."""
+    """Keep the type of matrix products on a tensor's device within this context."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)

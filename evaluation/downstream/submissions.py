@@ -36,12 +36,12 @@ class Submission(NamedTuple):
 
 
 def write_vqa(path: Path, rows: Iterable[Row]) -> None:
-    """VQA's results file, a JSON list of {"question_id": number, "answer": text}."""
+    """Write VQA's results file, a JSON list of {"question_id": number, "answer": text}."""
     _write_texts(path, rows, "question_id", "answer")
 
 
 def write_captions(path: Path, rows: Iterable[Row]) -> None:
-    """COCO's caption results, a JSON list of {"image_id": number, "caption": text}."""
+    """Write COCO's caption results, a JSON list of {"image_id": number, "caption": text}."""
     _write_texts(path, rows, "image_id", "caption")
 
 
@@ -63,7 +63,7 @@ def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
-    """SNLI-VE predictions, one JSON object {"pairID", "label"} a line."""
+    """Write SNLI-VE predictions, one JSON object {"pairID", "label"} a line."""
     ready = []
     for row in rows:
         pair, label = _id(row, "pairID", path), _value(row, "label", path)

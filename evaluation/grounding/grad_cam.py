@@ -26,7 +26,7 @@ def grad_cam(
     text: TextFeatures,
     layer: int | None = None,
 ) -> Tensor:
-    """Grad-CAM maps of one cross-attention layer for B aligned pairs: (B, N, rows, columns).
+    """Compute Grad-CAM maps of a cross-attention layer for B aligned pairs: (B, N, rows, columns).
 
     For the probabilities A (heads, queries, keys) of the text stream's attention to the image and
     the match log-odds y (the difference of both ITM logits, which alone moves the predicted

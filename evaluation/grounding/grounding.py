@@ -180,7 +180,7 @@ def _maps(
     device: torch.device,
     precision: Precision | None,
 ) -> NDArray[np.float64]:
-    """(expressions, rows, columns); cosines may be negative everywhere."""
+    """Compute maps (expressions, rows, columns); cosines may be negative everywhere."""
     model = loaded.model
     pixels = torch.stack([one.pixels for one in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in examples))]

@@ -49,7 +49,7 @@ def page(tried: TryIt) -> Any:
     gradio = gradio_module()
 
     def shown(act: Callable[..., Answer]) -> Callable[..., Answer]:
-        """Mistakes of the person who tries are said on the page."""
+        """Show user errors on the page."""
 
         def acted(*given: Any) -> Answer:
             try:
@@ -271,7 +271,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
 
 
 def gradio_module() -> Any:
-    """Gradio, told not to report to anybody, and to keep images in a folder of this user alone."""
+    """Import Gradio without telemetry, with images in a folder of this user alone."""
     # Said before the import: Gradio asks its servers for its newest version and counts starts.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     if "GRADIO_TEMP_DIR" not in os.environ:

@@ -102,7 +102,7 @@ def anchor_details(
     layer: int | None = None,
     device: torch.device | str | None = None,
 ) -> list[AnchorDetail]:
-    """Anchors, paths and Grad-CAM maps of the first caption of each sample."""
+    """Compute anchors, paths and Grad-CAM maps of the first caption of each sample."""
     try:
         number = layer_number(loaded.model, layer)
     except ValueError as error:
@@ -112,7 +112,7 @@ def anchor_details(
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
-    """The first `count` usable samples of shard folders."""
+    """Return the first `count` usable samples of shard folders."""
     if count < 1:
         raise EvaluationError(f"count {count}: at least one caption is needed")
     samples = Samples(shards)
@@ -129,7 +129,7 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
 
 
 def read_pair(file: str | Path, text: str) -> CaptionedSample:
-    """An image file, upright as its camera notes, and a text as a sample."""
+    """Read an image file, upright by its EXIF orientation, and a text as a sample."""
     try:
         image = decode_image(Path(file).read_bytes(), str(file))
     except OSError as error:
@@ -145,7 +145,7 @@ def map_caption(
     device: torch.device,
     features: ImageFeatures | None = None,
 ) -> AnchorMap:
-    """Anchor maps of a sample's first caption; `features` are the image's, if they are known."""
+    """Compute anchor maps of a sample's first caption; `features` are the image's, if known."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
         image = features or encode_one(loaded, sample.image, device)
@@ -215,7 +215,7 @@ def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tenso
 
 
 def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
-    """Path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
+    """Return path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
     field = model.anchors(image, text)
     if field is None:
         nothing = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
@@ -225,7 +225,7 @@ def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[T
 
 
 def _by_token(model: VLPModel, x: Tensor) -> Tensor:
-    """(M, N, G) to (N, G, rows, columns)."""
+    """Reshape (M, N, G) to (N, G, rows, columns)."""
     return x.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
 
 

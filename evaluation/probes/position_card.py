@@ -145,7 +145,7 @@ def _bias(
 
 
 def disc(grid: tuple[int, int]) -> Tensor:
-    """The region of the image that CoPE and SaPE are shown: (rows, columns) bool."""
+    """Return the image region for CoPE and SaPE: (rows, columns) bool."""
     row, column = torch.arange(grid[0])[:, None], torch.arange(grid[1])
     centre = (grid[0] * 0.4, grid[1] * 0.4)
     radius = 0.28 * min(grid)

@@ -140,7 +140,7 @@ def _prepared(
 
 
 def word_head(loaded: Loaded) -> MLMHead | None:
-    """The head of masked language modelling, where the model folder has one."""
+    """Return the head of masked language modelling, if the model folder has one."""
     prefix = "mlm_head."
     state = {
         name.removeprefix(prefix): value
@@ -170,7 +170,7 @@ def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Length of the common start."""
+    """Return the length of the common start."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other)) if a != b),
         min(len(one), len(other)),
@@ -180,7 +180,7 @@ def _common(one: list[int], other: list[int]) -> int:
 def _score(
     loaded: Loaded, swaps: Sequence[Swap], device: torch.device, head: MLMHead | None
 ) -> NDArray[np.float32]:
-    """(swaps, scorers, image 2, caption 2)."""
+    """Compute scores (swaps, scorers, image 2, caption 2)."""
     model, count = loaded.model, len(swaps)
     images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
     tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
@@ -204,7 +204,9 @@ def _named(
     image: torch.Tensor,
     caption: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probability of the captions' own words, masked, given each image: (pairs,)."""
+    """Compute log-probabilities of the captions' differing words, masked, given each image:
+    (pairs,).
+    """
     model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
     chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])

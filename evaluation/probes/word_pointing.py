@@ -222,7 +222,7 @@ class PointingResult(Result):
     paths: PathFigures | None = None
 
     def table(self) -> Table:
-        """One row for each kind of word, or with controls one column, in percent."""
+        """Return a row for each kind of word, or with controls a column, in percent."""
         scenes, notes = self.counts["scenes"], self.table_notes()
         if any(figures.controls for figures in self.kinds.values()):
             title = f"Pointing, {scenes} images"
@@ -411,7 +411,7 @@ def _score_scenes(
     device: torch.device,
     controls: bool,
 ) -> tuple[list[WordPointing], torch.Tensor]:
-    """All words of the scenes, and the sums over their paths (5, G); 0 without ACE-RPE."""
+    """Score all words of the scenes, and sum over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
     grid, groups = model.config.image.grid, model.config.cross.anchor.groups
     scored: list[WordPointing] = []
@@ -451,7 +451,7 @@ def _score_scenes(
 
 
 def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) -> torch.Tensor:
-    """Sums of `anchor_sums` over all captions of an image."""
+    """Sum `anchor_sums` over all captions of an image."""
     assert field is not None
     return anchor_sums(
         field.similarity,
@@ -463,14 +463,14 @@ def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) 
 
 
 def _paths(sums: torch.Tensor) -> PathFigures | None:
-    """None where nothing was summed."""
+    """Return path figures; None without sums."""
     if not sums.any():
         return None
     return PathFigures(*(groups.mean().item() for groups in from_sums(sums)))
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Unit length along the last axis, in float64: equal cosines must not be made by rounding."""
+    """Normalise the last axis in float64, so that rounding makes no cosines equal."""
     return torch.nn.functional.normalize(x.double(), dim=-1)
 
 

@@ -132,7 +132,7 @@ class CandidatePairs(NamedTuple):
 
 
 def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePairs:
-    """Each pair that is near in either direction, once, sorted by image, then text."""
+    """Return each pair that is near in either direction, once, sorted by image, then text."""
     text = np.arange(len(text_to_image.nearest))[:, None]
     image = np.arange(len(image_to_text.nearest))[:, None]
     both = np.concatenate(
@@ -193,7 +193,7 @@ def look_up(
     image: NDArray[np.int64],
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Values of given pairs, all of which are in `pairs`; shapes as `image` and `text`."""
+    """Return values of given pairs, all of them in `pairs`; shapes as `image` and `text`."""
     index = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
     return values[index]
 
@@ -264,7 +264,7 @@ class PairScorer:
         return shelf * len(self.collection.image) + pairs.image
 
     def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
-        """The order inside a group: texts of like length stand together."""
+        """Return the order inside a group, texts of similar length together."""
         return self._place[pairs.text]
 
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -288,7 +288,7 @@ class PairScorer:
         return self._image[1]
 
     def _prepared_texts(self, shelf: int) -> tuple[int, Any]:
-        """The place of a shelf's first text, and all its texts."""
+        """Return the place of a shelf's first text, and all its texts."""
         if self._shelf[0] != shelf:
             self._shelf = (-1, None)
             blocks = np.flatnonzero(self._shelf_of_block == shelf)

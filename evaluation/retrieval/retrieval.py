@@ -191,11 +191,11 @@ class RetrievalResult(Result):
         return tuple(stage for stage in STAGES if (stage, "both", MEAN) in self.figures)
 
     def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
-        """Recall at k of one stage in one direction."""
+        """Return recall at k of one stage in one direction."""
         return self.figures[stage, direction, f"R@{k}"]
 
     def mean(self, stage: Stage, direction: Direction | Literal["both"] = "both") -> Figure:
-        """Mean of R@1, R@5 and R@10, of one direction or of both."""
+        """Return the mean of R@1, R@5 and R@10, of one direction or of both."""
         return self.figures[stage, direction, MEAN]
 
     def table(self) -> Table:
@@ -360,7 +360,7 @@ def evaluate_retrieval(
 def _figures(
     all_ranks: dict[tuple[str, str], NDArray[np.int64]], collection: Collection, resamples: int
 ) -> dict[tuple[str, str, str], Figure]:
-    """Recall at each k and the means, with intervals from the same resamples of images."""
+    """Compute recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image), len(collection.text)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
     right = [(answers != NOTHING).sum(axis=1) for answers in collection.right_answers()]
@@ -392,7 +392,7 @@ def _figures(
 
 
 def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(…, 2 directions x k) -> each direction followed by its mean, then the mean of both."""
+    """Append to each direction of (…, 2 directions x k) its mean, then the mean of both."""
     parts = np.split(recalls, 2, axis=1)
     means = [part.mean(axis=1, keepdims=True) for part in parts]
     return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)

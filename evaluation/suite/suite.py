@@ -263,13 +263,13 @@ class SuiteResult:
     failures: dict[tuple[str, str], str]
 
     def tables(self) -> list[Table]:
-        """One a task, with a column a model, and the summary with a row a model."""
+        """Return a table per task, with a column a model, and the summary with a row a model."""
         saved = {name: saved_figures(content) for name, content in self.results.items()}
         tables = [table for label in self.labels if (table := self._of_task(label, saved))]
         return [*tables, self._summary(saved)]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
+        """Return all results as plain JSON values."""
         return {
             "models": list(self.models),
             "results": [

@@ -23,7 +23,7 @@ def evaluate(
     task: Classification,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats."""
+    """Compute top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats."""
     config = task.config.data
     images = open_labelled(config.test, task.classes)
     preprocess = config.preprocessing

@@ -104,7 +104,7 @@ def _detected(
     device: torch.device,
     precision: Precision | None,
 ) -> dict[int, ImageFound]:
-    """One detection for each query: its best class, and that one's probability (DETR)."""
+    """Return one detection for each query: its best class with its probability (DETR)."""
     if not images:
         return {}
     with inference(device, precision):

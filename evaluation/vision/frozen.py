@@ -217,7 +217,7 @@ def _made(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: 
 
 
 def _batches(images: int, config: VisionConfig) -> list[Tensor]:
-    """Numbers of the images of each step; those left over at the end of an epoch are left out."""
+    """Yield image numbers of each step, without incomplete last batches of an epoch."""
     training = config.training
     if images < training.batch:
         raise ConfigError(f"training.batch {training.batch} is more than the {images} images")
@@ -240,7 +240,7 @@ def _changed(tail: Tail, plain: Tail, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def _macs(tail: Tail, tokens: Tensor) -> float:
-    """Multiply-accumulates of matrix products, in millions."""
+    """Count multiply-accumulates of matrix products, in millions."""
     # The counter knows the products of attention only where PyTorch does them one by one.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         tail.eval()(tokens)
@@ -249,7 +249,7 @@ def _macs(tail: Tail, tokens: Tensor) -> float:
 
 @torch.no_grad()
 def _tested(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
-    """Accuracy in percent and cross-entropy in nats; nothing where the grid cannot be served."""
+    """Compute accuracy in percent and cross-entropy in nats; empty for an unsupported grid."""
     tokens, labels = stored.of[str(size)], stored.labels["test"]
     side = size // int(tail.model.patch_embed.patch_size[0])
     try:
@@ -273,7 +273,7 @@ def _computed(
     numbers: Sequence[int],
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (images, tokens, width) of the first blocks, and labels (images,)."""
+    """Compute outputs (images, tokens, width) of the first blocks, and labels (images,)."""
     frozen: Any = create_backbone(model, num_classes=len(images.classes), img_size=size).eval()
     frozen.blocks, frozen.norm = frozen.blocks[:blocks], nn.Identity()
     preprocess = Preprocessing(size, task.data.mean, task.data.std)

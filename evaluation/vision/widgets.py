@@ -77,7 +77,7 @@ def _read(screens: Screens, numbers: Sequence[int], block: int) -> list[Screen]:
 def _said(
     task: Widgets, screens: Sequence[Screen], device: torch.device, precision: Precision | None
 ) -> list[str]:
-    """One caption for every captioned widget, in the order of the screens."""
+    """Return one caption for every captioned widget, in the order of the screens."""
     data, text = task.config.data, task.text
     encoded = [
         encode_screen(screen, text, [(number, "") for number in screen.captions], data.max_widgets)

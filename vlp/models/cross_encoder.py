@@ -154,12 +154,12 @@ class CrossEncoder(nn.Module):
         return all(attention.shares_keys for attention in attentions)
 
     def image_keys(self, image: Tensor) -> ImageKeys:
-        """Keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
+        """Compute keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
         image = self._placed(image)
         return tuple(through_call(layer, CrossLayer.project, image) for layer in self.layers)
 
     def _placed(self, image: Tensor) -> Tensor:
-        """Images (I, 1 + M, width), or several side by side, after the encodings of tokens."""
+        """Apply the token encodings to images (I, 1 + M, width), or to several side by side."""
         context = PositionContext(self.grid, 1, text_queries=False)
         each = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
@@ -171,7 +171,7 @@ class CrossEncoder(nn.Module):
 
 
 def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
-    """Names in the order of their modules: on the `tokens`, and in a layer's two attentions."""
+    """Return names in module order: on the `tokens`, and in a layer's two attentions."""
     own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
     on_tokens = [name for name in own if acts_on_tokens(name)]
     within = [name for name in own if not acts_on_tokens(name)]
@@ -184,7 +184,7 @@ def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
-    """ACE-RPE, the same module fed with constant paths, or the similarities themselves."""
+    """Create ACE-RPE, the same module with constant paths, or the bias by similarities."""
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
         return create_fitting_position(name, sizes, **config.options.get(name, {}))
@@ -213,7 +213,7 @@ class StreamEncodings:
         self._sizes = {stream: sizes | {"grid": own} for stream, own in grids.items()}
 
     def make(self, name: str) -> ByModality:
-        """One of the configuration's, by the name it has there."""
+        """Create an encoding of the configuration by its name there."""
         if name == "ape":
             return self._make("learned-1d", deviation=APE_DEVIATION)
         if name == "rpe":
@@ -237,7 +237,7 @@ class ImageFeatures(NamedTuple):
     tokens: Tensor
 
     def select(self, indices: Tensor) -> ImageFeatures:
-        """Rows `indices` (int64 or bool)."""
+        """Select rows `indices` (int64 or bool)."""
         return ImageFeatures(*(field[indices] for field in self))
 
 
@@ -254,7 +254,7 @@ class TextFeatures(NamedTuple):
     word_mask: Tensor
 
     def select(self, indices: Tensor) -> TextFeatures:
-        """Rows `indices` (int64 or bool)."""
+        """Select rows `indices` (int64 or bool)."""
         return TextFeatures(*(field[indices] for field in self))
 
 

@@ -54,7 +54,7 @@ class Memory(NamedTuple):
     bias: Tensor | None
 
     def select(self, rows: Tensor) -> Memory:
-        """Rows (int64), each as often as it is named."""
+        """Select rows (int64), with repetitions."""
         layers = tuple((key[rows], value[rows]) for key, value in self.layers)
         return Memory(layers, None if self.bias is None else self.bias[rows])
 
@@ -71,11 +71,11 @@ class MemoryAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, N, width) -> keys and values, (B, heads, N, head width) each."""
+        """Project (B, N, width) to keys and values, (B, heads, N, head width) each."""
         return self._heads(self.key(states)), self._heads(self.value(states))
 
     def forward(self, states: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """(B, L, width) -> (B, L, width)."""
+        """Attend to the memory: (B, L, width) -> (B, L, width)."""
         out = attend(self._heads(self.query(states)), key, value, bias=bias)
         return self.output(out.transpose(1, 2).flatten(-2))
 
@@ -98,7 +98,7 @@ class AnswerLayer(nn.Module):
     def forward(
         self, states: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, past: Past | None
     ) -> Tensor:
-        """(B, L, width) -> (B, L, width); with `past` L is 1, the token that comes next."""
+        """Map (B, L, width) to (B, L, width); with `past` L is 1, the next token."""
         states = self.attention_norm(states + self.attention(states, past=past))
         states = self.cross_norm(states + self.cross_attention(states, key, value, bias))
         return self.feed_forward_norm(states + self.feed_forward(states))
@@ -169,7 +169,7 @@ class AnswerDecoder(nn.Module):
         return states
 
     def logits(self, states: Tensor, embedding: TextEmbedding) -> Tensor:
-        """(..., width) -> (..., vocabulary)."""
+        """Map (..., width) to (..., vocabulary)."""
         out: Tensor = self.head(states, self._words(embedding).word.weight)
         return out
 
@@ -224,7 +224,7 @@ def _own_embedding(decoder: AnswerDecoder, model: VLPModel) -> dict[str, Tensor]
 def _cross_layers(
     decoder: AnswerDecoder, model: VLPModel
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Tensors by the decoder's names; layers that the encoder has not keep their own start."""
+    """Return tensors by the decoder's names; layers missing in the encoder keep their start."""
     here = decoder.state_dict()
     found: dict[str, Tensor] = {}
     unused = []
@@ -249,7 +249,7 @@ def _cross_layers(
 def _bert_layers(
     decoder: AnswerDecoder, state: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """The last layers of BERT, as many as the decoder has."""
+    """Return BERT's last layers, as many as the decoder has."""
     layers: dict[int, dict[str, Tensor]] = {}
     unused, unknown = [], []
     for key, tensor in state.items():
@@ -508,7 +508,7 @@ class AnswerRanking:
 
     @torch.no_grad()
     def __call__(self, memory: Memory) -> Ranked:
-        """The best answer of each of the B rows."""
+        """Return the best answer of each of the B rows."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
         first_odds = self._first_tokens(memory, len(rows))
         first_odds, order = first_odds.sort(dim=1, descending=True, stable=True)
@@ -541,7 +541,7 @@ class AnswerRanking:
         return torch.full_like(first_odds, -torch.inf).scatter(1, tried, found)
 
     def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
-        """log p of each answer's first token, (B, A)."""
+        """Compute log p of each answer's first token, (B, A)."""
         start = self._answers[:1, :1].expand(rows, 1)
         states = self._decoder(start, memory, self._embedding)[:, 0]
         logits = self._decoder.logits(states, self._embedding)
@@ -549,7 +549,7 @@ class AnswerRanking:
         return logits.log_softmax(-1)[:, self._answers[:, 1]]
 
     def _likelihoods(self, memory: Memory, rows: Tensor, tried: Tensor) -> Tensor:
-        """log p of the answers `tried` (rows, K), computed in pieces of answers of like length."""
+        """Compute log p of the answers `tried` (rows, K), in pieces of similar length."""
         number = tried.flatten()
         owner = rows.repeat_interleave(tried.shape[1])
         order = self._tokens[number].argsort(stable=True)

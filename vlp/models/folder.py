@@ -272,12 +272,12 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def read_config(file: Path) -> ModelConfig:
-    """The sizes in a folder's `config.json`."""
+    """Read the sizes in a folder's `config.json`."""
     return validated(plain_config(file), ModelConfig, file)
 
 
 def plain_config(file: Path) -> dict[str, Any]:
-    """The sizes in a folder's `config.json` as they stand there."""
+    """Read the sizes in a folder's `config.json`, unvalidated."""
     try:
         plain = parse_json(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -181,7 +181,7 @@ def attend_texts(
 def _softmax(
     attention: Attention, logits: Tensor, context: PositionContext, dtype: torch.dtype
 ) -> Tensor:
-    """Probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
+    """Compute probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
     for encoding in _with_hook(attention, "bias"):
         # Between streams a bias reads paths alone: logits stand in for queries and keys.
         addition = through_call(
@@ -222,12 +222,12 @@ class PreparedTexts(NamedTuple):
     word_mask: Tensor
 
     def select(self, rows: Tensor, tokens: int) -> PreparedTexts:
-        """Texts `rows` (int64), cut to their first `tokens`."""
+        """Select texts `rows` (int64), cut to their first `tokens`."""
         return PreparedTexts(*(field[:, :tokens][rows] for field in self))
 
     @staticmethod
     def stack(parts: Sequence[PreparedTexts]) -> PreparedTexts:
-        """All texts of some parts, padded to the longest."""
+        """Concatenate texts of several parts, padded to the longest."""
         longest = max(part.states.shape[1] for part in parts)
         columns = zip(*([_padded(field, longest) for field in part] for part in parts))
         return PreparedTexts(*(torch.cat(column) for column in columns))
@@ -301,7 +301,7 @@ class ITMScorer:
 
     @torch.no_grad()
     def match(self, image: PreparedImage, texts: PreparedTexts) -> Tensor:
-        """Log-odds that each text describes the image: (T,) float32."""
+        """Compute log-odds that each text describes the image: (T,) float32."""
         if not self.both or off_cpu(texts.states):
             return self._match(image, texts)
         # Every pair carries the states of a whole image: few of them fit a core's cache.
@@ -356,7 +356,7 @@ class ITMScorer:
         return PositionContext(self.grid, 1, anchors=field, text_queries=False)
 
     def _field(self, image: PreparedImage, texts: PreparedTexts) -> AnchorField | None:
-        """Paths of the pairs, as `VLPModel.anchors` finds them."""
+        """Compute paths of the pairs as `VLPModel.anchors` does."""
         anchor, words = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
             field = uniform_field(words, len(image.tokens), anchor.groups)
@@ -388,6 +388,6 @@ def _first_query(context: PositionContext) -> PositionContext:
 
 
 def _padded(field: Tensor, tokens: int) -> Tensor:
-    """(T, N) or (T, N, channels) with zeros, False in masks, up to N = tokens."""
+    """Pad (T, N) or (T, N, channels) to N = tokens with zeros, in masks False."""
     short = tokens - field.shape[1]
     return functional.pad(field, (0, 0, 0, short) if field.ndim == 3 else (0, short))

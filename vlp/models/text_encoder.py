@@ -84,7 +84,7 @@ class TextEncoder(TrainableTower):
         return nn.functional.pad(states, (0, 0, 0, tokens - longest))
 
     def _states(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, N) -> (B, N, width of the tower)."""
+        """Compute the tower's states of ids (B, N): (B, N, width of the tower)."""
         if self.tower is not None:
             found = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
             return found.last_hidden_state

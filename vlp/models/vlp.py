@@ -184,7 +184,7 @@ class VLPModel(nn.Module):
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorField | None:
-        """Anchor paths of the pairs, from this pass's token features (papers.md#ace-a7)."""
+        """Compute anchor paths of the pairs, from this pass's token features (papers.md#ace-a7)."""
         cross = self.config.cross
         if not set(CROSS_MODAL) & set(cross.position):
             return None
@@ -274,7 +274,7 @@ class VLPModel(nn.Module):
         return logits[:, 1] - logits[:, 0]
 
     def match_logits(self, crossed: CrossFeatures) -> Tensor:
-        """ITM logits (B, 2), not matched and matched, from the text stream's pooled states."""
+        """Compute ITM logits (B, 2), not matched and matched, from pooled text-stream states."""
         pooled = pool_states(crossed.text, self.config.cross.pooling, crossed.attention_mask)
         logits = self.match_head(pooled)
         if crossed.token_score is None:
@@ -284,7 +284,7 @@ class VLPModel(nn.Module):
     def _token_scores(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None
     ) -> Tensor:
-        """Token scores of the pairs, (B,)."""
+        """Compute token scores of the pairs, (B,)."""
         image_tokens, text_tokens, words = image.tokens, text.tokens, text.word_mask
         if pairs is not None:
             image_tokens = image_tokens[pairs.images]
@@ -319,12 +319,12 @@ def pairs_of(images: int, texts: int, device: torch.device | None = None) -> Pai
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Unit length along the last axis, in float32 under autocast (float64 stays)."""
+    """Normalise the last axis to unit length, in float32 under autocast (float64 stays)."""
     return functional.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
 
 
 def _initialise(deviation: float, *modules: nn.Module) -> None:
-    """BERT's and ViT's start: normal weights and zero biases; encodings keep their own start."""
+    """Initialise as BERT and ViT, with normal weights and zero biases, except encodings."""
     for module in modules:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=deviation)

@@ -111,7 +111,7 @@ def _unit(feature: Tensor) -> Tensor:
 
 
 def _divisors(size: int) -> Any:
-    """Sides of patches that a view of shuffled patches may have, the usual one first."""
+    """Return the possible patch sides of shuffled views, the usual one first."""
     return (side for side in (16, 14, 8, 4, 2, 1) if size % side == 0)
 
 

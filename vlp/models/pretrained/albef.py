@@ -178,7 +178,7 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
 
 
 def _check_heads(config: ModelConfig, source: str) -> None:
-    """No shape tells the heads: another number of them would load and compute something else."""
+    """Check the number of heads, as shapes fit any number."""
     for part, width in (("text", config.text.width), ("image", config.image.width)):
         ours = {f"{part}.heads": getattr(config, part).heads}
         if part == "text":
@@ -192,7 +192,7 @@ def _check_heads(config: ModelConfig, source: str) -> None:
 
 
 def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
-    """Numbers of all BERT layers, and of those with a cross-attention, which must come last."""
+    """Return numbers of all BERT layers, and of cross-attending ones, which must come last."""
     layers: set[int] = set()
     fusion: set[int] = set()
     for key in state:
@@ -213,7 +213,7 @@ def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
 
 
 def _place(key: str, text_layers: int) -> str | None:
-    """Our name of one of ALBEF's keys, None where no rule has one."""
+    """Return our name of an ALBEF key; None without a rule."""
     for prefix, place in _PREFIXES.items():
         if key.startswith(prefix):
             return place + key.removeprefix(prefix)
@@ -232,7 +232,7 @@ def _place(key: str, text_layers: int) -> str | None:
 
 
 def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list[str]]:
-    """The logarithm of the inverse temperature, within the range that is learned here."""
+    """Return the logarithm of the inverse temperature, clamped to the learned range."""
     value = float(temp)
     if not 0 < value < math.inf:
         raise ValueError(f"{source}: temp is {value}, not a positive temperature")
@@ -246,7 +246,7 @@ def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list
 
 
 def _by_part(report: LoadReport) -> list[LoadReport]:
-    """One report as four, each with the names of its part."""
+    """Split a report into one for each of four parts."""
 
     def mine(names: list[str], title: str) -> list[str]:
         parts = (name.partition(".")[0].removesuffix("_m") for name in names)

@@ -219,7 +219,7 @@ class LoadReport(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         parts = [f"{len(self.matched)} matched", f"{len(self.resized)} resized"]
         if self.missing:
             parts.append(f"{len(self.missing)} keep their own start ({', '.join(self.missing)})")
@@ -277,7 +277,7 @@ def copy_weights(
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names for a message, the first ones and a count where they are many."""
+    """Join names for a message, the first ones and a count where they are many."""
     further = len(names) - most
     return ", ".join(names[:most]) + (f" and {further} more" if further > 0 else "")
 
@@ -342,7 +342,7 @@ def load_text_tower(
 def todays_names(
     state: Mapping[str, Tensor], source: str, prefix: str = "bert."
 ) -> dict[str, tuple[str, Tensor]]:
-    """Today's name -> key there and tensor: without the prefix, and a norm has weight and bias."""
+    """Map current names to (key, tensor): no prefix, and norms with weight and bias."""
     found: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
         module, dot, kind = key.removeprefix(prefix).rpartition(".")
@@ -411,7 +411,7 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
 
 @contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Errors that name the key of the configuration."""
+    """Prefix errors with the configuration key."""
     try:
         yield
     except FileNotFoundError as error:
@@ -487,7 +487,7 @@ def load_cross(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """The last layers of a BERT to the cross-modal encoder, whatever the text encoder is."""
+    """Copy the last layers of a BERT to the cross-modal encoder."""
     found, unused = {}, []
     layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
     there = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)

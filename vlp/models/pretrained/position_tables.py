@@ -94,7 +94,7 @@ def _lists(config: ModelConfig) -> Lists:
 
 
 def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
-    """The name here of a weight there; None where it is of an encoding that is not here."""
+    """Return a weight's name here; None if its encoding is missing here."""
     found = _NAME.fullmatch(name)
     if found is None:
         return name

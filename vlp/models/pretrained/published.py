@@ -45,7 +45,7 @@ _LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 
 
 def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The same tensors by timm's names; query, key and value stacked as one."""
+    """Rename tensors to timm's names; query, key and value stacked as one."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, dict[str, Tensor]] = {}
     unknown = []
@@ -215,7 +215,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _find(name: str) -> tuple[Path, Path]:
-    """Configuration and weights of a folder, or of a name on the hub."""
+    """Return configuration and weights of a folder, or of a name on the hub."""
     folder = Path(name.removeprefix(_LOCAL))
     if folder.is_dir():
         missing = [CONFIG] if not (folder / CONFIG).is_file() else []

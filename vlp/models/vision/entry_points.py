@@ -106,7 +106,7 @@ def _models() -> dict[str, _Model]:
 def _build(
     model: _Model, absolute: str, position_options: Mapping[str, Any], **options: Any
 ) -> nn.Module:
-    """timm's class with its encoding."""
+    """Create timm's class with its encoding."""
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if model.of is VisionTransformer:
@@ -172,7 +172,7 @@ def _create(
 
 
 def _configurations() -> Mapping[str, Any]:
-    """timm's record of every model: its image size, its public weights."""
+    """Return timm's record of every model: image size and public weights."""
     records: dict[str, Any] = {}
     for name, model in _MODELS.items():
         if model.weights is None:
