@@ -23,15 +23,13 @@ def slopes(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Slopes r_left and r_right of every head (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
+    """Return slopes r_left, r_right of heads (ViTARC, text below Eq. 12, papers.md#vitarc-v2): (2,
+    heads).
 
     Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right). Their ratio is 2^(-8/heads),
     as printed; with `code` it is 1/2 for any number of heads, and heads beyond a power of two take
-    every second slope again, as in the authors' code. Both agree for eight heads, the only number
-    that the authors use.
-
-    Returns:
-        (2, heads), positive; row 0 left, row 1 right.
+    every second slope again, as in the authors' code. Both agree for eight heads, the authors'
+    number.
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
@@ -56,7 +54,7 @@ def bias(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Minus slope times Manhattan distance, for all pairs of patches (ViTARC Eqs 11, 12).
+    """Return minus slope times Manhattan distance for all pairs of patches (ViTARC Eqs 11, 12).
 
     Eq. 11 prints plus; the slope is said to penalise, so distance counts against a key
     (papers.md#vitarc-v1). Left is what does not come after the query in raster order: a key below
@@ -65,15 +63,11 @@ def bias(
     1/sqrt(head width) (papers.md#vitarc-v6).
 
     Args:
-        height: rows of the grid.
-        width: columns of the grid.
-        heads: attention heads.
         ratio: see `slopes`.
         variant: "two-slope", Eq. 12, or "four-diagonal", where keys to the right in another row
             than the query's are 2^0.25 times as far, so that each of the four diagonals has its own
             slope (papers.md#vitarc-v4; the authors' training script has this one).
         dtype: of the result, which is computed in float64.
-        device: of the result.
 
     Returns:
         (heads, height * width, height * width), queries then keys, not positive.
@@ -95,14 +89,12 @@ def bias(
 class DirectionalDistance(PositionEncoding):
     """`alibi-2d`: the 2D-RPE of ViTARC (Eq. 12), a bias without parameters.
 
-    Any grid works, square or not, also one larger than any seen in training. Prefix tokens are not
-    on the grid: every pair that touches one has bias 0 (papers.md#vitarc-v7). The bias is made once
-    per size, device and number type and then shared by all layers. It is a fixed penalty, so
-    attached to trained weights it changes the layer.
+    Any grid works, square or not, also one larger than any seen in training. Pairs with prefix
+    tokens have bias 0 (papers.md#vitarc-v7). Attached to trained weights it changes the layer.
 
     Args:
         heads: attention heads.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         ratio: see `slopes`.
         variant: see `bias`.
     """
@@ -122,10 +114,8 @@ class DirectionalDistance(PositionEncoding):
         self.heads, self.ratio, self.variant = heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the penalty of every pair, in the type of the queries.
-
-        Returns:
-            (1, heads, T, T), shared: not to be written to.
+        """Return the penalty of every pair, (1, heads, T, T), in the queries' type; do not write to
+        it.
         """
         queries, keys = query.shape[-2], key.shape[-2]
         grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)

@@ -1,9 +1,8 @@
 """ACE-RPE as pure functions: similarity, anchors, distance, path (paper section 3.2, Eqs 3-8).
 
 Shapes: M = rows * columns image patches without [CLS], N text tokens, G groups, "..." any leading
-batch axes. Half precision is computed in float32 and comes back as it went in, float64 stays.
-Nothing here detaches: whether gradients pass through a path is the caller's choice
-(papers.md#ace-a27).
+batch axes. Half precision is computed in float32 and comes back as it went in, float64 stays. No
+function detaches a gradient (papers.md#ace-a27).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vlp.precision import at_least_float32
 
 
 def distance_along_axis(x: Tensor, dim: int) -> Tensor:
-    """Minimum over i of x[i] + |m - i| along one axis, same shape."""
+    """Return the minimum over i of x[i] + |m - i| along one axis, same shape."""
     places = list(x.unbind(dim))
     for place, before in _there_and_back(len(places)):
         places[place] = torch.minimum(places[place], places[before] + 1)
@@ -34,12 +33,12 @@ def distance_along_axis(x: Tensor, dim: int) -> Tensor:
 
 
 def manhattan_distance(x: Tensor) -> Tensor:
-    """Minimum over a whole grid under Manhattan distance: (..., rows, columns, N), same shape."""
+    """Return minima over a grid under Manhattan distance: (..., rows, columns, N), same shape."""
     return distance_along_axis(distance_along_axis(x, -3), -2)
 
 
 def chebyshev_distance(x: Tensor) -> Tensor:
-    """Minimum over a whole grid under Chebyshev distance: (..., rows, columns, N), same shape."""
+    """Return minima over a grid under Chebyshev distance: (..., rows, columns, N), same shape."""
     rows = list(x.unbind(-3))
     for row, before in _there_and_back(len(rows)):
         rows[row] = torch.minimum(rows[row], _with_neighbours(rows[before]) + 1)
@@ -53,7 +52,7 @@ def _there_and_back(length: int) -> list[tuple[int, int]]:
 
 
 def _with_neighbours(row: Tensor) -> Tensor:
-    """Return the least of each column and the two beside it, over (..., columns, N)."""
+    """Return the least of each column and its two neighbours, over (..., columns, N)."""
     columns = row.shape[-2]
     padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
     sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
@@ -72,7 +71,7 @@ def text_reach(window: int | None) -> int | None:
 
 
 def patch_reach(window: int | None) -> int | None:
-    """Patches to either side of a square window of B_p patches; None is unbounded."""
+    """Return patches to either side of a square window of B_p patches; None is unbounded."""
     if window is None:
         return None
     side = math.isqrt(window) if window > 0 else 0
@@ -99,11 +98,8 @@ def windowed_path(
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), differentiable
-    once.
-
-    Half precision is computed in float32. The arguments are those that
-    `vlp.positions.anchor.anchor_path` has checked.
+    """Compute the shortest path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), once
+    differentiable.
 
     Args:
         distance: (B, M, N, G) with any strides, from `anchor_distance`.
@@ -124,7 +120,7 @@ def windowed_path(
 
 @functools.cache
 def kernels() -> ModuleType:
-    """Triton, and what it compiles, are imported where a kernel runs first."""
+    """Import Triton, and the functions it compiles, where a kernel runs first."""
     return importlib.import_module("vlp.positions.anchor_kernels")
 
 
@@ -227,10 +223,10 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
-    """Multi-group cosine similarity S_G of every patch with every token (Eq. 3, papers.md#ace-a6).
+    """Compute cosines S_G of every patch with every token by group (Eq. 3, papers.md#ace-a6).
 
-    Channels are cut into `groups` contiguous blocks, each normalised on its own. A block that is
-    all zero has similarity 0 and a finite gradient.
+    Channels are cut into `groups` contiguous blocks, each normalised on its own. A zero block has
+    similarity 0 and a finite gradient.
 
     Args:
         image: (..., M, D) patch features.
@@ -256,22 +252,21 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
 def anchor_distance(
     similarity: Tensor, threshold: float | Tensor = 0.05, hard: bool = True, tau: float = 1e4
 ) -> Tensor:
-    """Distance D_G = 1 / S_hat between patches and tokens (Eqs 4-6, papers.md#ace-a8 and #ace-a9).
+    """Compute D_G = 1 / S_hat of patches and tokens (Eqs 4-6, papers.md#ace-a8 and #ace-a9).
 
     An anchor is an entry with S >= delta; there S_hat = S in both forms. The hard form, the limit
-    of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as
-    printed, D = exp(tau (delta - S)) / delta, written without S_hat, which is 0 in float32 from
-    0.0102 below the threshold. Its exponent stops at half of what the type can hold: D then stays
-    at sqrt(largest number) / delta (3.7e20 in float32 at delta = 0.05) with gradient 0, so that
-    sums over paths remain finite. Both forms agree on every path that ends at an anchor unless
-    some S lies within 1.6e-5 below delta.
+    of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as printed,
+    D = exp(tau (delta - S)) / delta, written without S_hat, which is 0 in float32 from 0.0102 below
+    the threshold. Its exponent stops at half of the type's range: D stays at sqrt(largest number) /
+    delta (3.7e20 in float32 at delta = 0.05) with gradient 0, so that sums over paths remain
+    finite. Both forms agree on every path that ends at an anchor unless some S lies within 1.6e-5
+    below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
-        threshold: delta, positive; a number or a 0-d tensor, whose sign the caller answers for
-            (reading it would make a GPU wait).
-        hard: False is Eq. 4 with a finite tau; every entry is then finite, so `anchor_path`
-            reaches all real words and its `reachable` only tells words from padding.
+        threshold: delta, positive; a number or a 0-d tensor, not checked (a GPU would wait).
+        hard: False is Eq. 4 with a finite tau; every entry is then finite, so `anchor_path` reaches
+            all real words.
         tau: steepness of the soft form, positive; the hard form ignores it.
 
     Returns:
@@ -305,22 +300,19 @@ def anchor_path(
     metric: Metric = "euclidean",
     kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path P_ace from every token to every patch (Eq. 7, papers.md#ace-a10 to
+    """Compute the shortest path P_ace from tokens to patches (Eq. 7, papers.md#ace-a10 to
     #ace-a16).
 
     The minimum over anchor patch and anchor token splits into two one-sided minima, first over
-    the tokens of the window, then over the patches of the window. Unbounded ones take time linear
-    in M and N, but for Euclidean distance, which compares every patch with every other.
-
-    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.anchor`). Where
-    several sources are equally near, PyTorch shares the gradient among them and the kernel gives
-    it to one.
+    tokens, then over patches. Unbounded ones take time linear in M and N, except for Euclidean
+    distance. On a GPU with Triton, bounded windows run in one kernel; where several sources are
+    equally near, PyTorch shares the gradient among them and the kernel gives it to one.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
         grid: (rows, columns) of the patches, M = rows * columns, in raster order.
-        text_mask: (..., N) or (B, N) bool, True = a real word; other tokens are neither sources
-            nor targets.
+        text_mask: (..., N) or (B, N) bool, True = a real word; other tokens are neither sources nor
+            targets.
         text_window: B_t, an odd number of tokens; None is unbounded.
         patch_window: B_p, an odd square of patches (9 = 3 x 3); None is unbounded.
         metric: distance between patches, in patches.
@@ -374,7 +366,7 @@ def longest_path(
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
 ) -> float | Tensor:
-    """Return the longest that a path of Eq. 7 can be, in patches and tokens (papers.md#ace-a15).
+    """Return the longest path of Eq. 7, in patches and tokens (papers.md#ace-a15).
 
     Args:
         threshold: delta of Eq. 4, positive; a number or a 0-d tensor.
@@ -382,7 +374,6 @@ def longest_path(
         tokens: N of the text.
         text_window: B_t; None is all tokens.
         patch_window: B_p; None is all patches.
-        metric: distance between patches, in patches.
     """
     text, patches = text_reach(text_window), patch_reach(patch_window)
     down, right = (side - 1 if patches is None else patches for side in grid)
@@ -391,11 +382,10 @@ def longest_path(
 
 
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
-    """Position embedding E_ace = P W (Eq. 8).
+    """Return the position embedding E_ace = P W (Eq. 8), for inspection and as a reference of
+    tests.
 
-    A group that is not reachable has path 0 and adds nothing, so E = 0 where no group is reachable
-    (papers.md#ace-a15). For inspection and as the reference of tests only; the model never builds
-    this tensor.
+    Without a reachable group P, and with it E, is 0 (papers.md#ace-a15). The model never builds it.
 
     Args:
         path: (..., M, N, G), from `anchor_path`.
@@ -410,7 +400,7 @@ def embed_path(path: Tensor, table: Tensor) -> Tensor:
 
 
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
-    """Mean path of each patch over the words of its text, for Eq. 10 (papers.md#ace-a20).
+    """Average each patch's path over the words of its text, for Eq. 10 (papers.md#ace-a20).
 
     Unreachable pairs count as 0; [CLS], [SEP] and padding are not in the divisor.
 
@@ -426,27 +416,21 @@ def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
 
 
 def mean_over_patches(path: Tensor) -> Tensor:
-    """Mean path of each token over all patches, for Eq. 10 (papers.md#ace-a20).
+    """Average paths (..., M, N, G) over all patches, for Eq. 10 (papers.md#ace-a20): (..., N, G).
 
     Unreachable pairs count as 0 and stay in the divisor, which is M.
-
-    Args:
-        path: (..., M, N, G), 0 where not reachable.
-
-    Returns:
-        (..., N, G).
     """
     return path.mean(-3)
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x / |x| along the last axis; zero vectors stay zero with a finite gradient."""
+    """Return x / |x| along the last axis; zero vectors stay zero with a finite gradient."""
     square = x.square().sum(-1, keepdim=True)
     return x / torch.where(square > 0, square, 1.0).sqrt()
 
 
 def _patch_distance(down: int, right: int, metric: Metric) -> float:
-    """D_p2p of Eq. 7 for a step of whole rows and columns, in patches (papers.md#ace-a11)."""
+    """Return D_p2p of Eq. 7 for a step of rows and columns, in patches (papers.md#ace-a11)."""
     if metric == "euclidean":
         return math.hypot(down, right)
     if metric == "manhattan":
@@ -463,7 +447,7 @@ def _words(mask: Tensor, distance: Tensor) -> Tensor:
 
 
 def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking."""
+    """Return 0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking."""
     barrier = torch.zeros(words.shape, dtype=dtype, device=words.device)
     return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
 
@@ -479,7 +463,7 @@ def _in_place(x: Tensor) -> bool:
 
 
 def _rows_in_cache(plane: Tensor) -> int:
-    """Pairs at a time: on a CPU few enough that their intermediate results stay in the cache."""
+    """Return pairs at a time: on a CPU few enough that intermediate results stay in the cache."""
     if plane.device.type != "cpu":
         return max(1, len(plane))
     pair = max(1, plane[:1].numel())
@@ -493,7 +477,7 @@ def _nearest_anchor(
     patch_reach: int | None,
     metric: Metric,
 ) -> Tensor:
-    """Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
+    """Compute Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
     plane = plane if barrier is None else plane + barrier
     if text_reach is None:
         plane = distance_along_axis(plane, -1)
@@ -509,16 +493,15 @@ def _nearest_anchor(
 
 
 def _over_tokens(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
-    """Values seen from both sides at each distance, over (..., N)."""
+    """Yield the values on both sides at each distance, over (..., N)."""
     for step in range(1, min(reach, plane.shape[-1] - 1) + 1):
         yield _either_side(plane, -1, step), step
 
 
 def _over_patches(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
-    """Values seen from all four quarters at each distance, over (..., rows, columns, N).
+    """Yield the values in all four quarters at each distance, over (..., rows, columns, N).
 
-    The better of both rows serves every column, so a window of side 2 r + 1 takes (r + 1)^2 - 1
-    steps.
+    Columns share the better of two rows, so a window of side 2 r + 1 takes (r + 1)^2 - 1 steps.
     """
     rows, columns = plane.shape[-3:-1]
     for down in range(min(reach, rows - 1) + 1):
@@ -541,7 +524,7 @@ def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
 
 
 def _either_side(x: Tensor, dim: int, step: int) -> Tensor:
-    """min(x[k - step], x[k + step]) along one axis, +inf beyond the border; always a new tensor."""
+    """Return min(x[k - step], x[k + step]) along one axis, +inf beyond it; always a new tensor."""
     size = x.shape[dim]
     if not _in_place(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)

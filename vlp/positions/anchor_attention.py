@@ -1,12 +1,11 @@
 """Cross-attention with ACE-RPE in one kernel forward and one backward (Eqs 8-12), on a GPU.
 
-The explicit path writes the weights a_ij of every head to memory, reads them for sum_j a_ij V_j and
-again for sum_j a_ij P_ij, and writes the moved inputs of three projections. All of it is linear in
-the paths: with S = W_role W^T the projections of x + mean(P) W_role are those of x plus mean(P) S.
-So one pass over the keys adds G channels a token to queries, keys and values, sums a_ij P_ij by
-group beside a_ij V_j, and embeds the sums once (contextual mode); in bias mode it adds P slopes to
-the logits. The operators are opaque to `torch.compile` and do not break its graphs. They drop no
-weights, and are differentiable once.
+Everything is linear in the paths: with S = W_role W^T the projections of x + mean(P) W_role are the
+projections of x plus mean(P) S. So one pass over the keys adds G channels a token to queries, keys
+and values, sums a_ij P_ij by group next to a_ij V_j, and embeds the sums once (contextual mode); in
+bias mode it adds P slopes to the logits. The explicit path instead writes a_ij of every head to
+memory and reads it twice. The operators are opaque to `torch.compile` and do not break its graphs.
+They drop no weights, and are differentiable once.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ def block_sizes(
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys of a row of paths that memory has: its `aligned_length`, or its own.
+    """Return the keys in memory of a row of paths (B, Q, K, G), of any strides: `aligned_length` or
+    K.
 
-    What lies behind its own counts nowhere.
-
-    Args:
-        path: (B, Q, K, G), of any strides.
+    Paths beyond K are ignored.
     """
     keys, start = path.shape[2], path.storage_offset()
     others = (path.stride(0), path.stride(1), path.stride(3), start)
@@ -60,7 +57,7 @@ def readable_keys(path: Tensor) -> int:
 
 
 def aligned_length(keys: int) -> int:
-    """Return a length of a row of so many keys after which loads of the next are wide, too."""
+    """Return a length of a row of `keys` keys after which loads of the next are wide, too."""
     return -(-keys // _ALIGNED) * _ALIGNED
 
 
@@ -84,16 +81,13 @@ def contextual_terms(
 ) -> Tensor:
     """Return the terms of `anchored_attention` in contextual mode: (4, G, width), float32.
 
-    They are what a mean path of 1 in a group adds to the projections of query, key and value, and
-    W of the value itself.
+    A mean path of 1 in a group adds them to the projections of query, key and value; the last is W
+    of the value.
 
     Args:
-        query: W of the role, (G, width).
-        key: the same.
-        value: the same.
-        of_query: weight of the role's projection, (width, width), as `nn.Linear` has it.
-        of_key: the same.
-        of_value: the same.
+        query: W of the role, (G, width); `key` and `value` alike.
+        of_query: weight of the role's projection, (width, width), as `nn.Linear` has it; the others
+            alike.
         pooled: False adds nothing to the values' projection (papers.md#ace-a22).
     """
     tables, weights = (query, key, value), (of_query, of_key, of_value)
@@ -112,7 +106,7 @@ def anchored_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + bias) v with the terms of ACE-RPE.
+    """Return softmax(scale q k^T + bias) v with the terms of ACE-RPE.
 
     Args:
         query: (B, Q, width), projected, heads side by side.
@@ -120,7 +114,6 @@ def anchored_attention(
         value: (B, K, width).
         path: (B, Q, K, G), of any strides.
         terms: `contextual_terms`, or slopes of the paths (G, heads) in bias mode.
-        heads: attention heads.
         means: mean paths of queries (B, Q, G) and keys (B, K, G); None is bias mode.
         mask: (B, K) bool, True = may be attended to; a row without keys gives a mean.
         scale: of the products; None: 1 / sqrt(head width).
@@ -239,10 +232,10 @@ def _project_tables_backward(
 def _results(query: Tensor, key: Tensor, heads: int) -> Results:
     """Make the output, its rounding residual, both (B, Q, width), and rows (B, heads, 2, Q).
 
-    The backward pass subtracts from the gradients of a row's weights their mean, which it takes
-    from the output where the keys fill several blocks. An output rounded to half precision would
-    leave there several times the error of the explicit path, so its residual is kept, too, and
-    else has no elements. In float32 nothing is rounded, but for products in TF32.
+    Where keys fill several blocks, the backward pass takes the mean gradient of a row's weights
+    from the output. Rounding to half precision would make its error several times the explicit
+    path's, so the residual is kept there, and has no elements elsewhere. Float32 rounds only
+    products in TF32.
     """
     has_rest = query.dtype != torch.float32 and key.shape[1] > BLOCK
     rest = query.new_empty(query.shape if has_rest else 0)
@@ -337,7 +330,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """States whose pairs may lie anywhere: an expanded batch is not copied."""
+    """Return states with pairs anywhere in memory: an expanded batch is not copied."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 

@@ -23,7 +23,7 @@ class AnchorPosition(PositionEncoding):
     value side uses the value table (papers.md#ace-a22 and #ace-a32). In bias mode (Eq. 9) one table
     and one vector W_E per head give P (W W_E) / sqrt(head width) (papers.md#ace-a18).
 
-    Tables start at zero: the layer then computes exactly what it would without the encoding.
+    Tables start at zero, which leaves the layer as it was.
 
     Args:
         width: channels of the layer.
@@ -73,7 +73,7 @@ class AnchorPosition(PositionEncoding):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Only what the mode and the roles need, so that fused attention stays possible."""
+        """Return the hooks that mode and roles need, so that fused attention stays possible."""
         if self.mode == "bias":
             return frozenset({"bias"})
         return frozenset({"inputs", "value"} if "value" in self.roles else {"inputs"})
@@ -81,10 +81,9 @@ class AnchorPosition(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add mean(P) W of each side to what is projected (Eq. 10).
+        """Add mean(P) W of each side to the projections' inputs (Eq. 10).
 
-        To a key or a value that is projected already, the term of rank G is added by way of its
-        projected table.
+        Projected keys and values get the term of rank G through their projected table.
         """
         asking, answering = _means(context)
         of_key, of_value = context.projections or (None, None)
@@ -95,13 +94,13 @@ class AnchorPosition(PositionEncoding):
         )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
+        """Return P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
         slopes = self._slopes()
         bias = torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
         return bias.expand(-1, self.heads, -1, -1)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, papers.md#ace-a21)."""
+        """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
         path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
         # Flattened and back: the gradient of a flattened tensor is copied into the order of the
         # other gradient of the attention. Summed in two orders, they cost as much as the layer.
@@ -139,7 +138,7 @@ class AnchorPosition(PositionEncoding):
         return contextual_terms(query, key, value, *weights, self.value_pooled)
 
     def _slopes(self) -> Tensor:
-        """W W_E / sqrt(head width), (G, heads or 1)."""
+        """Return W W_E / sqrt(head width), (G, heads or 1)."""
         vectors = self.table.unflatten(-1, self.bias_table.shape)  # (G, heads or 1, head width)
         slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
         return slopes * (self.scale / math.sqrt(vectors.shape[-1]))
@@ -157,7 +156,7 @@ class AnchorPosition(PositionEncoding):
         return torch.addmm(states.flatten(0, 1), mean, table).view(states.shape)
 
     def _table(self, role: str) -> Tensor:
-        """W of a role, (G, width), times the scale of the path."""
+        """Return W of a role, (G, width), times the scale of the path."""
         table = self.tables[role]
         if self.shared_heads:
             table = table.repeat(1, self.heads)
@@ -171,14 +170,14 @@ def _field(context: PositionContext) -> AnchorField:
 
 
 def _means(context: PositionContext) -> tuple[Tensor, Tensor]:
-    """Mean paths of queries (B, Q, G) and keys (B, K, G)."""
+    """Return mean paths of queries (B, Q, G) and keys (B, K, G)."""
     field = _field(context)
     asking, answering = field.text_mean, field.image_mean
     return (asking, answering) if context.text_queries else (answering, asking)
 
 
 def _oriented(context: PositionContext) -> Tensor:
-    """Paths as (B, queries, keys, G)."""
+    """Return paths as (B, queries, keys, G)."""
     field = _field(context)
     return field.text_path if context.text_queries else field.path
 
@@ -190,11 +189,9 @@ SCALE = 10.0
 class AlignmentBias(PositionEncoding):
     """A learned multiple of the cosine of word and patch on the logits of cross-attention.
 
-    The contextual mode of ACE-RPE has no term that joins one word and one patch: what the dual
-    encoder found to belong together does not lead the cross-attention there. Here logit (i, j) of
-    head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7: those of this
-    pass, without a gradient unless the path has one). Tokens that are no words and the image's
-    [CLS] get nothing.
+    ACE-RPE's contextual mode has no term that joins one word and one patch. Here logit (i, j) of
+    head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7: from this pass,
+    without a gradient unless the path has one). [CLS] and tokens that are no words get nothing.
 
     Args:
         heads: attention heads.
@@ -212,7 +209,7 @@ class AlignmentBias(PositionEncoding):
             self.factors[::2] = start
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """10 f_h mean_g S_ij, (B, heads, queries, keys)."""
+        """Return 10 f_h mean_g S_ij, (B, heads, queries, keys)."""
         if context.anchors is None or context.anchors.alignment is None:
             raise ValueError("alignment needs similarities in its context; it is cross-attention's")
         alignment = context.anchors.alignment  # (B, 1 + M, N)

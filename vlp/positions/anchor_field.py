@@ -48,15 +48,13 @@ class PathSettings(NamedTuple):
 
 
 class AnchorField(NamedTuple):
-    """Paths of B pairs; the image side counts its prefix token ([CLS]), whose rows are 0.
+    """Paths of B pairs; the image side counts its prefix token ([CLS]) with rows of 0.
 
     path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
-    reachable. Each has the keys of its direction side by side in memory, as image-to-text and
-    text-to-image multiply them in every layer. image_mean (B, 1 + M, G) and text_mean (B, N, G)
-    are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0
-    for what is no word, or None where nobody asks for it; similarity (B, M, N, G), S itself, is
-    kept for statistics. All but it are computed in float32 and then kept in the autocast type, in
-    which every layer multiplies them.
+    reachable, each with its direction's keys side by side in memory. image_mean (B, 1 + M, G) and
+    text_mean (B, N, G) are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups
+    of S of Eq. 3, 0 for tokens that are no words, or None without `aligned`; similarity (B, M, N,
+    G) is S. All are computed in float32, and all but S are kept in the autocast type.
     """
 
     path: Tensor
@@ -84,7 +82,7 @@ class AnchorField(NamedTuple):
     def reachable(self) -> Tensor:
         """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1.
 
-        With soft anchors, and where what is unreachable is far, every word has one to every patch.
+        With soft anchors or an `unreachable` path every word has one to every patch.
         """
         return self.path[:, 1:] > 0
 
@@ -107,7 +105,6 @@ def anchor_field(
         text_tokens: (B, N, D) token features.
         word_mask: (B, N) bool, True = a real word; [CLS], [SEP] and padding are False and get no
             position (papers.md#ace-a25 and #ace-a31).
-        settings: of the paths.
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
         similarity = group_similarity(_float(image_tokens), _float(text_tokens), settings.groups)
@@ -130,10 +127,9 @@ def field_of_similarity(
 
 
 def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
-    """Return the fields of several images with one text as that of one row of tokens.
+    """Join the fields of several images with one text along their tokens.
 
-    Each image keeps its own prefix token and its own paths: no path leads from one to another.
-    The average of a word's paths (Eq. 10) is over the patches of all images.
+    Each image keeps its prefix token and its paths; a word's mean (Eq. 10) is over all images.
     """
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -152,9 +148,8 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
-    """Return the baseline 'uniform' (papers.md#ace-a26): P = 1 between every word and patch.
-
-    `word_mask` is (B, N), True for words.
+    """Return the 'uniform' baseline (papers.md#ace-a26), P = 1 of patches and `word_mask` (B, N)
+    words.
     """
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
@@ -169,7 +164,6 @@ def with_prefix(
         path: (B, M, N, G), patches without [CLS].
         similarity: S_G of the same shape.
         word_mask: (B, N), True for words.
-        aligned: give `alignment`, too.
     """
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)

@@ -1,11 +1,9 @@
 """Triton kernels of ACE-RPE: the windowed path (Eq. 7), and cross-attention with paths.
 
-A program finds the paths of a block of (patch, token, group) entries of one pair. It looks at every
-source in the window of each entry; neighbours share most of them, so they come from the cache and
-global memory is read and written once. Forward notes which step of the window won, in one byte;
-backward asks every entry around a source whether that source had won there. No atomics: equal
-inputs give equal gradients. `TRITON_INTERPRET=1`, set before this module is imported, runs both on
-a CPU, for tests. `vlp.positions.anchor` launches them.
+A path program looks at every source in the window of each (patch, token, group) entry of a block;
+forward notes the winning step in one byte, and backward asks every entry around a source whether
+that source had won. Without atomics equal inputs give equal gradients. `TRITON_INTERPRET=1`, set
+before this module is imported, runs both on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ def _entries(
     GROUPS_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Pair, patch, token and group of this program's entries, in the order of memory."""
+    """Return pair, patch, token and group of this program's entries, in the order of memory."""
     patches = ROWS * COLUMNS
     blocks = (patches * tokens * groups + BLOCK - 1) // BLOCK
     pair = tl.program_id(0) // blocks
@@ -42,7 +40,7 @@ def _entries(
 
 @triton.constexpr_function
 def _length(down: int, right: int, metric: str) -> float:
-    """Distance between patches, in patches; evaluated while a kernel is compiled."""
+    """Return a distance in patches; evaluated while a kernel is compiled."""
     if metric == "euclidean":
         return (down * down + right * right) ** 0.5
     if metric == "manhattan":
@@ -79,7 +77,7 @@ def path_forward_kernel(
     MASKED: tl.constexpr,
     NOTE_WINNER: tl.constexpr,
 ) -> None:
-    """Paths of a block of entries, and which step of the window won."""
+    """Write the paths of a block of entries, and the step of the window that won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     target = inside
@@ -142,7 +140,7 @@ def path_backward_kernel(
     TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Gradients of a block of sources, from the entries where they won."""
+    """Write the gradients of a block of sources, from the entries where they won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     place = pair * gradient_pair
@@ -169,7 +167,7 @@ def path_backward_kernel(
 
 @triton.jit
 def _chosen(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor) -> tl.tensor:
-    """The tensor of a role, by its address."""
+    """Return the tensor of a role, by its address."""
     address = tl.where(role == 0, query.to(tl.int64), key.to(tl.int64))
     address = tl.where(role == 2, value.to(tl.int64), address)
     return address.to(query.dtype)
@@ -182,7 +180,7 @@ def shift_kernel(
     terms: tl.tensor, width: tl.tensor,
     GROUPS: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of one role's S, and beside the value's its table: (4, G, width)."""
+    """Write a block of one role's S, and for the value its table: (4, G, width)."""
     role = tl.program_id(0) % 3
     table = _chosen(role, query, key, value)
     weight = _chosen(role, of_query, of_key, of_value)
@@ -252,7 +250,7 @@ def _tile(
     states: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
     CHANNELS: tl.constexpr, WIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """One head's channels of some tokens, 0 outside: (BLOCK, WIDE)."""
+    """Load one head's channels of some tokens, 0 outside: (BLOCK, WIDE)."""
     channel = tl.arange(0, WIDE)
     inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
     return tl.load(states + token[:, None] * width + channel[None, :], mask=inside, other=0.0)
@@ -280,9 +278,9 @@ def _level(
     token: tl.tensor, tokens: tl.tensor, width: tl.tensor, CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mean gradient of each row's weights, (QUERIES,).
+    """Return the mean gradient of each row's weights, (QUERIES,), over a block with all keys.
 
-    It is taken from the block where that has all keys, else it is output times its gradient.
+    Without all keys it is output times its gradient.
     """
     if ONE_BLOCK:
         level = tl.sum(weight * of_weight, 1)
@@ -300,10 +298,10 @@ def _paths(
     room: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     GROUPS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Paths of a block in all groups, 0 outside: (EACH, QUERIES, KEYS).
+    """Load the paths of a block in all groups, 0 outside: (EACH, QUERIES, KEYS).
 
-    Loads of keys side by side are wide. They may pass the last key up to `room`, where anything
-    may lie. In this order of rows a thread holds all groups of its keys.
+    Wide loads of keys side by side may pass the last key, up to `room`. In this order of rows a
+    thread holds all groups of its keys.
     """
     row = tl.arange(0, EACH * QUERIES)[:, None]
     asking, group, answering = first + row % QUERIES, row // QUERIES, answering[None, :]
@@ -320,7 +318,7 @@ def _logits(
     GROUPS: tl.constexpr, EACH: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scaled logits of a block with the bias of Eq. 9 (`slopes` of this head) and the mask."""
+    """Return scaled logits of a block with mask and the bias of Eq. 9 (this head's `slopes`)."""
     logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if not CONTEXTUAL:
         group = tl.arange(0, EACH)[:, None, None]
@@ -346,8 +344,7 @@ def forward_kernel(
 ) -> None:  # fmt: skip
     """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
 
-    With `HAS_REST`, what rounding takes off the output as well, and the weights of the sum are not
-    rounded either.
+    With `HAS_REST`, write the output's rounding error, too, and sum with unrounded weights.
     """
     head = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads) % tl.cdiv(queries, QUERIES)
@@ -566,8 +563,7 @@ def path_kernel(
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
 
-    A program owns a block of one pair's paths of one group and computes the weights anew for
-    each head; paths have a gradient only where the configuration asks for it.
+    A program owns a block of one pair's paths and computes the weights anew for each head.
     """
     program, key_blocks = tl.program_id(0), tl.cdiv(keys, KEYS)
     group = program % GROUPS

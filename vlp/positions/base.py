@@ -26,9 +26,8 @@ def through_call(
 ) -> Result:
     """Run a method of a module through the module's call, as in `through_call(layer, Layer.step)`.
 
-    ZeRO-3 gathers a module's weights in hooks of its call, and wrappers (activation checkpointing,
-    peft, `torch.compile`) act on it; neither sees a method that is called directly. The method's
-    name is what the module's `forward` gets, so a wrapper needs no such method itself.
+    ZeRO-3's hooks and wrappers (activation checkpointing, peft, `torch.compile`) act on that call
+    alone. The module's `forward` gets the method's name, so a wrapper needs no such method.
     """
     result: Result = module(method.__name__, *arguments, **options)
     return result
@@ -40,13 +39,13 @@ class PositionContext:
 
     `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
     place ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after the prefix,
-    C) instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1
-    where C = 4. Where they are patches of images that differ in size, `grids` (B or 1, 2) are each
-    image's rows and columns; what follows its patches is padding. `boxes` (B, K, 4) are those of
-    objects on the grid: x, y, width, height in cells; a row of width or height 0 is padding. In
-    cross-attention `anchors` holds the paths of the pairs, and `text_queries` says which side asks:
-    True is text-to-image, False image-to-text; `kernel_terms` are those of the layer at hand, where
-    both sides share them, and `projections` its weights of key and value where these are projected.
+    C) instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1 where
+    C = 4. Where they are patches of images that differ in size, `grids` (B or 1, 2) are each
+    image's rows and columns, followed by padding. `boxes` (B, K, 4) are objects on the grid: x, y,
+    width, height in cells; a row of width or height 0 is padding. In cross-attention `anchors`
+    holds the paths of the pairs, `text_queries` is True for text-to-image, False for image-to-text;
+    `kernel_terms` are the layer's where both sides share them, and `projections` its weights of key
+    and value where these are projected.
     """
 
     grid: tuple[int, int] | None = None
@@ -63,9 +62,8 @@ class PositionContext:
 class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
-    Most encodings override one of the five hooks and nothing else. An encoding may also offer
-    faster forms of its hooks, which attention takes where it can: `inputs` for projected keys, with
-    `shares_keys`, and `attend` with `has_kernel`.
+    Most encodings override one of the five hooks. Faster forms, which attention takes where it can,
+    are `inputs` for projected keys (`shares_keys`), and `attend` (`has_kernel`).
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -89,7 +87,7 @@ class PositionEncoding(nn.Module):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Names of the hooks this encoding uses; the others are never called."""
+        """Return the names of the hooks that this encoding uses."""
         return frozenset(
             hook
             for hook in self.HOOKS
@@ -97,10 +95,9 @@ class PositionEncoding(nn.Module):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters exempt from weight decay (timm's convention).
+        """Return the names of parameters exempt from weight decay (timm's convention): `UNDECAYED`.
 
-        iRPE's authors exempt their tables (supplement 2), as those of mixed RoPE do: a table that
-        is pulled to zero pulls all positions together. Matrices of MLPs and projections decay.
+        Decay of tables pulls all positions together; iRPE's authors (supplement 2) exempt theirs.
         """
         return {
             name for name, _ in self.named_parameters() if name.partition(".")[0] in self.UNDECAYED
@@ -111,28 +108,28 @@ class PositionEncoding(nn.Module):
         return getattr(self, method)(*arguments)
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Token embeddings (batch, tokens, width), once at the input."""
+        """Return token embeddings (batch, tokens, width) with positions, once at the input."""
         return x
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what enters W^Q, W^K and W^V of one layer, each (batch, tokens, width).
+        """Return the inputs of W^Q, W^K and W^V of one layer, each (batch, tokens, width).
 
         Where the context has `projections`, key and value are projected already (`shares_keys`).
         """
         return query, key, value
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Projected queries and keys, each (batch, heads, tokens, head width)."""
+        """Return projected queries and keys, each (batch, heads, tokens, head width), turned."""
         return query, key
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Added to the logits (batch, heads, queries, keys) after 1/sqrt(head width)."""
+        """Return a term of the logits (batch, heads, queries, keys) after 1/sqrt(head width)."""
         return None
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
-        """Added to the output (batch, heads, queries, head width), from the attention weights."""
+        """Return a term of the output (batch, heads, queries, head width), from the weights."""
         return None
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -157,22 +154,20 @@ class PositionEncoding(nn.Module):
             value: (B, K, width), the same.
             weights: of the three projections.
             mask: (B, K) bool, True = may be attended to.
-            context: holds the paths.
             scale: of the products of queries and keys; None: 1 / sqrt(head width).
         """
         raise NotImplementedError
 
 
 def offers(encoding: nn.Module, form: str) -> bool:
-    """Whether an encoding has a faster form, such as "has_kernel"; one in a wrapper has none."""
+    """Return whether an encoding has a faster form, such as "has_kernel"; False for a wrapper."""
     return isinstance(encoding, PositionEncoding) and bool(getattr(encoding, form))
 
 
 def hooks_of(encoding: nn.Module) -> frozenset[str]:
-    """Return the hooks of an encoding, or of the one in a wrapper, which is called in its place.
+    """Return the hooks of an encoding, or of the one in a wrapper.
 
-    Wrappers are modules around it, such as those of activation checkpointing, `torch.compile`
-    and peft's `modules_to_save`.
+    Wrappers are activation checkpointing, `torch.compile`, peft's `modules_to_save` and the like.
     """
     if isinstance(encoding, PositionEncoding):
         return encoding.hooks
@@ -183,11 +178,11 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
 
 class ByModality(PositionEncoding):
-    """Sends every hook to the encoding of the stream at hand.
+    """Module that sends every hook to the encoding of the current stream, by
+    `context.text_queries`.
 
-    The layers of the cross-modal encoder share their projections between both streams, but a place
-    in a sentence and a place in an image have nothing to share. `context.text_queries` says whose
-    turn it is; a stream without an encoding, or whose encoding lacks a hook, is left as it is.
+    Both streams share the cross-modal projections but not places. A stream without an encoding, or
+    with one that lacks a hook, is left as it is.
 
     Args:
         text: encoding of the text stream, or None.
@@ -200,12 +195,12 @@ class ByModality(PositionEncoding):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Those of either side."""
+        """Return the hooks of either side."""
         sides = [side for side in (self.text, self.image) if side is not None]
         return frozenset[str]().union(*(hooks_of(side) for side in sides))
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Token embeddings of one stream; see the base."""
+        """Return token embeddings of one stream; see the base."""
         return self._dispatch(PositionEncoding.tokens, context, x)
 
     def inputs(
@@ -215,15 +210,15 @@ class ByModality(PositionEncoding):
         return self._dispatch(PositionEncoding.inputs, context, query, key, value)
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Projected queries and keys of one stream; see the base."""
+        """Return projected queries and keys of one stream; see the base."""
         return self._dispatch(PositionEncoding.rotate, context, query, key)
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Bias of one stream's logits; see the base."""
+        """Return the bias of one stream's logits; see the base."""
         return self._dispatch(PositionEncoding.bias, context, query, key)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
-        """Addition to one stream's output; see the base."""
+        """Return the addition to one stream's output; see the base."""
         return self._dispatch(PositionEncoding.value, context, attention)
 
     def _dispatch(
@@ -241,10 +236,9 @@ Sizes = ParamSpec("Sizes")
 def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
     """Keep the latest results of a function of sizes, names, number types and devices.
 
-    They are made outside inference mode, as a tensor born in it could serve no backward pass later,
-    and outside the modes of tracing, as one born under `torch.export` is fake: it has no numbers,
-    and models that read it later learn nothing. `torch.compile`, which ignores caches, takes the
-    result for a constant of the sizes that it compiles for.
+    They are made outside of inference mode and tracing, as inference tensors serve no backward pass
+    and tensors of `torch.export` are fake. `torch.compile` takes a result as a constant of its
+    sizes.
     """
 
     def decorate(make: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
@@ -282,16 +276,10 @@ def _fixed(size: Any) -> Any:
 
 
 def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """PEmixer: alpha * token + beta * position, channel by channel (ViTARC, papers.md#vitarc-v8).
+    """Return alpha * token + beta * position by channel: PEmixer (ViTARC, papers.md#vitarc-v8).
 
-    Args:
-        tokens: (..., width).
-        positions: (..., width), broadcasts against the tokens.
-        alpha: (width,), weights of the token's channels.
-        beta: (width,), weights of the position's channels.
-
-    Returns:
-        Shape of both broadcast, number type of the tokens; half precision is computed in float32.
+    `tokens` and `positions` are (..., width) and broadcast, `alpha` and `beta` (width,). The result
+    has the tokens' number type; half precision is computed in float32.
     """
     kind = torch.promote_types(tokens.dtype, torch.float32)
     mixed = alpha.to(kind) * tokens.to(kind) + beta.to(kind) * positions.to(kind)
@@ -301,13 +289,12 @@ def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tenso
 class TokenEncoding(PositionEncoding):
     """Base of the encodings that act once, at the token embeddings.
 
-    A subclass says in `places` which vector belongs to every token after the prefix. Prefix tokens
-    get the zero vector. The vectors are added to the tokens or, with `mixer`, weighted: PEmixer
-    learns two vectors of the model's width, which start at 1, where it is the plain addition
-    (papers.md#vitarc-v8). It scales prefix tokens, too, as it does every other.
+    A subclass's `places` gives a vector for every token after the prefix; prefix tokens get zero.
+    Vectors are added or, with `mixer`, weighted: PEmixer learns two vectors of the model's width,
+    which start at 1, a plain addition (papers.md#vitarc-v8), and scales prefix tokens, too.
 
     Args:
-        name: what error messages call the encoding.
+        name: for error messages.
         width: channels of the tokens.
         mixer: learn the weights `alpha` of the tokens and `beta` of the positions.
     """
@@ -321,9 +308,9 @@ class TokenEncoding(PositionEncoding):
         self.beta = nn.Parameter(torch.ones(width)) if mixer else None
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Vectors of the tokens after the prefix: (B or 1, T - prefix, width).
+        """Return vectors of the tokens after the prefix: (B or 1, T - prefix, width).
 
-        Of x (B, T, width) only the shape, the number type and the device count, not the content.
+        Only shape, number type and device of x (B, T, width) count.
         """
         raise NotImplementedError
 

@@ -1,8 +1,7 @@
 """Buckets of relative positions: iRPE's index functions and its four mapping methods.
 
-A bucket is one row of a table; all pairs of tokens whose offset falls into it share that row.
-(alpha, beta, gamma) = ratio * (1, 2, 8), as section 4.1 of the paper sets them. Everything is
-computed in float64, so that no rounding of Eq. 18 depends on the device or on autocast.
+A bucket is one row of a table, shared by all pairs with offsets in it. (alpha, beta, gamma) = ratio
+* (1, 2, 8) (section 4.1). All is float64, so that Eq. 18 rounds alike everywhere.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ Universe = Literal["grid", "global"]
 
 
 def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    """g(x): exact up to alpha, logarithmic beyond, at most beta (iRPE Eq. 18, papers.md#irpe-i1,
-    #irpe-i2).
+    """Compute g(x), exact, then logarithmic (iRPE Eq. 18, papers.md#irpe-i1, #irpe-i2): int64.
 
-    Rounding is half to even, and what exceeds beta is cut to its whole part, also where beta is no
-    integer.
+    Rounding is half to even, and beta is cut to its whole part. The result is in [-int(beta),
+    int(beta)].
 
     Args:
         x: signed distances in patches, any shape and number type.
         alpha: where the logarithm begins.
         beta: the largest index.
         gamma: the distance at which the logarithm reaches beta.
-
-    Returns:
-        int64 of x's shape, in [-int(beta), int(beta)].
     """
     if not 0 < alpha < beta or gamma <= alpha:
         raise ValueError(
@@ -53,14 +48,9 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
 
 
 def clip_index(x: Tensor, beta: float) -> Tensor:
-    """h(x) = max(-int(beta), min(int(beta), round(x))) (iRPE Eq. 9, papers.md#irpe-i3).
+    """Return h(x) = max(-int(beta), min(int(beta), round(x))) (iRPE Eq. 9, papers.md#irpe-i3).
 
-    Args:
-        x: signed distances in patches, any shape and number type.
-        beta: the largest index.
-
-    Returns:
-        int64 of x's shape, in [-int(beta), int(beta)].
+    `x` holds signed distances in patches; the result is int64.
     """
     if beta < 0:
         raise ValueError(f"beta must not be negative, not {beta}")
@@ -69,9 +59,7 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
     """Return the rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix
-    (papers.md#irpe-i7, #irpe-i10).
-
-    Cross has two tables of this size, rows and columns.
+    (papers.md#irpe-i7, #irpe-i10). Cross has two tables of this size, rows and columns.
     """
     require_known("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
@@ -102,23 +90,19 @@ def bucket_ids(
 
     Args:
         method: euclidean, quantization, cross or product.
-        height: rows of the grid.
-        width: columns of the grid.
         ratio: (alpha, beta, gamma) = ratio * (1, 2, 8).
         function: piecewise (Eq. 18) or clip (Eq. 9).
-        prefix_tokens: tokens without a place before the patches; every pair that touches one falls
-            into the last bucket.
+        prefix_tokens: tokens without a place before the patches; their pairs have the last bucket.
         pre_round: euclidean only; round the distance before the index function, as the authors'
             code does (papers.md#irpe-i4).
         variant: quantization only; `rank` of the distance (Eq. 21) or `squared`, the squared
             distance itself, as the authors' code does (papers.md#irpe-i5).
         universe: quantization by rank only; rank among the distances of this `grid` or, `global`,
-            among those of an unbounded one (papers.md#irpe-i6). Ranks of the grid move with its
-            size.
+            of an unbounded one (papers.md#irpe-i6).
 
     Returns:
         ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows
-        then columns; and the size of one table.
+            then columns; and the size of one table.
     """
     size = table_size(method, ratio, prefix_tokens)
     require_known("bucket function", function, get_args(IndexFunction))
@@ -153,7 +137,7 @@ def bucket_ids(
 
 
 def used_buckets(ids: Tensor) -> int:
-    """Buckets that occur, as Table 1 of iRPE counts them: (T, T), or (tables, T, T) added up."""
+    """Count the buckets that occur, as Table 1 of iRPE does: (T, T), or (tables, T, T) added up."""
     return sum(table.unique().numel() for table in ids.reshape(-1, *ids.shape[-2:]))
 
 

@@ -1,11 +1,9 @@
 """Tables of an encoding that was trained on one grid, for the same encoding on another.
 
-Most encodings know no grid: their tables are taken as they are. Others have a row for every place
-or offset of the trained grid. Where such an encoding says itself what lies beyond its table, as
-CoPE, SaPE and clipped offsets do, the new table repeats that row, so that it computes on the new
-grid what the trained one would. Learned absolute places have nothing beyond: they are resampled,
-as a ViT's are. Transformer-XL's sinusoids, where no reach clips them, go on beyond the trained
-grid. What is bound to that grid is refused.
+Most tables know no grid and stay. With a row for every place or offset, CoPE, SaPE and clipped
+offsets repeat their last row beyond the table, learned absolute places are resampled as a ViT's
+are, and Transformer-XL's sinusoids, unless a reach clips them, go on. Tables bound to a grid are
+refused.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ def carry_over(
     grid: Grid,
     trained_grid: Grid,
 ) -> dict[str, Tensor]:
-    """Tables of a trained encoding in the sizes of another that is made like it.
+    """Return the tables of a trained encoding in the sizes of another.
 
     Args:
-        name: what both are called, for messages.
+        name: of both, for messages.
         encoding: made for `grid`.
         trained: made for `trained_grid`; its own weights are not read.
-        tables: the trained weights by their names in the encoding; it may have none.
+        tables: the trained weights by their names in the encoding; may be empty.
         grid: (rows, columns) to be served; a sequence is one row.
         trained_grid: (rows, columns) of the training.
     """
@@ -114,9 +112,9 @@ def _on_other_grid(
 
 
 def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
-    """Return the row of a table of some reach for each row of the encoding's.
+    """Return the row, in a table of some reach, of each row of the encoding's.
 
-    Offsets beyond a reach share the row of the furthest one, and the last row is the prefix's.
+    Offsets beyond a reach share the row of the furthest one; the last row is the prefix's.
     """
     offsets = torch.arange(-encoding.reach, encoding.reach + 1).clamp(-reach, reach) + reach
     side = 2 * reach + 1
@@ -126,7 +124,7 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
 
 
 def _resampled(table: Tensor, grid: Grid) -> Tensor:
-    """(rows, columns, width) on another grid, bicubic as timm resamples a ViT's positions."""
+    """Resample (rows, columns, width) to another grid, bicubic as timm does for a ViT."""
     image = at_least_float32(table).permute(2, 0, 1)[None]
     resampled = functional.interpolate(
         image, size=grid, mode="bicubic", antialias=True, align_corners=False

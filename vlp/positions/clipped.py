@@ -23,15 +23,13 @@ def clipped_ids(
 ) -> tuple[Tensor, int]:
     """Return the row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
 
-    `product` is how iRPE's supplement 4 brings 1D encodings to images: both axes are clipped by
-    h(x) and every pair of clipped offsets is a row, row * (2 reach + 1) + column
+    Offsets are query minus key. `product` is how iRPE's supplement 4 brings 1D encodings to images:
+    both axes are clipped by h(x) and a pair of clipped offsets has row * (2 reach + 1) + column
     (papers.md#irpe-i9, #irpe-i15). `axes` gives each axis its own id. `raster` takes the patches as
-    one sequence in raster order, as the encodings were made for text. Offsets are query minus key.
+    one sequence in raster order.
 
     Args:
         offsets: product, axes or raster.
-        height: rows of the grid.
-        width: columns of the grid.
         reach: k of Eq. 9, in patches, for raster in places of the sequence.
         prefix_tokens: tokens without a place before the patches; every pair that touches one has
             the last id, size - 1 (papers.md#irpe-i10).
@@ -60,10 +58,7 @@ def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
 
 
 def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
-    """Return the reach that clips nothing on a grid: its longer side, or the raster's length.
-
-    At least 1, which a single patch does not use.
-    """
+    """Return the reach that clips nothing on a grid: its longer side or raster length; not 0."""
     return max((grid[0] * grid[1] if offsets == "raster" else max(grid)) - 1, 1)
 
 
@@ -71,13 +66,11 @@ class ClippedPosition(LookupPosition):
     """Base of encodings with one row per clipped offset: their options, and ids of all pairs.
 
     Offsets beyond the reach share the row of the furthest one in their direction, so one table
-    serves every grid, and those larger than the trained one read rows that were trained.
+    serves every grid.
 
     Args:
-        name: what errors call the encoding.
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        name: for errors.
+        grid: (rows, columns) where the context has no grid; also for `reach` None.
         offsets: one of the class's OFFSETS, see `clipped_ids`.
         reach: the longest offset that has a row of its own; None: the longest one of `grid`.
         shared_heads: one table for all heads.
@@ -120,13 +113,13 @@ class ClippedPosition(LookupPosition):
             raise ValueError(f"{name}: {problem}") from None
 
     def _table(self, channels: int) -> nn.Parameter:
-        """Zeros (1 or heads, rows, channels): the layer starts as it was without the encoding."""
+        """Make zeros (1 or heads, rows, channels), which leave the layer as it was."""
         return nn.Parameter(torch.zeros(self.table_heads, self.size, channels))
 
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device
     ) -> Tensor:
-        """Ids of all pairs, (tables, T, T); ValueError where the tokens are no prefix and grid."""
+        """Return ids of all pairs, (tables, T, T); tokens must be prefix and grid."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         return ids_on(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 
@@ -135,5 +128,5 @@ class ClippedPosition(LookupPosition):
 def ids_on(
     device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
 ) -> Tensor:
-    """`clipped_ids` on a device, shared by all layers."""
+    """Return `clipped_ids` on a device, shared by all layers."""
     return clipped_ids(offsets, height, width, reach, prefix_tokens)[0].to(device)

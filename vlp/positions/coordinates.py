@@ -18,7 +18,7 @@ def patch_centres(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """x, y of the patches' centres in raster order: (rows * columns, 2).
+    """Return x, y of the patches' centres in raster order: (rows * columns, 2).
 
     In patches from the image's upper left corner, so the first is 0.5, 0.5.
     """
@@ -33,13 +33,13 @@ def patch_boxes(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """x0, y0, x1, y1 of the patches in raster order: (rows * columns, 4), in patches."""
+    """Return x0, y0, x1, y1 of the patches in raster order: (rows * columns, 4), in patches."""
     centres = patch_centres(grid, dtype, device)
     return torch.cat([centres - 0.5, centres + 0.5], -1)
 
 
 def vertical_first(coordinates: Tensor) -> Tensor:
-    """(..., x, y) as (..., y, x), and boxes as top, left, bottom, right: Li et al.'s order."""
+    """Turn (..., x, y) into (..., y, x), boxes into top, left, bottom, right (Li et al.)."""
     return coordinates.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
@@ -56,7 +56,7 @@ def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
 
 
 def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionContext) -> None:
-    """The tokens of x (B, T, width) are the prefix and this grid."""
+    """Require that the tokens of x (B, T, width) are the prefix and this grid."""
     rows, columns = grid
     if rows < 1 or columns < 1:
         raise ValueError(f"{name}: a grid of {rows} x {columns} has no patches")
@@ -69,7 +69,7 @@ def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionC
 
 
 def require_extent(name: str, extent: float | None) -> None:
-    """Raises ValueError where an extent is given and not positive."""
+    """Raise ValueError unless an extent is positive."""
     if extent is not None and not 0 < extent < math.inf:
         raise ValueError(f"{name}: the extent must be positive, not {extent}")
 
@@ -82,23 +82,21 @@ def token_coordinates(
     grid: tuple[int, int] | None = None,
     extent: float | None = None,
 ) -> Tensor:
-    """Coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
+    """Return coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
 
-    The context's coordinates come first; without them patches lie on the context's grid, else on
-    `grid`, and where boxes are asked for each patch is its own box. The unit is a patch, whatever
-    the grid's size (each image's own where the context has `grids`), or with `extent` that share of
-    the image: width and height, alike, measure `extent`. Points in patches count from the centre of
-    the first patch, so patch (row, column) of a grid is at x = column, y = row; all other numbers
-    count from the image's corner. A given point at the centre of a patch has that patch's
-    coordinates.
+    The context's coordinates come first, else patches lie on its grid, else on `grid`; as boxes
+    patches are their own. The unit is a patch, whatever the grid's size (each image's own where the
+    context has `grids`), or with `extent` that share of the image's width and height. Points in
+    patches count from the centre of the first patch, so patch (row, column) is at x = column, y =
+    row; all other numbers count from the image's corner. Points at the centre of a patch have that
+    patch's coordinates.
 
     Args:
         name: of the encoding, for errors.
         dimensions: 2 for points, 4 for boxes.
-        x: (B, T, width), whose shape, device and number type count.
-        context: see `PositionContext`.
-        grid: (rows, columns) where the context has none.
-        extent: width and height of the image in the wanted unit; None counts patches.
+        x: (B, T, width); its shape, device and number type count.
+        grid: (rows, columns) where the context has no grid.
+        extent: width and height of the image in the result's unit; None counts patches.
 
     Returns:
         (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
@@ -132,11 +130,7 @@ def token_coordinates(
 def patches_spanned(
     shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
 ) -> Tensor | None:
-    """Columns and rows that shares of an image are taken of: its own of `grids`, or `grid`'s.
-
-    Returns:
-        (B or 1, 1, 2) as the shares; None where neither is known.
-    """
+    """Return the (B or 1, 1, 2) columns and rows of images: of `grids`, else `grid`, else None."""
     if grids is not None:
         return grids.to(shares).flip(-1)[:, None]
     return None if grid is None else shares.new_tensor([[[grid[1], grid[0]]]])
@@ -177,16 +171,7 @@ def grid_size(grid: tuple[int, int]) -> str:
 def grid_at_hand(
     name: str, context: PositionContext, grid: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Return the context's grid, else that of the options.
-
-    Args:
-        name: the encoding's, for the message.
-        context: see `PositionContext`.
-        grid: (rows, columns) where the context names none.
-
-    Returns:
-        (rows, columns).
-    """
+    """Return the context's grid, else the options' `grid`, as (rows, columns)."""
     if context.grid is not None:
         return context.grid
     if context.coordinates is not None:
@@ -207,18 +192,14 @@ def require_grid_tokens(
     keys: int,
     prefix_bucket: bool = True,
 ) -> tuple[int, int]:
-    """Return the grid of self-attention over a prefix and a whole grid.
+    """Return the grid (rows, columns) of self-attention over a prefix and a whole grid.
 
     Args:
         name: the encoding's, for the message.
-        context: names the grid and the prefix.
-        grid: (rows, columns) where the context names none.
-        queries: tokens that ask.
-        keys: tokens that are asked.
-        prefix_bucket: whether the encoding has an answer for prefix tokens.
-
-    Returns:
-        (rows, columns).
+        grid: (rows, columns) where the context has no grid.
+        queries: number of query tokens.
+        keys: number of key tokens.
+        prefix_bucket: whether the encoding has a row for prefix tokens.
     """
     rows, columns = grid_at_hand(name, context, grid)
     prefix = context.prefix_tokens

@@ -1,8 +1,7 @@
 """CoPE: places counted by gates of the content (Golovneva et al. 2024), and the bias they make.
 
-A query decides by a gate how much each key counts, the gates between both are its place, and a
-table row interpolated at that place adds to the logit. Equation numbers are those of the paper on
-SaPE, which repeats CoPE as its Eqs 7, 8 and 11.
+A query gates each key, the gates between both sum to its place, and a table row interpolated there
+adds to the logit. Equation numbers are the SaPE paper's, which repeats CoPE as Eqs 7, 8 and 11.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def cope_bias(
     bias_scale: float = 1.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """q_i . e(p_ij), to be added to the scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
+    """Return q_i . e(p_ij) for scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
     #sape-s11).
 
     The place of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
@@ -65,24 +64,19 @@ class ContextualPosition(PositionEncoding):
     """`cope`: contextual position encoding of one self-attention layer (Golovneva et al. 2024).
 
     Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
-    baseline of SaPE. Prefix tokens are not on it: they are not counted and every pair that touches
-    one has bias 0. So any grid and any length works; places beyond the table share its last row
-    (papers.md#sape-s11). Padding of images is not counted; that at the end of a text counts like
-    words where `causal` is False.
-
-    The table starts at zero, as in the authors' code: the layer then computes exactly what it
-    would without the encoding, and the table's gradient, a sum of queries, is not zero.
+    baseline of SaPE. Prefix tokens are not counted and their pairs have bias 0. Any grid and length
+    works; places beyond the table share its last row (papers.md#sape-s11). Padding of images is not
+    counted; padding after a text counts like words where `causal` is False. The table starts at
+    zero, as in the authors' code, which leaves the layer as it was.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        length: the longest sequence whose places are told apart; the table has length + 1 rows
+        width, heads: channels and attention heads of the layer.
+        length: the longest sequence with distinct places; the table has length + 1 rows
             (papers.md#sape-s2). rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches.
         causal: see `cope_bias`; False, as images and BERT attend to both sides.
         shared_heads: one table for all heads, as in the authors' code (papers.md#sape-s10).
-        gate_scale: see `cope_bias`.
-        bias_scale: see `cope_bias`.
+        gate_scale, bias_scale: see `cope_bias`.
     """
 
     UNDECAYED = ("table",)
@@ -113,11 +107,7 @@ class ContextualPosition(PositionEncoding):
         self.table = nn.Parameter(torch.zeros(rows, length + 1, width // heads))
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """q_i . e(p_ij) for tokens after the prefix.
-
-        Returns:
-            (B, heads, T, T) in the query's type.
-        """
+        """Return q_i . e(p_ij) of tokens after the prefix, (B, heads, T, T) in the query's type."""
         prefix, tokens = context.prefix_tokens, query.shape[-2]
         if key.shape[-2] != tokens or tokens < prefix:
             raise ValueError(
@@ -154,15 +144,9 @@ def count_from_end(gates: Tensor) -> Tensor:
 
 
 def interpolate(values: Tensor, places: Tensor) -> Tensor:
-    """Values between whole places, linearly from the two next to them (Eqs 11, 14;
-    papers.md#sape-s11).
+    """Interpolate linearly between whole places (Eqs 11, 14; papers.md#sape-s11): (..., T, N).
 
-    Args:
-        values: (..., T, P) at the places 0 .. P-1.
-        places: (..., T, N), not negative; those beyond P - 1 take the last value.
-
-    Returns:
-        (..., T, N).
+    `values` (..., T, P) are at places 0 .. P-1; `places` (..., T, N), from 0, are cut at P - 1.
     """
     last = values.shape[-1] - 1
     lead = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])

@@ -15,15 +15,16 @@ from vlp.positions.options import require_defaults
 
 
 def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
-    """r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T]  (Eq. 2, papers.md#fourier-f1 and #fourier-f4).
+    """Return r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T] (Eq. 2, papers.md#fourier-f1 and
+    #fourier-f4).
 
-    **Reconstruction (papers.md#fourier-f1)**: the available text lost the formula; its prefactor
-    is taken from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x .
-    r_y is a function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2),
-    it tends to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, papers.md#fourier-f3).
+    **Reconstruction (papers.md#fourier-f1)**: the available text lost the formula; its prefactor is
+    taken from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x . r_y
+    is a function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it
+    tends to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, papers.md#fourier-f3).
 
     Args:
-        coords: (..., M), in the unit whose distances gamma measures.
+        coords: (..., M), in the unit of gamma.
         weight: W_r (F / 2, M), radians a unit.
 
     Returns:
@@ -47,24 +48,22 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
 
 
 def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) -> Tensor:
-    """KL(N(mu, s^2) || N(0, s_t^2)) for mean mu and variance s^2 of W_r  (Eq. 10).
+    """Return KL(N(mu, s^2) || N(0, s_t^2)) for mean mu and variance s^2 of W_r (Eq. 10).
 
-    **Reconstruction (papers.md#fourier-f8)**: the available text lost the formula. The direction
-    is from the weights to the target, whose mean is 0; mu and s^2 (population variance) are pooled
-    over all entries. Pooled moments cannot see that one direction has higher frequencies than
-    another, though the paper wants symmetry along all of them: `per_dim` takes the moments of every
-    coordinate by itself and averages the divergences, so that it stays on the scale of the pooled
-    one.
+    **Reconstruction (papers.md#fourier-f8)**: the available text lost the formula. The direction is
+    from the weights to the target with mean 0; mu and s^2 (population variance) are pooled over all
+    entries. Pooled moments cannot see that one direction has higher frequencies than another,
+    though the paper wants symmetry along all: `per_dim` averages the divergences of every
+    coordinate.
 
     Args:
         weight: W_r (F / 2, M).
-        log_variance: ln s_t^2, a scalar; the logarithm is what is learned, so that the variance
-            stays positive (papers.md#fourier-f9).
+        log_variance: ln s_t^2, a scalar, learned as logarithm to stay positive
+            (papers.md#fourier-f9).
         per_dim: moments of every coordinate instead of all entries.
 
     Returns:
-        A scalar, never negative. Weights that are all equal count as of the smallest spread above
-        0, which keeps the value and its gradient finite.
+        A scalar, never negative, finite with its gradient also for equal weights.
     """
     kind = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.to(kind) if per_dim else weight.to(kind).reshape(-1, 1)
@@ -86,12 +85,10 @@ class FourierPosition(TokenEncoding):
     With boxes (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768
     channels, 384 features and 32 hidden the parameters are 38,048 (papers.md#fourier-f13).
 
-    Coordinates count patches unless `extent` says otherwise: gamma is then the distance, in
-    patches, over which similarity falls, on every grid. With `extent` 1 they are the shares of the
-    image that DETR normalises to, and gamma is a share. Coordinates of the context are shares and
-    need either `extent` or a grid that says how many patches they span. Grids of every size and
-    shape work, also others than the trained one, as does every real coordinate. Prefix tokens get
-    no position.
+    Coordinates count patches unless `extent` is set: gamma is then the distance, in patches, over
+    which similarity falls, on every grid. With `extent` 1 they are the shares of the image that
+    DETR normalises to, and gamma is a share. Coordinates of the context are shares and need either
+    `extent` or a grid. Grids of every size and shape work. Prefix tokens get no position.
 
     **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), gamma^-2 the
     variance, so the standard deviation is 1 / gamma. A widely copied port takes gamma^-2 for the
@@ -99,7 +96,7 @@ class FourierPosition(TokenEncoding):
 
     Args:
         width: channels of the tokens.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
         groups: parts of the coordinates that are encoded alike.
         features: F of a group, even; None takes half the width, as the paper's Reformer does, and
@@ -189,23 +186,23 @@ class FourierPosition(TokenEncoding):
             self.modulator = nn.Linear(features, share)
 
     def features(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Fourier features before any MLP: (B or 1, T - prefix, groups, F)."""
+        """Return Fourier features before any MLP: (B or 1, T - prefix, groups, F)."""
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         return fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
+        """Return positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         features = self.features(x, context)
         if self.modulator is not None:
             features = self.modulator(features.to(self.frequencies.dtype))
         return features.flatten(-2)
 
     def regulariser(self, strength: float = 1.0, per_dim: bool = False) -> Tensor:
-        """strength * KL of the weights against the learned target, to be added to the loss.
+        """Return strength * KL of the weights against the learned target, a term of the loss.
 
-        The value of the strength, lambda in Eq. 11, is lost in the available text
-        (papers.md#fourier-f10). Under wrappers that gather weights call it as
-        `encoding("regulariser", strength)`.
+        The value of lambda in Eq. 11, the strength, is lost in the available text
+        (papers.md#fourier-f10). Under wrappers that gather weights call `encoding("regulariser",
+        strength)`.
         """
         if self.log_variance is None:
             raise ValueError("fourier: the regulariser needs the option regularised=True")
@@ -215,14 +212,13 @@ class FourierPosition(TokenEncoding):
 class MLPPosition(TokenEncoding):
     """`mlp`: the MLP of the Fourier encoder on raw coordinates, the paper's 'MLP' ablation.
 
-    Coordinates are shares of the image by default (`extent` 1), as where the paper does well with
-    it (DETR): counted in patches they would drive the first layer far out of its start's range.
-    `extent` None counts patches all the same. Other grids are other samples of the same image, so
-    they work at every size and shape. Prefix tokens get no position.
+    Coordinates are shares of the image by default (`extent` 1), as in DETR, where the paper does
+    well with it: patch counts lie far outside the first layer's start. Grids of every size and
+    shape work. Prefix tokens get no position.
 
     Args:
         width: channels of the tokens.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
         hidden: channels between both layers.
         extent: the image's width and height in the unit of the coordinates; None counts patches.
@@ -251,7 +247,7 @@ class MLPPosition(TokenEncoding):
         self.modulator = Modulator(dimensions, hidden, width, approximate, dropout)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
+        """Return positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         return self.modulator(
             token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         )

@@ -10,10 +10,9 @@ from vlp.positions.lookup import Lookup, products
 
 
 def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> list[Lookup]:
-    """Return what Eq. 11 of iRPE adds to the logits: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
+    """Return the terms of iRPE's Eq. 11: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
 
-    The printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij is q_i k_j plus these two products:
-    the square of p_ij, which knows no content, cancels.
+    In the printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij the square of p_ij cancels.
 
     Args:
         query: (batch, heads, T, channels).
@@ -33,22 +32,19 @@ class HuangPosition(ClippedPosition):
 
     On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
     (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on queries and
-    keys, where both read one table. The default reach has the 7 x 7 + 1 = 50 rows that the costs in
-    Table 5 speak of.
+    keys, which read one table. The default reach has the 7 x 7 + 1 = 50 rows of Table 5's costs.
 
-    Non-square grids are grids like any other. On a grid larger than the trained one, offsets
-    beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
-    one row of their own (papers.md#irpe-i10). The table starts at zero, which leaves the layer as
-    it was.
+    On a grid larger than the trained one, offsets beyond the reach share the row of the furthest
+    one, axis by axis. Pairs with prefix tokens have one row of their own (papers.md#irpe-i10). The
+    table starts at zero, which leaves the layer as it was.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) where the context names none; also what `reach` None goes by.
-        offsets: "product", or "raster" for the 1D encoding as it is, over patches in raster order
-            or over a sentence.
-        reach: the longest offset that has its own row, per axis, in patches; None: the longest one
-            of `grid`.
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) where the context has no grid; also for `reach` None.
+        offsets: "product", or "raster" for the 1D encoding over patches in raster order or a
+            sentence.
+        reach: the longest offset with its own row, per axis, in patches; None: the longest of
+            `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the table has a row for pairs with prefix tokens.
     """
@@ -70,6 +66,6 @@ class HuangPosition(ClippedPosition):
         self.table = self._table(self.head_width)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`huang_lookups` of one layer."""
+        """Return `huang_lookups` of one layer."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return huang_lookups(query, key, self.table, ids)

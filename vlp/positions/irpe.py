@@ -25,34 +25,28 @@ class RelativePosition(LookupPosition):
     two tables of `cross` lie one after the other along the rows, first the grid's rows, then its
     columns. Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before the root (Eqs 15,
     16) and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). Products
-    are formed per bucket and then spread over the pairs (Eqs 27, 28), so the (T, T, head width)
-    tensor never exists.
+    are formed per bucket and then spread over the pairs (Eqs 27, 28).
 
-    Tables start at zero: the layer then computes exactly what it would without the encoding.
-    Buckets depend on offsets alone, so one table serves every grid; quantization by rank on the
-    grid is the exception (papers.md#irpe-i6). A sentence is a grid of one row.
+    Tables start at zero, which leaves the layer as it was. Buckets depend on offsets alone, so one
+    table serves every grid; quantization by rank on the grid is the exception (papers.md#irpe-i6).
+    A sentence is a grid of one row.
 
     Args:
         method: euclidean, quantization, cross or product.
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) where the context names none; quantization by rank is bound to it.
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) where the context has no grid; quantization by rank is bound to it.
         mode: "contextual" or "bias".
-        roles: which of query, key, value carry the position. Bias mode has none on values
+        roles: which of query, key, value carry the position; bias mode excludes values
             (papers.md#irpe-i14).
-        shared_heads: one table for all heads, as the paper's final models have
-            (papers.md#irpe-i13).
+        shared_heads: one table for all heads, as in the paper's final models (papers.md#irpe-i13).
         ratio: size of the tables, see `bucket_ids`; 1.9 gives product 50 rows.
         function: "piecewise" or "clip".
-        prefix_bucket: whether the tables have a row for pairs with prefix tokens
-            (papers.md#irpe-i10).
-        q_ids_transposed: cross and product only; look the query table up at [j, i], as the
-            authors' code does (papers.md#irpe-i11).
+        prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
+        q_ids_transposed: cross and product only; look the query table up at [j, i], as the authors'
+            code does (papers.md#irpe-i11).
         bias_inside_scale: bias mode only; divide the bias by the root of the head width as Eq. 13
             does, where the authors' code does not (papers.md#irpe-i12).
-        pre_round: see `bucket_ids`.
-        variant: see `bucket_ids`.
-        universe: see `bucket_ids`.
+        pre_round, variant, universe: see `bucket_ids`.
     """
 
     UNDECAYED = ("tables",)
@@ -141,12 +135,12 @@ class RelativePosition(LookupPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Only what the roles need, so that fused attention stays possible without values."""
+        """Return the hooks that the roles need; fused attention cannot have values."""
         needed = {"value" if role == "value" else "bias" for role in self.roles}
         return frozenset(needed)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """b_ij over the root of the head width (Eqs 13-16), a term for each role."""
+        """Return b_ij over the root of the head width (Eqs 13-16), a term for each role."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         terms = []
         if "key" in self.roles:
@@ -158,16 +152,12 @@ class RelativePosition(LookupPosition):
         return terms
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """sum_j a_ij r^V_ij: attention summed per bucket, then times the table (Eq. 17).
-
-        Returns:
-            (B, heads, T, head width).
-        """
+        """Return sum_j a_ij r^V_ij (Eq. 17), (B, heads, T, head width), summed per bucket first."""
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)
 
     def _lookup(self, states: Tensor, role: str, ids: Tensor, of_keys: bool = False) -> Lookup:
-        """states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
+        """Return states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
         if self.mode == "bias":
             return scalars(self.tables[role], ids, self.scale)
         return products(states, self.tables[role], ids, self.scale, of_keys)
@@ -212,7 +202,7 @@ def _require_own_grid(
 
 @shared(kept=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
-    """Ids (tables, T, T) on a device, the second table's after the first's."""
+    """Return ids (tables, T, T) on a device, the second table's after the first's."""
     ids, _ = bucket_ids(**buckets)
     if ids.ndim == 2:
         return ids[None].to(device)

@@ -15,16 +15,15 @@ _PLAIN = Tensor, nn.Parameter
 
 
 class KernelOperator:
-    """Call a function as the operator `vlp::name` where something traces, else directly.
+    """Function that runs as the operator `vlp::name` where something traces, else directly.
 
-    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph. A
-    direct call computes the same: PyTorch's dispatcher and its checks of an operator in Python take
-    the host longer than the launch does.
+    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph. Direct
+    calls spare the dispatcher's checks, which take the host longer than the launch.
 
     Args:
         name: of the operator.
-        function: the launch, with types that `torch.library.custom_op` reads; its first argument
-            is a tensor.
+        function: the launch, with types for `torch.library.custom_op`; its first argument is a
+            tensor.
         fake: makes empty results for the same arguments.
         keep: called as `setup_context(ctx, inputs, output)` of `torch.autograd.Function`.
         differentiate: its `backward`, differentiable no further; None has no gradient.
@@ -49,7 +48,7 @@ class KernelOperator:
         self.operator = getattr(torch.ops.vlp, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return what the function returns."""
+        """Call the function."""
         traced = (
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()

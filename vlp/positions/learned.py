@@ -22,9 +22,8 @@ COMBINATIONS = ("concat", "sum")
 class LearnedPosition(TokenEncoding):
     """`learned-1d`: one vector per place of a sequence (BERT; in ViT, raster order; Devlin et al.).
 
-    Prefix tokens of the context get no position; text that numbers its [CLS] too passes a context
-    without prefix. A sequence may be shorter than the table. Where `grid` is given, a context that
-    names a grid must name that one: raster order means other places on any other.
+    Prefix tokens get no position; text that numbers its [CLS] too passes a context without prefix.
+    A sequence may be shorter than the table. Where `grid` is given, other grids are refused.
 
     Args:
         width: channels of the tokens.
@@ -55,7 +54,7 @@ class LearnedPosition(TokenEncoding):
         self.table = _table(length, width, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Vectors of the first places: (1, T - prefix, width)."""
+        """Return vectors of the first places: (1, T - prefix, width)."""
         length = x.shape[-2] - context.prefix_tokens
         if not 0 <= length <= len(self.table):
             raise ValueError(
@@ -108,7 +107,7 @@ class LearnedGridPosition(TokenEncoding):
         self.table_columns = _table(grid[1], channels, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Row and column vectors of the patches: (1, rows * columns, width)."""
+        """Return row and column vectors of the patches: (1, rows * columns, width)."""
         largest = (len(self.table_rows), len(self.table_columns))
         rows, columns = grid = grid_at_hand(self.name, context, largest)
         if rows > largest[0] or columns > largest[1]:
@@ -125,18 +124,16 @@ class LearnedBoxPosition(TokenEncoding):
     """`learned-4d`: one vector per place of each of a box's four edges (Embed-4D of Li et al.).
 
     Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the image,
-    both ends included, and has a table of its own; the four vectors, top, left, bottom, right in
-    the paper's order, are concatenated, a quarter of the channels each, or summed, as the code of
-    the widget captioning model does that the paper builds on (100 places there, too).
+    both ends included; the four tables' vectors, top, left, bottom, right as in the paper, are
+    concatenated, or summed as in the code of the widget captioning model (100 places there, too).
 
     Boxes are the context's coordinates. On a plain grid each patch is its own box: places = n + 1
-    gives every edge of an n x n grid a vector, more places leave some unused, fewer let neighbours
-    share. Lines are shares of the image, so every size and shape of grid works; only edges near
-    those seen in training have trained vectors. Prefix tokens get no position.
+    gives every edge of an n x n grid a vector. Lines are shares of the image, so every grid works,
+    but only edges near trained ones have trained vectors. Prefix tokens get no position.
 
     Args:
         width: channels of the tokens; a multiple of 4 where they are concatenated.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         places: lines, and rows of each table.
         combine: "concat" or "sum", where all four have the full width.
         deviation: standard deviation of the start; 0 starts with no position at all.
@@ -169,7 +166,7 @@ class LearnedBoxPosition(TokenEncoding):
         self.table_right = _table(places, channels, deviation, self.name)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Vectors of the four edges: (B or 1, T - prefix, width)."""
+        """Return vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
         lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
         edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)

@@ -1,12 +1,9 @@
 """Rows of a table read at every pair of tokens, without a vector per pair.
 
-Pairs of tokens share the rows of a table: row ids[i, j] belongs to query i and key j. As there are
-fewer rows than keys, products are formed per row and then spread over the pairs, and attention is
-first summed per row (iRPE Eqs 27, 28): the tensor (T, T, head width) never exists.
-
-`ids` are int64 (tables, T, T), rows of one table; where there are several, the rows that a pair
-reads are added up. Sums over many pairs run in float32 at least: on GPUs, bfloat16 sums of many
-small numbers stop growing.
+Row ids[i, j] belongs to query i and key j. Products are formed per row and then spread over the
+pairs, and attention is first summed per row (iRPE Eqs 27, 28), as there are fewer rows than keys.
+`ids` are int64 (tables, T, T), rows of one table; a pair's rows of several tables are added up.
+Sums run in float32 at least: on GPUs, bfloat16 sums of many small numbers stop growing.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ class Lookup(NamedTuple):
     Args:
         per_row: (batch or 1, heads or 1, T or 1, rows).
         ids: (tables, T, T), query before key; None: the only row, whatever the pair.
-        of_keys: the numbers are those of key j, not of query i.
+        of_keys: the numbers are key j's, not query i's.
     """
 
     per_row: Tensor
@@ -48,18 +45,14 @@ class Lookup(NamedTuple):
 
 
 class LookupPosition(PositionEncoding):
-    """Base of encodings whose bias is nothing but lookups; a subclass writes `lookups`."""
+    """Base of encodings with a bias of lookups alone; a subclass writes `lookups`."""
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return the terms of the bias."""
         raise NotImplementedError
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the sum of all lookups, in the type of the queries.
-
-        Returns:
-            Broadcasts to (B, heads, T, T).
-        """
+        """Return the sum of all lookups, in the queries' type; broadcasts to (B, heads, T, T)."""
         return dense(self.lookups(query, key, context)).to(query.dtype)
 
 
@@ -77,34 +70,27 @@ def products(
         states: (batch, heads, T, channels), of queries or keys.
         table: (1 or heads, rows, channels).
         ids: (tables, T, T), query before key.
-        scale: factor of the result.
-        of_keys: the states are those of keys: scale * states_j . table[ids_ij].
+        of_keys: states are the keys': scale * states_j . table[ids_ij].
     """
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
     return Lookup(at_least_float32(per_row) * scale, ids, of_keys)
 
 
 def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
-    """Return the scalar of every pair: scale * table[ids_ij].
+    """Look up a scalar of every pair, scale * table[ids_ij].
 
-    Args:
-        table: (1 or heads, rows).
-        ids: (tables, T, T).
-        scale: factor of the result.
+    `table` is (1 or heads, rows), `ids` (tables, T, T).
     """
     return Lookup(at_least_float32(table)[None, :, None] * scale, ids)
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """Return what query i attends to, in rows of the table: sum_j attention_ij table[ids_ij].
+    """Return sum_j attention_ij table[ids_ij], (batch, heads, T, channels), of attention's dtype.
 
     Args:
         attention: (batch, heads, T, T).
         table: (1 or heads, rows, channels).
         ids: (tables, T, T).
-
-    Returns:
-        (batch, heads, T, channels), of attention's dtype.
     """
     weights = at_least_float32(attention)
     per_row = weights.new_zeros(*weights.shape[:-1], table.shape[1])

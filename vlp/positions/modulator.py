@@ -15,11 +15,11 @@ class Modulator(nn.Sequential):
         hidden: channels between both layers.
         outputs: channels of the group's position.
         approximate: of the GELU: "none", or "tanh" as JAX has it by default (papers.md#fourier-f5).
-        dropout: share that is dropped after the activation; the paper's widget captioning has 0.2
+        dropout: share dropped after the activation, 0.2 in widget captioning
             (papers.md#fourier-f6).
         norm: LayerNorm before each dense layer, as in the paper's Reformer (papers.md#fourier-f6).
-            Without it outputs differ little from place to place at first: Fourier features have a
-            squared norm of 1/2 in all, so biases prevail (docs/results/positions.md).
+            Without it biases prevail over Fourier features (squared norm 1/2), and places differ
+            little at first (docs/results/positions.md).
     """
 
     dense_in: nn.Linear
@@ -53,5 +53,5 @@ class Modulator(nn.Sequential):
         super().__init__(layers)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs), in the number type of the weights or of autocast."""
+        """Map (..., inputs) to (..., outputs), in the number type of the weights or of autocast."""
         return super().forward(features.to(self.dense_in.weight.dtype))

@@ -17,8 +17,8 @@ _TOLERANCE = 1e-3
 def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     """Paint the object of every patch from boxes (ViTARC section 4, papers.md#vitarc-v12).
 
-    Row k of the boxes paints the number k + 1 on every cell that it covers, also in part; later
-    rows paint over earlier ones, and 0 is the background. Padding rows keep their number unused.
+    Row k paints the number k + 1 on every cell that its box touches; later rows paint over earlier
+    ones, and 0 is the background.
 
     Args:
         boxes: (..., K, 4) x, y, width, height in grid cells, x and y the upper left corner; rows of
@@ -61,19 +61,16 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
 class ObjectPosition(TokenEncoding):
     """`object`: concat(sinusoid(object), sinusoid(x), sinusoid(y)) (ViTARC Eq. 13).
 
-    Half of the channels tell the object, a quarter each x, the column, and y, the row, in that
+    Half of the channels encode the object, a quarter each x, the column, and y, the row, in that
     order (papers.md#vitarc-v9, #vitarc-v11). Objects are numbered by `object_ids` from the
     context's boxes. A context without boxes, such as a decoder's, gets the plain 2D sinusoid of Eq.
     9, half of the channels for x and half for y (papers.md#vitarc-v13). x and y count patches from
-    0.
-
-    Sinusoids have no largest number, so grids of every size and shape work, also others than the
-    trained one, and any number of objects. Prefix tokens get no position. There are no parameters
-    without `mixer`; ViTARC's PEmixer is what lets a model turn the objects down.
+    0. Every grid and any number of objects works. Prefix tokens get no position. There are no
+    parameters without `mixer`, which lets a model turn the objects down.
 
     Args:
         width: channels of the tokens; a multiple of 8.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         temperature: see `sinusoid`.
         layout: see `sinusoid`; within each part (papers.md#vitarc-v10).
         mixer: see `TokenEncoding`.
@@ -95,7 +92,7 @@ class ObjectPosition(TokenEncoding):
         self.temperature, self.layout = temperature, layout
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of object, column and row: (B or 1, T - prefix, width)."""
+        """Return sinusoids of object, column and row: (B or 1, T - prefix, width)."""
         grid = grid_at_hand(self.name, context, self.grid)
         require_grid(self.name, grid, x, context)
         kind = torch.promote_types(x.dtype, torch.float32)

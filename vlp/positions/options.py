@@ -19,7 +19,7 @@ SIZES = ("width", "heads", "grid", "length", "causal")
 
 
 class EncodingOption(NamedTuple):
-    """One option: `kind` is its type as the code writes it, `default` `...` where there is none."""
+    """One option: `kind` is its type as the code writes it, `default` `...` for a required one."""
 
     name: str
     kind: str
@@ -67,8 +67,7 @@ def checked_options(
 ) -> dict[str, Any]:
     """Check that options are known, complete and of their types, and return them.
 
-    Returns:
-        The options; a whole number is a float where the type is.
+    A whole number becomes a float where the type is.
     """
     parameters = parameters_of(make)
     known, checked = ", ".join(parameters), dict(options)
@@ -102,11 +101,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
-    """Return a value as its option's type has it; a list may stand for a tuple, and 1 for 1.0.
-
-    Raises:
-        ValidationError: it is of another type.
-    """
+    """Return a value as its option's type has it; a list may stand for a tuple, and 1 for 1.0."""
     made = make.func if isinstance(make, partial) else make
     adapter = _adapter(made, name)
     default = parameters_of(make)[name].default
@@ -132,7 +127,7 @@ def _kind(make: Callable[..., Any], name: str) -> str:
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a constructor's parameters; none where a type cannot be found."""
+    """Return the types of a constructor's parameters; empty where a type cannot be resolved."""
     made: Any = make.func if isinstance(make, partial) else make
     try:
         constructor: Any = getattr(made, "__init__") if isinstance(made, type) else made  # noqa: B009

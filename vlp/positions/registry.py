@@ -1,8 +1,7 @@
-"""Every encoding by name, and what each of them can be told.
+"""Registry of encodings by name, with their options.
 
-An own encoding gets a name by the decorator `register_position`, in a module that is imported
-first: a plugin (`vlp.config.load_plugins`), or the module that an entry point of the group
-`vlp.positions` of an installed package names.
+Another package's encoding gets a name by the decorator `register_position`, in a plugin
+(`vlp.config.load_plugins`) or in the module of an entry point of the group `vlp.positions`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ROLES = {"q": "query", "k": "key", "v": "value"}
 BUILT_IN = ("alignment", "anchor", "uniform")
 """This package's encodings between an image and a text."""
 CROSS_MODAL = [*BUILT_IN]
-"""Encodings between an image and a text, of no use within either; those of one's own, too."""
+"""Encodings between an image and a text, of no use within either; registered ones, too."""
 ENTRY_POINTS = "vlp.positions"
 
 Encoding = TypeVar("Encoding", bound=type[PositionEncoding])
@@ -82,22 +81,18 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
 
 
 def register_position(name: str, cross_modal: bool = False) -> Callable[[Encoding], Encoding]:
-    """Give an encoding of one's own a name, as a decorator of its class.
+    """Register an encoding by name, as a decorator of its class, which stays as it is.
 
-    Every parameter of the constructor has a type: it is an option, and values are checked. Those
-    called `width`, `heads` and `grid` are filled in by the model.
+    Every parameter of the constructor has a type: it is an option, and values are checked. The
+    model fills in parameters `width`, `heads` and `grid`.
 
     Args:
         name: lower-case words with hyphens, such as "my-bias".
         cross_modal: it acts between an image and a text, in the cross-attention of the cross-modal
             encoder, where its context has `anchors`.
 
-    Returns:
-        The decorator, which leaves the class as it is.
-
     Raises:
-        ValueError: the name is taken or has other characters, the class is no PositionEncoding,
-            has no hook, or has an option without a type.
+        ValueError: a taken or malformed name, or a class without hooks or types of options.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9.]+)*", name):
         raise ValueError(f"{name!r} is no name of an encoding; write it as 'my-bias'")
@@ -135,7 +130,7 @@ def list_positions() -> Sequence[str]:
 
 
 def plugins_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the module of each encoding that is none of this package's, by name."""
+    """Return the module of each encoding of another package, by name."""
     modules = {name: plugin_of(position_class(name)) for name in names}
     return {name: module for name, module in modules.items() if module is not None}
 
@@ -144,8 +139,7 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
     """Make a position encoding by name.
 
     Raises:
-        ValueError: unknown name, or options that this encoding lacks or misses, or of another type;
-            the message names the nearest and the known ones.
+        ValueError: unknown name, unknown or missing options, or values of another type.
     """
     make = _named(name)
     return make(**checked_options(f"position encoding {name!r}", make, options))
@@ -164,7 +158,7 @@ def position_options(name: str) -> frozenset[str]:
 def create_fitting_position(
     name: str, sizes: Mapping[str, Any], **options: Any
 ) -> PositionEncoding:
-    """Make a position encoding with those of `sizes` that it takes; options win over them."""
+    """Make a position encoding with the `sizes` that it takes; options win over them."""
     takes = position_options(name)
     fitting = {size: value for size, value in sizes.items() if size in takes}
     return create_position(name, **{**fitting, **options})
@@ -173,14 +167,12 @@ def create_fitting_position(
 def place_roles(
     name: str, on: str | None, options: Mapping[str, Any], takes: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Options with the letters of `on` as the encoding calls them.
+    """Return options with the letters of `on` under the encoding's own key.
 
     Args:
-        name: of the encoding.
-        on: letters of "qkv": what encodings call `roles`, and those without that, as `sape`, call
-            `mode`; None leaves the encoding's default.
+        on: letters of "qkv" for the option `roles`, or `mode` (`sape`); None leaves the default.
         options: the others.
-        takes: what the encoding takes; None looks the name up.
+        takes: the encoding's options; None looks the name up.
     """
     if on is None:
         return dict(options)

@@ -1,9 +1,8 @@
 """Rotary positions (RoPE): pairs of channels of queries and keys, turned by angles of their place.
 
-Turning the query at i and the key at j leaves their product a function of the contents and of the
-offset between both places alone (Su et al. 2021). Images (Heo et al. 2024, "Rotary Position
-Embedding for Vision Transformer") either split the pairs between columns and rows (axial) or learn
-how much each pair heeds either (mixed).
+The product of a turned query and key depends on contents and offset alone (Su et al. 2021). On
+images (Heo et al. 2024, "Rotary Position Embedding for Vision Transformer") pairs are split between
+columns and rows (axial) or learn a weight of either (mixed).
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ def sequence_angles(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Angles of the places 0, 1, ... of a sequence: place * theta^(-2k/dim) for pair k.
-
-    Returns:
-        (length, dim/2), radians.
-    """
+    """Return angles place * theta^(-2k/dim) of places 0, 1, ...: (length, dim/2), radians."""
     if length < 0:
         raise ValueError(f"a sequence of {length} tokens has no places")
     places = torch.arange(length, dtype=torch.float64, device="cpu")
@@ -51,18 +46,15 @@ def axial_angles(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Angles of a grid's patches in raster order, the "axial frequency" form of RoPE for ViT.
+    """Return angles of a grid's patches in raster order, RoPE for ViT's "axial frequency" form.
 
-    The first half of the pairs turns with the column, the second with the row, both by
-    place * theta^(-4k/dim), k = 0 .. dim/4 - 1.
+    The first half of the pairs turns with the column, the second with the row, both by place *
+    theta^(-4k/dim), k = 0 .. dim/4 - 1.
 
     Args:
-        height: rows of the grid.
-        width: columns of the grid.
         dim: channels of one head, a multiple of four.
         theta: base of the wavelengths.
         dtype: of the result, which is computed in float64.
-        device: of the result.
 
     Returns:
         (height * width, dim/2), radians.
@@ -91,7 +83,7 @@ def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
 
     Args:
         places: (..., tokens, 2), x = column and y = row, in patches.
-        frequencies: (2, heads, dim/2), those of x, then those of y, radians per patch.
+        frequencies: (2, heads, dim/2), f_x, then f_y, radians per patch.
 
     Returns:
         (..., heads, tokens, dim/2), radians; half precision becomes float32.
@@ -105,16 +97,11 @@ def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) -> Tensor:
-    """Column and row of every patch in raster order.
+    """Return column and row of every patch in raster order: (height * width, 2), float64.
 
     Args:
-        height: rows of the grid.
-        width: columns of the grid.
-        spread: (rows, columns) of another grid over the same image, in whose patches the places
-            are given: the middle of a patch keeps its share of the image.
-
-    Returns:
-        (height * width, 2), float64; 0, 1, ... along each axis where `spread` is None.
+        spread: (rows, columns) of another grid over the same image that gives the unit: the middle
+            of a patch keeps its share of the image. None counts 0, 1, ... along each axis.
     """
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
@@ -126,11 +113,7 @@ def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) 
 
 
 def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
-    """Radians per place, theta^(-2 axes k / dim), for the dim / (2 axes) pairs of one axis.
-
-    Returns:
-        (dim / (2 axes),), float64, falling from 1.
-    """
+    """Return theta^(-2 axes k / dim), radians per place, of one axis: (dim / (2 axes),) float64."""
     if dim < 1 or dim % (2 * axes):
         raise ValueError(f"rotation needs a head width that {2 * axes} divides, not {dim}")
     if not 0 < theta < math.inf:
@@ -143,15 +126,11 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
     """Turn each pair of channels by its angle: (a, b) to (a cos - b sin, a sin + b cos).
 
     Pair k is the channels (2k, 2k + 1), in layout `half` (k, k + dim/2). Half precision is computed
-    in float32.
+    in float32; the result has x's shape and type.
 
     Args:
         x: (..., tokens, dim), queries or keys.
-        angles: (tokens, dim/2), radians, or with leading axes that broadcast with those of x.
-        layout: "interleaved" or "half".
-
-    Returns:
-        x's shape and type.
+        angles: (tokens, dim/2), radians, or with leading axes that broadcast with x's.
     """
     if x.shape[-1] != 2 * angles.shape[-1] or x.shape[-2] != angles.shape[-2]:
         raise ValueError(
@@ -162,7 +141,8 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what `turn` needs for states of `dtype`, in float32 at least; the shape of the angles.
+    """Return the input of `turn` for states of `dtype`, in float32 at least; the shape of the
+    angles.
 
     A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
     """
@@ -228,10 +208,10 @@ class _Rotary(PositionEncoding):
 class RotarySequence(_Rotary):
     """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
 
-    Places count from 0 after the prefix, whose tokens are not rotated; text that numbers its [CLS]
-    too passes a context without prefix. Sequences of any length and grids of any shape work, but a
-    grid is only its raster order: the patch above is a whole row away. Nothing is learned and
-    there is no neutral start: attached to trained weights it changes the layer.
+    Places count from 0 after the prefix, which is not rotated; text that numbers its [CLS] too
+    passes a context without prefix. Sequences of any length and grids of any shape work, but in
+    raster order the patch above is a whole row away. Attached to trained weights it changes the
+    layer.
 
     Args:
         width: channels of the layer.
@@ -280,9 +260,9 @@ class _GridRotary(_Rotary):
         return require_grid_tokens(self.name, context, self.grid, tokens, tokens)
 
     def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
-        """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
+        """Return columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
 
-        The patches are their image's or, where it names none or places are spread, the options'.
+        The patches are the image's or, without them or where places are spread, the options'.
         """
         if context.coordinates is None:
             return None
@@ -308,18 +288,17 @@ class _GridRotary(_Rotary):
 class RotaryAxial(_GridRotary):
     """`rope-axial`: half of the pairs turn with the column, half with the row, fixed frequencies.
 
-    (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in
-    training: places are counted in patches and only offsets matter. `rescale` instead spreads the
-    places of another grid over the image as the trained grid spreads its own. Prefix tokens are
-    not rotated. Tokens with coordinates get places between those of the patches, the middle of a
-    patch being that patch; a box stands where its centre is. Nothing is learned and there is no
-    neutral start: attached to trained weights it changes the layer.
+    (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in training:
+    places count patches and only offsets matter. `rescale` instead spreads the places of another
+    grid over the image as the trained grid spreads its own. Prefix tokens are not rotated. Tokens
+    with coordinates get places between the patches', with a patch's middle as that patch; a box
+    stands at its centre. Attached to trained weights it changes the layer.
 
     Args:
         width: channels of the layer.
         heads: attention heads; four must divide their width.
-        grid: (rows, columns) of the trained grid: for contexts that name none, for coordinates, and
-            for `rescale`.
+        grid: (rows, columns) of the trained grid: for contexts without a grid, coordinates,
+            `rescale`.
         theta: base of the wavelengths, lower than for texts as images have fewer places.
         rescale: whether the places of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
@@ -350,10 +329,10 @@ class RotaryAxial(_GridRotary):
 class RotaryMixed(_GridRotary):
     """`rope-mixed`: pairs turn by x f_x + y f_y, with frequencies learned per head and layer.
 
-    (Heo et al. 2024.) At the start each head has one random direction: half of its
-    pairs turn with the place along it, the others along its perpendicular, by theta^(-4k/dim)
-    radians a patch. This start is the paper's and no neutral one: attached to trained weights it
-    changes the layer. Grids, prefix tokens, coordinates and `rescale` are as in `rope-axial`.
+    (Heo et al. 2024.) At the start each head has one random direction: half of its pairs turn with
+    the place along it, the others along its perpendicular, by theta^(-4k/dim) radians a patch.
+    Attached to trained weights this changes the layer. Grids, prefix tokens, coordinates and
+    `rescale` are as in `rope-axial`.
 
     Args:
         width: channels of the layer.
@@ -395,7 +374,7 @@ class RotaryMixed(_GridRotary):
 def _sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
     angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
     return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
@@ -410,7 +389,7 @@ def _axial(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
     places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
     return torch.stack(cosine_and_sine(split_angles(places, dim, theta), dtype)).to(device)
 
@@ -423,5 +402,5 @@ def _places(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Columns and rows of a grid after its prefix, (tokens, 2)."""
+    """Return columns and rows of a grid after its prefix, (tokens, 2)."""
     return functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)

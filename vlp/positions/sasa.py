@@ -12,8 +12,8 @@ from vlp.positions.lookup import Lookup, products
 
 
 def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> list[Lookup]:
-    """q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12), x = column first
-    (papers.md#irpe-i16).
+    """Return q_i . concat(p_dx, p_dy) / sqrt(channels), x = column first (iRPE Eq. 12,
+    papers.md#irpe-i16).
 
     Each half of the query meets its own table, so that nothing is concatenated per pair.
 
@@ -21,8 +21,7 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
         query: (batch, heads, T, channels).
         table_x: (1 or heads, rows of the table, channels / 2), of horizontal offsets.
         table_y: the same of vertical offsets.
-        ids: int64 (2, T, T), ids of vertical, then of horizontal offsets, as everywhere in
-            `buckets` and `clipped`.
+        ids: int64 (2, T, T), ids of vertical, then of horizontal offsets.
     """
     scale = query.shape[-1] ** -0.5
     horizontal, vertical = query.chunk(2, -1)
@@ -35,21 +34,20 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
 class SasaPosition(ClippedPosition):
     """Relative positions of stand-alone self-attention, on keys as iRPE compares them (Eq. 12).
 
-    Made for images, it needs no product: offsets along x and along y read a table each, of half
-    the head width, and their vectors stand side by side. By default nothing is clipped on the
-    trained grid: iRPE takes the encoding as it is (supplement 4), and its cost in Table 5 (4,639M)
-    is that of all 27 offsets per axis on 14 x 14 patches.
+    Offsets along x and along y read a table each, of half the head width, and their vectors stand
+    side by side. By default nothing is clipped on the trained grid: iRPE takes the encoding as it
+    is (supplement 4), and its cost in Table 5 (4,639M) counts all 27 offsets per axis on 14 x 14
+    patches.
 
     Both axes reach equally far, by the longer side of the grid, so that a trained landscape serves
     a portrait. On a larger grid, offsets beyond the reach share the row of the furthest one, axis
     by axis. Pairs with prefix tokens have one row of their own in each table (papers.md#irpe-i10).
-    The paper does not say whether heads share the tables here; they do by default, as in the
-    encodings beside it. Tables start at zero, which leaves the layer as it was.
+    The paper does not say whether heads share the tables; they do by default. Tables start at zero,
+    which leaves the layer as it was.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) of training; also where the context names none.
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) of training; also where the context has no grid.
         reach: the longest offset that has its own row, in patches; None: the longest one of `grid`.
         shared_heads: the same two tables for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
@@ -76,6 +74,6 @@ class SasaPosition(ClippedPosition):
         self.table_y = self._table(self.head_width // 2)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`sasa_lookups` of one layer."""
+        """Return `sasa_lookups` of one layer."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return sasa_lookups(query, self.table_x, self.table_y, ids)

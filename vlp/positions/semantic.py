@@ -1,8 +1,8 @@
-"""SaPE, the 2D semantic-aware position encoding, whose equations are lost in every source at hand.
+"""SaPE, the 2D semantic-aware position encoding; every source at hand lacks its equations.
 
-What stands here is a reconstruction (papers.md#sape-s5 to #sape-s9, #sape-s12, #sape-s13) on top of
-CoPE (`cope.py`): each patch gets two vectors, one of the places of its row's patches and one of its
-column's, and pairs of patches whose vectors differ attend less to each other.
+This reconstruction (papers.md#sape-s5 to #sape-s9, #sape-s12, #sape-s13) builds on CoPE
+(`cope.py`): each patch gets a vector of the places in its row and one of its column, and pairs of
+patches with different vectors attend less to each other.
 """
 
 from __future__ import annotations
@@ -100,29 +100,23 @@ def sape_bias(
 class SemanticPosition(PositionEncoding):
     """`sape`: semantic-aware position encoding of one self-attention layer, as read in `sape_bias`.
 
-    Any grid works, square or not: a line of another length gives vectors of that length, and
-    places beyond the table share its last row (papers.md#sape-s11). Distances grow with the root of
-    a line's length. Prefix tokens lie on no line: they are not counted and every pair that touches
-    one has bias 0 (papers.md#sape-s12), the largest there is.
+    Any grid works, square or not; places beyond the table share its last row (papers.md#sape-s11).
+    Distances grow with the root of a line's length. Prefix tokens are not counted and their pairs
+    have bias 0 (papers.md#sape-s12), the largest there is.
 
-    Tables start small and random. At zero all distances are 0, where their gradient is 0 too, so
-    that zero tables would never move; once there is any distance, the size of the table's gradient
-    does not depend on the size of the table. Attached to trained weights the default start of 0.02
-    changes the layer; a smaller `deviation` changes it less.
+    Tables start small and random, as zero tables would never move: the gradient of a distance of 0
+    is 0. Attached to trained weights the default start of 0.02 changes the layer; a smaller
+    `deviation` changes it less.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns), the trained grid: tables have columns + 1 and rows + 1 rows, for
-            contexts that name no grid it is the grid.
-        mode: "key", best in the paper's Table 2, "query", or "both", whose biases are added; each
-            mode then has its own tables, as they meet different vectors (papers.md#sape-s13, named
-            only in section 5.3).
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) of the trained grid and for contexts without a grid; tables have
+            columns + 1 and rows + 1 rows.
+        mode: "key", best in the paper's Table 2, "query", or "both", summed with tables of their
+            own (papers.md#sape-s13, named only in section 5.3).
         shared_heads: one table for all heads of the layer, x and y apart (papers.md#sape-s10).
         deviation: standard deviation of the start.
-        gate_scale: see `sape_bias`.
-        bias_scale: see `sape_bias`.
-        summation: see `sape_bias`.
+        gate_scale, bias_scale, summation: see `sape_bias`.
     """
 
     UNDECAYED = ("tables_x", "tables_y")
@@ -163,10 +157,8 @@ class SemanticPosition(PositionEncoding):
         self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Minus the distances of Eq. 15, over both axes and all modes.
-
-        Returns:
-            (B, heads, T, T) in the query's type.
+        """Return minus the distances of Eq. 15, over axes and modes, (B, heads, T, T), the query's
+        type.
         """
         grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])
         prefix = context.prefix_tokens
@@ -190,21 +182,19 @@ class SemanticPosition(PositionEncoding):
 
 
 def pair_distance(vectors: Tensor) -> Tensor:
-    """Euclidean distance of every pair (SaPE Eq. 15): (..., T, n) -> (..., T, T).
+    """Return the Euclidean distance of every pair (SaPE Eq. 15): (..., T, n) -> (..., T, T).
 
-    Differences are taken first and squared then. The cheaper |a|^2 + |b|^2 - 2 a.b is off by
-    |a| sqrt(epsilon) near 0, 2e-3 in float32 and 8e-8 in float64, and does not see that two vectors
-    are equal. The gradient of a distance of 0 is 0.
+    Differences come first: |a|^2 + |b|^2 - 2 a.b is off by |a| sqrt(epsilon) near 0, 2e-3 in
+    float32, and misses equal vectors. The gradient of a distance of 0 is 0.
     """
     return _PairDistance.apply(vectors)
 
 
 class _PairDistance(torch.autograd.Function):
-    """Saves the vectors and the distances alone, where autograd would keep all (T, T, n).
+    """Distances that save vectors and distances alone, where autograd would keep all (T, T, n).
 
-    With pull = gradient / distance, which both ends of a pair feel, the gradient at i is
-    sum_j pull_ij (z_i - z_j). Written as a matrix product it cancels where distances are small, so
-    it is formed in float64, which TF32 and autocast leave alone.
+    With pull = gradient / distance the gradient at i is sum_j pull_ij (z_i - z_j). As a matrix
+    product it cancels where distances are small, so it is formed in float64.
     """
 
     generate_vmap_rule = True
@@ -233,7 +223,7 @@ class _PairDistance(torch.autograd.Function):
 
 
 def _distance_by_entry(vectors: Tensor) -> Tensor:
-    """One pass per entry: on GPUs cdist gives every pair a block of threads for its few entries."""
+    """Sum the distances entry by entry: on GPUs cdist gives every pair a block of threads."""
     squared = vectors.new_zeros(*vectors.shape[:-1], vectors.shape[-2])
     for entry in vectors.unbind(-1):
         step = entry[..., :, None] - entry[..., None, :]
@@ -242,7 +232,7 @@ def _distance_by_entry(vectors: Tensor) -> Tensor:
 
 
 def _places(gates: Tensor, summation: Summation) -> Tensor:
-    """p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
+    """Return p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
     if summation == "suffix":
         return count_from_end(gates)
     # One sum to either side, as a difference of two running sums would lose digits.
@@ -252,7 +242,7 @@ def _places(gates: Tensor, summation: Summation) -> Tensor:
 
 
 def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
-    """Patches in raster order by line: (..., rows, columns, d), or columns first if upright."""
+    """Group raster-order patches by line: (..., rows, columns, d), or columns first if upright."""
     lines = x.unflatten(-2, (rows, columns))
     return lines.transpose(-3, -2) if upright else lines
 

@@ -16,26 +16,24 @@ ROLES = ("key", "value")
 class ShawPosition(ClippedPosition):
     """Relative positions of Shaw et al. 2018, on images as iRPE compares them (Eqs 7-9).
 
-    Logits gain q_i p^K_ij over the root of the head width (Eq. 8), outputs sum_j a_ij p^V_ij
-    (Eq. 7). On images p_ij is a row of iRPE's product method with the clip function, shared by all
-    heads (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on keys
-    and values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
-    costs in its Table 5 (4,659M) are those of keys alone: `roles=("key",)`.
+    Logits gain q_i p^K_ij over the root of the head width (Eq. 8), outputs sum_j a_ij p^V_ij (Eq.
+    7). On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
+    (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on keys and
+    values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
+    costs in its Table 5 (4,659M) count keys alone: `roles=("key",)`.
 
-    Non-square grids are grids like any other. On a grid larger than the trained one, offsets
-    beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
-    one row of their own (papers.md#irpe-i10). Tables start at zero, which leaves the layer as it
-    was.
+    On a grid larger than the trained one, offsets beyond the reach share the row of the furthest
+    one, axis by axis. Pairs with prefix tokens have one row of their own (papers.md#irpe-i10).
+    Tables start at zero, which leaves the layer as it was.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) where the context has no grid; also for `reach` None.
         roles: which of key, value carry the position.
-        offsets: "product", or "raster" for the 1D encoding as it is, over patches in raster order
-            or over a sentence.
-        reach: k of Eq. 9: the longest offset that has its own row, per axis, in patches; None: the
-            longest one of `grid`.
+        offsets: "product", or "raster" for the 1D encoding over patches in raster order or a
+            sentence.
+        reach: k of Eq. 9: the longest offset with its own row, per axis, in patches; None: the
+            longest of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
     """
@@ -62,19 +60,15 @@ class ShawPosition(ClippedPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Only what the roles need, so that fused attention stays possible without values."""
+        """Return the hooks that the roles need; fused attention cannot have values."""
         return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """q_i p^K_ij over the root of the head width (Eq. 8)."""
+        """Return q_i p^K_ij over the root of the head width (Eq. 8)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """sum_j a_ij p^V_ij, attention summed per row and then times the table (Eq. 7).
-
-        Returns:
-            (B, heads, T, head width).
-        """
+        """Return sum_j a_ij p^V_ij (Eq. 7), (B, heads, T, head width), summed per row first."""
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)

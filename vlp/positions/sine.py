@@ -26,7 +26,7 @@ def frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit."""
+    """Return temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit."""
     if channels < 2 or channels % 2:
         raise ValueError(f"{channels} channels are no pairs of sine and cosine")
     if not temperature > 0:
@@ -41,10 +41,11 @@ def sinusoid(
     temperature: float = 10_000.0,
     layout: str = "halves",
 ) -> Tensor:
-    """Sinusoids of scalar positions (Vaswani et al.; Eq. 1 of Li et al., inside Eq. 13 of ViTARC).
+    """Return sinusoids of scalar positions (Vaswani et al.; Li et al., Eq. 1; inside ViTARC's Eq.
+    13).
 
-    Frequencies fall from 1 to almost 1 / temperature, so that the dot product of two encodings
-    depends on the difference of their positions alone.
+    Frequencies fall from 1 to almost 1 / temperature; products of encodings depend on offsets
+    alone.
 
     Args:
         positions: (...), any number type.
@@ -54,8 +55,7 @@ def sinusoid(
             sine and cosine of each frequency side by side as Vaswani et al. print it.
 
     Returns:
-        (..., channels), the positions' number type (integers: float32); half precision is computed
-        in float32.
+        (..., channels), the positions' type (integers: float32); half is computed in float32.
     """
     kind = torch.promote_types(positions.dtype, torch.float32)
     steps = frequencies(channels, temperature, kind, positions.device)
@@ -64,17 +64,16 @@ def sinusoid(
 
 
 def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
-    """Sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
+    """Return sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
 
     **Reconstruction (papers.md#fourier-f11).** Appendix C of Li et al. lost its formula; its prose
     'adapts the original frequencies for each dimension' of a linear combination. One set of
-    frequencies serves all coordinates here; only their sum then counts, which fits the poor result
-    that the paper reports. A row of frequencies per channel gives every other combination.
+    frequencies serves all coordinates here; only their sum then counts, which fits the paper's poor
+    result. A row of frequencies per channel gives every other combination.
 
     Args:
         coords: (..., M).
         freqs: (channels / 2,), shared by the coordinates, or (channels / 2, M).
-        layout: see `sinusoid`.
 
     Returns:
         (..., channels), number type as for `sinusoid`.
@@ -99,26 +98,21 @@ class SinePosition(TokenEncoding):
     """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of each coordinate, concatenated
     (papers.md#fourier-f12).
 
-    `sine-1d` numbers the tokens after the prefix, which on a grid is raster order; it serves text
-    and tokens without a grid alike. `sine-2d` gives half of the channels to the row and half to the
-    column; `sine-4d` a quarter each to top, left, bottom and right of a box, in Li et al.'s order,
-    vertical before horizontal. On a plain grid each patch is its own box. With `mlp` the sinusoids
-    pass the MLP of the Fourier encoder ('Sine + MLP'), all at once or in groups of coordinates that
-    share it ('Sine-4D+MLP-2/2').
+    `sine-1d` numbers the tokens after the prefix, on a grid in raster order. `sine-2d` gives half
+    of the channels to the row and half to the column; `sine-4d` a quarter each to top, left, bottom
+    and right of a box, in Li et al.'s order. On a plain grid each patch is its own box. With `mlp`
+    the sinusoids pass the MLP of the Fourier encoder ('Sine + MLP'), all at once or in groups of
+    coordinates that share it ('Sine-4D+MLP-2/2').
 
     Coordinates count patches by default, as Eq. 1 counts tokens and as Reformer and ViTARC count
-    pixels: neighbours differ by the same amount on every grid. `extent` normalises them: 2 pi
-    spreads every image over DETR's range, 100 is the paper's widget captioning. Coordinates of
-    the context are shares of the image and need either `extent` or a grid that says how many
-    patches they span.
-
-    Grids of every size and shape work, also others than the trained one. Prefix tokens get no
-    position. There are no parameters without `mlp` and `mixer`.
+    pixels. `extent` normalises them: 2 pi is DETR's range, 100 the paper's widget captioning.
+    Coordinates of the context are shares of the image and need either `extent` or a grid. Grids of
+    every size and shape work. Prefix tokens get no position.
 
     Args:
         dimensions: 1, 2 or 4.
         width: channels of the tokens; a multiple of twice the dimensions.
-        grid: (rows, columns) where the context names none; sine-1d needs none.
+        grid: (rows, columns) where the context has no grid; sine-1d needs no grid.
         temperature: see `sinusoid`.
         layout: see `sinusoid`; within each coordinate's part.
         extent: the image's width and height (sine-1d: the sequence's length) in the unit of the
@@ -166,7 +160,7 @@ class SinePosition(TokenEncoding):
         self.mlp = None if mlp is None else Modulator(share, mlp, share, approximate)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
+        """Return sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
         if self.dimensions == 1:
             coords = self._order(x, context)
         else:
@@ -180,7 +174,7 @@ class SinePosition(TokenEncoding):
         return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
 
     def _order(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
+        """Return numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
         kind = torch.promote_types(x.dtype, torch.float32)
         length = places_after_prefix(self.name, x, context)
         order = torch.arange(length, dtype=kind, device=x.device)[None, :, None]
@@ -194,15 +188,13 @@ class SinePosition(TokenEncoding):
 class MDSinePosition(TokenEncoding):
     """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
 
-    The baseline MD-Sine of Li et al. 2021 (papers.md#fourier-f11).
-
-    **Reconstruction (papers.md#fourier-f11)**: see `md_sinusoid`. The default frequencies are those
-    of a scalar position, the same for every coordinate. Units, grids, prefix tokens and the MLP are
-    those of `SinePosition`; there are no groups, since every channel sees all coordinates.
+    The baseline MD-Sine of Li et al. 2021. **Reconstruction (papers.md#fourier-f11)**: see
+    `md_sinusoid`. Default frequencies are a scalar position's for every coordinate. Units, grids,
+    prefix tokens and the MLP are as in `SinePosition`, without groups.
 
     Args:
         width: channels of the tokens; even.
-        grid: (rows, columns) where the context names none.
+        grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
         freqs: width / 2 numbers, or as many rows with one number per coordinate (x first), in
             radians a unit; None takes `frequencies`.
@@ -250,7 +242,7 @@ class MDSinePosition(TokenEncoding):
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
 
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
+        """Return sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         freqs = torch.tensor(self.freqs, dtype=coords.dtype, device=coords.device)
         waves = md_sinusoid(coords, freqs, self.layout)

@@ -18,15 +18,15 @@ from vlp.positions.sine import sinusoid
 def transformer_xl_lookups(
     query: Tensor, key: Tensor, relative: Tensor, ids: Tensor, u: Tensor, v: Tensor
 ) -> list[Lookup]:
-    """Return what iRPE Eq. 10 adds to the logits: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
+    """Return the terms of iRPE's Eq. 10: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
 
     Args:
         query: (batch, heads, T, channels).
         key: the same.
         relative: (1 or heads, rows, channels), r = s W^R.
         ids: int64 (tables, T, T), rows of `relative`.
-        u: (1 or heads, 1, channels), the global interest in what a key holds.
-        v: the same, the global interest in where it stands.
+        u: (1 or heads, 1, channels), the global interest in a key's content.
+        v: the same, the global interest in its place.
     """
     scale = query.shape[-1] ** -0.5
     content = key @ u.to(key.dtype).mT * scale
@@ -41,28 +41,25 @@ class TransformerXLPosition(ClippedPosition):
 
     On images s is the sinusoid of the number that iRPE's product method with the clip function
     gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx), counted from the centre (supplement 4,
-    papers.md#irpe-i15); where counting begins is a rotation of the sinusoids, which W^R absorbs. So
-    is their layout (papers.md#irpe-i17). W^R, u and v are shared by all heads by default, as the
-    paper says of the encodings it adapts; with `shared_heads=False` each head has its own, as in
-    Transformer-XL. The printed square W^R does not say how wide s is beside narrower heads: as
-    wide as the layer by default, as in Transformer-XL. The paper's text is followed where its Table
-    5 disagrees: 4,828M operations speak for all 27 x 27 offsets of 14 x 14 patches (`reach=13`),
-    and 23M parameters fit neither shared nor separate heads.
+    papers.md#irpe-i15); W^R absorbs the start of counting and the sinusoids' layout
+    (papers.md#irpe-i17). W^R, u and v are shared by all heads by default, as the paper says of the
+    encodings it adapts; with `shared_heads=False` each head has its own, as in Transformer-XL. The
+    printed square W^R leaves the width of s open: the layer's by default, as in Transformer-XL. The
+    paper's text is followed where its Table 5 disagrees: 4,828M operations speak for all 27 x 27
+    offsets of 14 x 14 patches (`reach=13`), and 23M parameters fit neither shared nor separate
+    heads.
 
-    Non-square grids are grids like any other. Beyond the reach, offsets are clipped, axis by axis.
-    As sinusoids need no rows of their own, a reach as long as the largest grid to come costs no
-    parameters, and nothing is clipped. Prefix tokens have no offset: in place of s W^R, pairs
-    with them have one learned vector, the extra row of the product method (papers.md#irpe-i10).
-    W^R, u, v and that vector start at zero, which leaves the layer as it was.
+    Beyond the reach, offsets are clipped, axis by axis; a long reach costs no parameters. Pairs
+    with prefix tokens have one learned vector in place of s W^R, the extra row of the product
+    method (papers.md#irpe-i10). W^R, u, v and that vector start at zero, which leaves the layer as
+    it was.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads.
-        grid: (rows, columns) where the context names none; also what `reach` None goes by.
-        offsets: "product"; "axes" for a sinusoid of dx beside one of dy, each half as wide; or
-            "raster" for the 1D encoding as it is, over patches in raster order or over a sentence.
-        reach: the longest offset that is told from longer ones, per axis, in patches; None: the
-            longest one of `grid`.
+        width, heads: channels and attention heads of the layer.
+        grid: (rows, columns) where the context has no grid; also for `reach` None.
+        offsets: "product"; "axes" for sinusoids of dx and dy, each half as wide; or "raster" for
+            the 1D encoding over patches in raster order or a sentence.
+        reach: the longest distinct offset, per axis, in patches; None: the longest of `grid`.
         shared_heads: the same W^R, u and v for all heads.
         prefix_bucket: whether there is a vector for pairs with prefix tokens.
         sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.
@@ -107,7 +104,7 @@ class TransformerXLPosition(ClippedPosition):
         self.prefix = nn.Parameter(torch.zeros(first, 1, head_width)) if prefix_bucket else None
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """`transformer_xl_lookups` of one layer."""
+        """Return `transformer_xl_lookups` of one layer."""
         grid = require_grid_tokens(
             self.name, context, self.grid, query.shape[-2], key.shape[-2], self.prefix_bucket
         )
@@ -120,10 +117,10 @@ class TransformerXLPosition(ClippedPosition):
         return transformer_xl_lookups(query, key, relative, ids, self.u, self.v)
 
     def _relative(self, reach: int) -> Tensor:
-        """s W^R of every offset on a grid, (1 or heads, rows, head width).
+        """Return s W^R of every offset on a grid, (1 or heads, rows, head width).
 
-        The prefix has the row after the offsets. With axes, rows come before columns, and of the
-        two rows of the prefix that are added up one is zero.
+        The prefix's row comes last; with axes, rows before columns, and one of its two rows is
+        zero.
         """
         sines = functools.partial(
             _sinusoids_on,
@@ -156,9 +153,9 @@ def _sinusoids_on(
     temperature: float,
     layout: str,
 ) -> Tensor:
-    """Sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx; for all layers.
+    """Return float64 sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx.
 
-    They are made in float64 on the CPU, so that they do not depend on the device.
+    They are made on the CPU, so that they do not depend on the device, and shared by all layers.
     """
     offsets = torch.arange(-reach, reach + 1, device="cpu")
     if stride:

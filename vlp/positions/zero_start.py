@@ -13,14 +13,14 @@ from vlp.positions.rotary import RotaryMixed
 
 @torch.no_grad()
 def zero_start(module: nn.Module) -> None:
-    """Set to zero what silences each encoding in a module, and can still be trained from there.
+    """Set to zero the parameters that silence each encoding in a module and can be trained from
+    there.
 
     These are the last layer of MLPs on places (`fourier`, `mlp`, sinusoids with `mlp`), the
     projection of `fourier`, the tables of `learned-1d`, `learned-2d` and `learned-4d`, and the
-    frequencies of `rope-mixed`. Most other tables start at zero by themselves. What has no
-    parameter that would silence it stays as it is: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids
-    without MLP, `fourier` without MLP and projection, `object`; and `sape`, whose equal tables
-    would never move.
+    frequencies of `rope-mixed`. Most other tables start at zero. Without such a parameter an
+    encoding stays as it is: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids without MLP, `fourier`
+    without MLP and projection, `object`; and `sape`, where equal tables would never move.
     """
     for part in module.modules():
         if isinstance(part, Modulator):
