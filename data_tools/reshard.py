@@ -197,7 +197,6 @@ def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:
 
 
 def _refuse_others(out: Path, settings: dict[str, object]) -> None:
-    """Refuse a folder that holds other shards than this command writes."""
     path = out / SETTINGS_NAME
     try:
         found = parse_json(path.read_bytes())

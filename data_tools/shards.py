@@ -51,7 +51,7 @@ class ShardReader(ShardFile):
         self.samples, self.problem, self.missing = found
 
     def close(self) -> None:
-        """Close the file, if it was opened."""
+        """Close the file if open."""
         if self.handle >= 0:
             super().close()
 

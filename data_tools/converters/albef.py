@@ -161,7 +161,6 @@ def _asked(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
 
 
 def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    """Yield one sample a statement about two images."""
     for key, number, row in _labelled(
         paths, _NlvrRow, lambda label: label.lower() in TRUTH, faults
     ):
@@ -177,7 +176,6 @@ def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
 
 
 def _snli_ve(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    """Yield one sample a hypothesis."""
     for key, number, row in _labelled(paths, _VeRow, lambda label: label in LABELS, faults):
         source, image_id = _identity(row.image)
         annotation = Annotation(

@@ -405,7 +405,6 @@ class _GenomeLimits(NamedTuple):
 def _genome_samples(
     path: Path, known: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
 ) -> Iterator[SampleSpec | Refused]:
-    """Yield a sample for each image of region_descriptions.json."""
     for image in parsed(streamed_list(path), _GenomeImage, faults):
         key = f"vg-{image.id}"
         data = known.get(image.id)

@@ -78,7 +78,6 @@ def _lines(
     bits: NDArray[np.int64],
     near: NearOptions,
 ) -> Iterator[Line]:
-    """Yield a line for each dropped image."""
     wanted = np.union1d(drops.dropped, drops.kept)
     keys = dict(zip(wanted.tolist(), images.keys(wanted, near.workers())))
     for dropped, kept, equal, count in zip(drops.dropped, drops.kept, same, bits):

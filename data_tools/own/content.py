@@ -207,7 +207,6 @@ def _rank(name: str) -> int:
 
 
 def _records(images: Sequence[OwnImage], tree: FileTree, executor: Executor) -> NDArray[np.void]:
-    """Return a RECORD for each image, in order."""
     chunks: Iterator[_Chunk] = (
         _Chunk(tuple((one.image, tree.find(one.image)) for one in images[start : start + _CHUNK]))
         for start in range(0, len(images), _CHUNK)

@@ -275,7 +275,6 @@ def without_gz(name: str) -> str:
 
 
 def _blocks(place: ImageLocation, path: str) -> Iterator[bytes]:
-    """Yield a member of an archive piece by piece."""
     if place.member is None:
         left = place.size or 0
         with open(place.path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Files by the names that lists have for them, and the split that a name tells."""
+"""Look-up of files by their names in lists, and splits by file name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words
 
 
 def split_of(name: object) -> str | None:
-    """Return train, val or test by the first word for one: `cc3m-train-0000.tar`, `val2017`."""
+    """Return train, val or test if a word of a name says so: `cc3m-train-0000.tar`, `val2017`."""
     words = re.split(r"[-_./\\\d]+", str(name).strip().lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
@@ -69,7 +69,7 @@ class FileNames:
         return None
 
     def _fits(self, path: str, form: Callable[[str], str], name: str, extension: str) -> bool:
-        """Return whether path and name end alike, and in more than the base name if both go on."""
+        """Return whether path and name end alike, beyond the base name if both have folders."""
         whole, path, name = form(self._paths[path]), form(path), form(name)
         if extension:
             whole, path = whole.rpartition(extension)[0], path.rpartition(extension)[0]

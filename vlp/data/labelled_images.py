@@ -151,7 +151,7 @@ class _ClassShards(LabelledImages):
 
 
 def _is_of_class(name: PurePath) -> bool:
-    """Return whether this is an image of a class; hidden files and folders are of systems."""
+    """Return whether this is an image of a class, and no hidden file or folder."""
     hidden = any(part.startswith(".") for part in name.parts)
     return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
 

@@ -122,11 +122,10 @@ class CaptionedSamples(Dataset[Slot]):
         self.every_caption = every_caption
 
     def __getitem__(self, request: Request) -> Slot:
-        """Return the slot of a request; a bad sample gives an empty one that says why."""
+        """Return the slot of a request; a bad sample gives an empty slot with its reason."""
         return self.__getitems__([request])[0]
 
     def __getitems__(self, requests: Sequence[Request]) -> list[Slot]:
-        """Return the slots of several requests."""
         # Decoders evict Python's code and data from the CPU's caches, so that work between two of
         # their calls takes three times as long: it is done before them.
         slots: list[Slot] = []

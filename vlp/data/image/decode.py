@@ -73,7 +73,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Turn whatever a decoder raises within into a `BadSample` that names the place."""
+    """Turn any error of a decoder within into a `BadSample` that names the place."""
     try:
         yield
     except BadSample:
@@ -122,7 +122,7 @@ def _without_notes(data: bytes) -> bytes:
 
 
 def _scale_transparency(image: Image.Image, depth: int) -> None:
-    """Bring the level that is transparent to the scale that Pillow brings the pixels to."""
+    """Scale the transparent level as Pillow scales the pixels."""
     level = image.info["transparency"]
     if image.mode == "L" and depth in (2, 4):
         image.info["transparency"] = level * 255 // (2**depth - 1)
@@ -171,7 +171,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return EXIF's number of the way an image must be turned; 1 is upright."""
+    """Return EXIF's orientation; 1 is upright."""
     try:
         if image.format == "PNG" and "exif" not in image.info:
             image.load()  # it may stand behind the pixels

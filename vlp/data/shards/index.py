@@ -99,7 +99,7 @@ class ShardTable:
 
     @property
     def pairs(self) -> np.ndarray:
-        """Elements of each shard when every caption is one; a sample without text is one too."""
+        """Numbers of (image, caption) pairs of each shard; a sample without text counts as one."""
         return np.add(self.captions, self.uncaptioned, dtype=np.int64)
 
     def unknown(self, names: Iterable[bytes]) -> Iterator[bytes]:
@@ -224,7 +224,7 @@ def rows_of(ends: Sequence[int], captions: Sequence[int]) -> np.ndarray:
 
 
 class SurveyedShard(NamedTuple):
-    """A shard as it was found: its name, length in bytes, and rows of samples."""
+    """A shard as surveyed: its name, length in bytes, and rows of samples."""
 
     name: str
     bytes: int
@@ -376,7 +376,7 @@ Value = TypeVar("Value")
 
 
 class LRUCache(Generic[Value]):
-    """At most `bound` values by key; the one unused for longest goes first, through `dispose`."""
+    """LRU cache of at most `bound` values; evicted values go through `dispose`."""
 
     def __init__(self, bound: int, dispose: Callable[[Value], object] | None = None) -> None:
         self._bound = bound
@@ -384,7 +384,7 @@ class LRUCache(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, made if missing; an exception of `make` keeps nothing."""
+        """Return the value of `key`, made if missing; nothing is kept if `make` raises."""
         if key in self._values:
             self._values.move_to_end(key)
             return self._values[key]

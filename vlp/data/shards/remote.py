@@ -51,7 +51,7 @@ Value = TypeVar("Value")
 
 
 class OutageConfig(Config):
-    """What to do while a store does not answer, answers with errors, or gives damaged files."""
+    """Policy for a store that is unreachable, answers with errors, or has damaged files."""
 
     seconds: float = Field(
         600.0,
@@ -70,14 +70,14 @@ DEFAULT_OUTAGES = OutageConfig()
 
 
 class Unreachable(Exception):
-    """A file that was tried for long enough; the message says the last reason."""
+    """A file that stayed unreachable; the message has the last reason."""
 
 
 _retries: Any = None
 
 
 def retries() -> Any:
-    """Return the number of repeated tries of this process and its loader workers, as `value`."""
+    """Return the counter of retries of this process and its loader workers."""
     global _retries
     if _retries is None:
         _retries = multiprocessing.Value("q", 0)
@@ -85,7 +85,7 @@ def retries() -> Any:
 
 
 def share_retries(count: Any) -> None:
-    """Count this worker's tries in the number of the process that started it."""
+    """Add this worker's retries to its parent's counter."""
     global _retries
     _retries = count
 
@@ -135,7 +135,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS = 30.0, 60.0
 
 
 def is_url(place: object) -> bool:
-    """Return whether a place is a URL rather than a path."""
+    """Return whether a location is a URL."""
     return isinstance(place, str) and "://" in place
 
 
@@ -246,7 +246,7 @@ def connected(url: str) -> tuple[Any, str]:
 
 
 def _revealed(url: str) -> str:
-    """Return a URL with the values of the variables that it names."""
+    """Return a URL with its variables replaced by their values."""
     if HIDDEN in url:
         raise ConfigError(
             f"{url}: {HIDDEN} stands for what was left out when this was written; name the URL as "
@@ -320,7 +320,7 @@ class _Failure(NamedTuple):
 
 
 class _Full(Exception):
-    """Nothing can be removed to make room."""
+    """Cache that is full with nothing to evict."""
 
 
 class ShardCache:
@@ -380,7 +380,7 @@ class ShardCache:
         return (self.folder / file.path).exists()
 
     def prefetch(self, file: CachedFile) -> None:
-        """Fetch a file in the background of this process; trouble shows when it is opened."""
+        """Fetch a file in the background; errors are raised when it is opened."""
         if self._background is None or self._background[0] != os.getpid():
             queue: SimpleQueue[CachedFile] = SimpleQueue()
             self._background = os.getpid(), queue
@@ -389,7 +389,7 @@ class ShardCache:
         self._background[1].put(file)
 
     def when_full(self, release: Callable[[], object]) -> None:
-        """Have `release` called when room is wanted; it closes files that it holds open."""
+        """Register `release`, called to close open files when room is needed."""
         self._release.append(release)
 
     def used(self) -> int:
@@ -488,7 +488,7 @@ class ShardCache:
                         yield os.stat(path).st_mtime, int(found[1]), path
 
     def _listed(self) -> list[str]:
-        """Return the paths of all files that any process has begun to fetch."""
+        """Return the paths of all files whole or being fetched by any process."""
         try:
             return [*map(str, parse_json((self.folder / _FETCHED).read_bytes()))]
         except (FileNotFoundError, ValueError, TypeError):

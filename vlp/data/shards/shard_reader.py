@@ -83,10 +83,10 @@ class LocalFolder:
         return map_samples(self.folder / shards.file, shards, check=wait)
 
     def prefetch(self, entry: ShardEntry) -> None:
-        """Fetch a shard that will be opened soon; a local one is here."""
+        """Do nothing: the shard is local."""
 
     def when_full(self, release: Callable[[], object]) -> None:
-        """Have `release` called when room for another shard is wanted: it closes shards."""
+        """Register `release`, called to close shards when room is needed."""
 
 
 class CachedFolder(LocalFolder):
@@ -125,7 +125,7 @@ class CachedFolder(LocalFolder):
         self.cache.prefetch(self._file(entry))
 
     def when_full(self, release: Callable[[], object]) -> None:
-        """Have it called when the cache is full."""
+        """Register `release` with the cache."""
         self.cache.when_full(release)
 
     def _file(self, entry: ShardEntry) -> CachedFile:
@@ -286,7 +286,7 @@ class ShardIndex:
         return self._place.is_remote
 
     def prefetch(self, shard_number: int) -> None:
-        """Ask for a shard that will be read soon; does nothing for a local folder."""
+        """Fetch a shard ahead of its reading; does nothing for a local folder."""
         self._place.prefetch(self.shards[shard_number])
 
     def _find(self, shard_number: int, sample_number: int) -> tuple[SampleFiles, Reader, str]:

@@ -162,7 +162,7 @@ class _HeaderReader:
 def _headers(
     archive: tarfile.TarFile, reader: _HeaderReader | None = None
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive; a size that leads backwards, or in a circle, is an error."""
+    """Yield the members of an archive; a size that leads backwards is an error."""
     while (info := archive.next()) is not None:
         if info.size < 0 or archive.offset < info.offset_data:
             raise tarfile.ReadError(f"{readable(info.name)} is said to hold {info.size} bytes")

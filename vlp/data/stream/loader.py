@@ -43,7 +43,7 @@ def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
 
 @contextmanager
 def running(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-    """Give the batches of a loader with `worker_settings`; its workers end with the context."""
+    """Yield the batches of a loader with `worker_settings`; its workers end with the context."""
     batches = iter(loader)
     # A generator that is never closed, as after an exception, must not leave workers behind.
     stop = getattr(batches, "_shutdown_workers", None)
@@ -84,7 +84,7 @@ Prefetch = Callable[[int, int], object]  # called in a worker with (source, shar
 
 
 class BatchRequest(NamedTuple):
-    """The slots of one rank's share of a batch, and shards that are needed soon."""
+    """The slots of one rank's share of a batch, and shards to prefetch."""
 
     slots: list[Request]
     ahead: list[tuple[int, int]]
@@ -151,7 +151,7 @@ class ShardAwareBatchSampler:
 def read_at_once(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
-    """Return (source, shard) that a rank needs at a time: its streams' windows and the next."""
+    """Return the (source, shard) pairs that a rank reads at a time: its windows and the next."""
     return set(
         next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
     )
@@ -174,7 +174,6 @@ class Answers(Dataset[Any]):
         return [self.samples[request] for request in asked.slots]
 
     def __getitem__(self, request: Request) -> Any:
-        """Return the slot of a single request."""
         return self.samples[request]
 
 

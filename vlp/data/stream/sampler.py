@@ -26,7 +26,7 @@ class Pool(NamedTuple):
 
 
 class Element(NamedTuple):
-    """A place in a shard, and how often this source was gone through before (`visit`)."""
+    """A place in a shard, and the number of earlier passes over its source (`visit`)."""
 
     source: int
     shard: int
@@ -35,7 +35,7 @@ class Element(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Request of a slot: an element in an epoch, or nothing."""
+    """An element in an epoch, or an empty slot."""
 
     epoch: int
     element: Element | None
@@ -250,7 +250,7 @@ class TrainingSampler:
 
 
 class EndlessSampler:
-    """Global batches of `size` slots of a stream without end; an epoch is a number of batches."""
+    """Global batches of `size` slots of an endless stream; an epoch is a number of batches."""
 
     def __init__(self, epoch_samples: int, size: int) -> None:
         self._batches = -(-epoch_samples // size)
@@ -271,7 +271,7 @@ class EndlessSampler:
         return self.samples_in_epoch(epoch) // world_size
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and the samples of it that are gone, after `consumed` samples."""
+        """Return the epoch, and its consumed samples, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
     def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:

@@ -70,7 +70,7 @@ class TextProcessor:
         )
 
     def sha256(self) -> str:
-        """Return a hash of the vocabulary and of all else that makes ids of a text."""
+        """Return a hash of the vocabulary and of all settings that affect ids."""
         return hashlib.sha256(self._plain.to_str().encode()).hexdigest()
 
     @property
@@ -102,7 +102,7 @@ class TextProcessor:
         return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Count the texts that have more tokens than are read."""
+        """Count the texts that exceed `max_tokens`."""
         whole = self._plain.encode_batch(list(texts))
         return sum(len(encoding.ids) > self.max_tokens for encoding in whole)
 
