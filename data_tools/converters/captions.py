@@ -290,7 +290,7 @@ def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
 def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
     """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, ordered by image.
 
-    Images in none of the `lists` (one per split) are left out; without lists the split is `all`.
+    Images outside all `lists` (one per split) are left out; without lists the split is `all`.
     """
     splits: dict[str, str] = {}
     for file in lists:

@@ -216,7 +216,7 @@ class JpegImage:
         """Decode to levels (3, height, width) uint8.
 
         With `least` (width, height) a JPEG comes by faster transforms (1 level off on average) at
-        1/2, 3/8, 1/4 or 1/8 of its size (3 levels off once resized), whichever still has that size.
+        1/2, 3/8, 1/4 or 1/8 of its size (3 levels off once resized), the smallest that covers it.
         """
         if self._plain:
             try:
