@@ -4,9 +4,8 @@ Sizes are equal: depths, widths, heads, pixels, ids, queue. ALBEF's hard-coded i
 and its (random) weights are patched from outside. Dropout is off on both sides. The vocabulary
 shrinks with the width, so that the decoder's share of a step is that of width 768. Texts are as
 long as COCO's; ALBEF's batch ends at its longest text, as its tokenizer leaves it, ours has
-`--max-tokens`, as the loader leaves it. Classes and functions of transformers 4.8 that newer
-versions lack have stand-ins, of which only `apply_chunking_to_forward`, a plain call, runs in a
-step.
+`--max-tokens`, as the loader leaves it. Stand-ins replace removed names of transformers 4.8; only
+`apply_chunking_to_forward`, a plain call, runs in a step.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
     "file_utils": {"add_code_sample_docstrings": _undocumented},
 }
-"""What ALBEF's import finds in place of transformers' own, by module; gone again afterwards."""
+"""Replacements in transformers during the import of ALBEF, by module."""
 
 
 def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:

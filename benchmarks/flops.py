@@ -102,9 +102,7 @@ def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
-    """Count token projections of both sides to the contrastive space, which its token term needs,
-    too.
-    """
+    """Count token projections of both sides, which the contrastive token term needs, too."""
     tokens = shape.tokens + shape.patches
     return LayerFlops("token projections", 2 * tokens * config.text.width * config.embed_dim)
 

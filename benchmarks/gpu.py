@@ -235,10 +235,9 @@ class EnoughSteps(Exception):
 
 
 class WatchedData(Generic[T]):
-    """One batch (on the CPU) repeated, with a watching context around each step.
+    """One batch (on the CPU) of `rows` samples, repeated, with a watching context around each step.
 
-    rows: its samples. watch: makes the context of each step after the warm-up; yields go to
-    `steps`.
+    watch: makes the context of each step after the warm-up; yields go to `steps`.
     """
 
     def __init__(
@@ -501,7 +500,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "C ACE-RPE": (anchors, 900),
     "C step": (whole_steps, 900),
 }
-"""By name, with the seconds that a part may take."""
+"""Functions and time limits in seconds of the parts, by name."""
 _TINY = (
     *(f"model.{part}.layers=1" for part in ("text", "image", "cross")),
     *(f"model.{part}.heads=2" for part in ("text", "image", "cross")),
@@ -516,9 +515,7 @@ _TINY = (
 
 
 def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int:
-    """Run the parts with a name prefix `only`; return 0, 1 for a failed part or wrong result, or 2
-    without a GPU.
-    """
+    """Run the parts with prefix `only`; return 0, 1 after a failure, or 2 without a GPU."""
     if not dry and not torch.cuda.is_available():
         print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
         return 2

@@ -173,8 +173,7 @@ TRANSFORMS = {OURS: _own_image, "pillow": _pillow_image, "torchvision": _torchvi
 class Prepare:
     """A sample's transforms, for the sides that take a function.
 
-    transforms: a key of `TRANSFORMS`; its `image` makes levels (3, size, size) uint8 of a JPEG's
-    bytes.
+    transforms: key of `TRANSFORMS`; its `image` makes uint8 levels (3, size, size) of JPEG bytes.
     """
 
     def __init__(self, settings: Settings, transforms: str) -> None:

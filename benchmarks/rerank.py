@@ -43,7 +43,7 @@ from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 
 _NOISE = 1.5
-"""Of a caption's feature against its image's; the nearest of both directions then overlap."""
+"""Noise of a caption's feature against its image's; the nearest of both directions then overlap."""
 LAYOUTS = ("text", "albef", "ace")
 LOOP, OURS = "plain loop", "ours"
 _SHELF = "a shelf of texts"

@@ -175,9 +175,7 @@ class Overhead(NamedTuple):
 
 
 def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
-    """Return the configuration with and without ACE-RPE, without public weights, with a short
-    queue.
-    """
+    """Return the configuration with and without ACE-RPE, with random weights and a short queue."""
     if "anchor" not in config.model.cross.position:
         raise ConfigError(
             "model.cross.position does not name `anchor`: there is nothing to measure"

@@ -148,9 +148,8 @@ def workers_for(device: torch.device, workers: int | None) -> int:
 class BlockReader(Generic[Value]):
     """Values of blocks by number: `reader[block]`.
 
-    Inside `ahead`, worker processes read a block ahead into pinned memory if a GPU computes;
-    otherwise only time differs. `read` runs in the workers, without a model, and returns CPU
-    tensors.
+    Inside `ahead`, workers read a block ahead, into pinned memory for a GPU; else only time
+    differs. `read` runs in the workers, without a model, and returns CPU tensors.
     """
 
     def __init__(

@@ -158,10 +158,9 @@ def evaluate_zeroshot(
 ) -> ZeroShotResult:
     """Compute `top-1`, `top-5` and the mean over classes; the same for any number of ranks.
 
-    Shard folders, folders of class folders or tars of such are one set; `label_field` of
-    annotations is the class. The cross-modal encoder's log-odds for `match` classes of each image,
-    averaged over a class's prompts, are added to similarity / temperature ("sum"), or replace it
-    ("match").
+    Shard folders, folders of class folders or tars of such are one set; the class is annotation
+    `label_field`. Cross-modal log-odds for `match` classes of each image, averaged over a class's
+    prompts, are added to similarity / temperature ("sum"), or replace it ("match").
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")

@@ -47,7 +47,7 @@ WITHOUT_HELD_OUT = 1.0
 HELD_OUT = 10
 """One of this many images is held out to choose the shrinkage; it counts in the result again."""
 FEWEST_IMAGES, MOST_PAIRS = 20, 2000
-"""Held-out images that are enough to choose it, and pairs that do."""
+"""Held-out images needed to choose the shrinkage, and pairs that suffice."""
 
 
 @torch.no_grad()

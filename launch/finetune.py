@@ -41,8 +41,7 @@ def run_finetuning(
 ) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
-    `task` is the configuration's kind, or the first part of its name: "nlvr2" includes
-    nlvr2_assignment.
+    `task` is the configuration's kind or its first part: "nlvr2" includes nlvr2_assignment.
     """
 
     def build(chosen: FinetuneConfig) -> tuple[Any, Any]:

@@ -85,8 +85,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     """Return the validation of a pretraining; None without validation data.
 
     Its figures are `mean` (of all recalls, after re-ranking if enabled), each recall, and
-    `loss/total` with its parts. A few samples are evaluated at once, so that errors come before the
-    training.
+    `loss/total` with its parts. A few samples are evaluated at once, to fail before the training.
     """
     chosen, training = config.validation, config.training
     if chosen is None:

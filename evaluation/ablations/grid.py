@@ -35,7 +35,7 @@ Results = dict[tuple[str, int], dict[str, float]]
 """Figures by variant and seed."""
 
 Evaluate = Callable[[Path, int], dict[str, Any]]
-"""Evaluates the run of a folder with a number of threads; returns what `result.json` says."""
+"""Evaluates a run's folder with a number of threads; returns the contents of `result.json`."""
 
 
 class Run(NamedTuple):
@@ -65,10 +65,9 @@ class Run(NamedTuple):
 
 
 def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
-    """List all runs seed by seed, variants with the most seeds first.
+    """List all runs seed by seed, variants with the most seeds first, for whole seeds when stopped.
 
-    A stopped grid then has whole seeds. Paths in the training configuration are relative to
-    `source`.
+    Paths in the training configuration are relative to `source`.
     """
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)

@@ -109,7 +109,7 @@ def _without_head(
 
 
 MATCH = "match"
-"""Kind of what a model folder without a task predicts."""
+"""Prediction kind of match scores."""
 
 
 class Said(NamedTuple):

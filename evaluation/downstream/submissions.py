@@ -1,7 +1,6 @@
 """Predictions in the file format of each benchmark.
 
-Writers check rows, plain mappings, for repeated or non-numeric ids and unknown values, then replace
-the file atomically.
+Writers check rows (mappings) for repeated or non-numeric ids and unknown values, and are atomic.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ def write_captions(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
-    """Write NLVR2 predictions {"identifier", "label": bool}: CSV `identifier,True` without a
-    header.
-    """
+    """Write NLVR2 rows {"identifier", "label": bool}: CSV `identifier,True` without a header."""
     ready = []
     for row in rows:
         identifier = _id(row, "identifier", path)

@@ -14,10 +14,10 @@ from vlp.scenes.render import render
 from vlp.scenes.sample import distinct_scenes
 
 COUNT = 3
-"""So many leave the answer below them on the screen."""
+"""Number of examples; the answer below them stays on the screen."""
 
 SIDE = 640
-"""Larger images are made smaller, which the browser loads before anything is shown."""
+"""Larger images are reduced, as the browser loads them before the page shows."""
 
 
 class Example(NamedTuple):

@@ -241,9 +241,7 @@ def abilities(tried: TryIt) -> str:
 
 
 def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
-    """Serve the page without a public link, until interrupted, or in the background without
-    `block`.
-    """
+    """Serve the page without a public link, until interrupted (`block`) or in the background."""
     gradio, blocks = gradio_module(), page(tried)
     # The usual theme would fetch its fonts from a server.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])

@@ -44,7 +44,7 @@ SIDES = 2
 """Larger images are first reduced to about this multiple of the model's image side."""
 
 HELD = 4
-"""Images that stay as they were read and encoded, for the other tabs."""
+"""Images cached as read and encoded, for the other tabs."""
 
 
 class SeenImage:

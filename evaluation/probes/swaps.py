@@ -110,10 +110,10 @@ def evaluate_swaps(
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Compute Winoground's scores of scores (..., image 2, caption 2), where i and i match.
+    """Compute Winoground's figures of scores (..., image 2, caption 2), where i and i match.
 
-    Returns (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties
-    and NaN are wrong.
+    Returns (..., 4): text, image and group score, 0 or 1, and share of right comparisons. Ties and
+    NaN are wrong.
     """
     own = np.diagonal(scores, axis1=-2, axis2=-1)
     by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # image i: caption i?
@@ -204,9 +204,7 @@ def _named(
     image: torch.Tensor,
     caption: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute log-probabilities of the captions' differing words, masked, given each image:
-    (pairs,).
-    """
+    """Compute log p (pairs,) of the captions' differing words, masked, given each image."""
     model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
     chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])

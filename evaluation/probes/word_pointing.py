@@ -56,9 +56,8 @@ CONTROLS = ("image attention", "mean box", "centre")
 def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
     """Collect the mean attention of [CLS] in the last block of a timm transformer, over heads.
 
-    Without a [CLS], the mean over patch queries. Attention is not fused meanwhile. The list gets
-    one (B, rows * columns) a call, patches averaged to `grid`; it stays empty without timm
-    attention.
+    Without a [CLS], the mean over patch queries. Fusion is off meanwhile. The list gets one (B,
+    rows * columns) a call, averaged to `grid`; it stays empty without timm attention.
     """
     found: list[Tensor] = []
     layers = [
@@ -293,7 +292,7 @@ class PointingResult(Result):
 
 
 SMALL = 0.1
-"""An object in a box of less than so much of its image is small: few of them lie in the centre."""
+"""Image share below which an object's box is small: few such objects lie in the centre."""
 
 
 class _Scene(NamedTuple):

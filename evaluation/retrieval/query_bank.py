@@ -13,7 +13,7 @@ from torch import Tensor
 from evaluation.retrieval.rerank import similarity
 
 CANDIDATES, QUERIES = 1024, 8192
-"""Of both sides at a time."""
+"""Rows of either side at a time."""
 
 
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:

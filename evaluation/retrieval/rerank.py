@@ -35,9 +35,8 @@ class Search(NamedTuple):
 def similarity(query: Tensor, candidate: Tensor) -> Tensor:
     """Return similarities (queries, candidates) in float32, under autocast too.
 
-    Products are summed in float64 and rounded once: last bits of a float32 matrix product depend on
-    a column's place, so ranks would depend on the chunks. Under autocast `@` would be bfloat16,
-    with many ties.
+    Summed in float64 and rounded once: last bits of a float32 product depend on a column's place,
+    so ranks would depend on the chunks. Under autocast `@` would be bfloat16, with many ties.
     """
     with torch.autocast(query.device.type, enabled=False):
         return (query.double() @ candidate.double().T).float()
@@ -203,9 +202,8 @@ def reranked_ranks(
 ) -> NDArray[np.int64]:
     """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
 
-    Others keep their order behind them, so a query without a right candidate among its nearest
-    keeps its rank. Ties and NaN count against the model. positives: (queries, most), padded with
-    -1.
+    Others keep their order behind them: a query without a right candidate among its nearest keeps
+    its rank. Ties and NaN count against the model. positives: (queries, most), -1 pads.
     """
     right = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
@@ -219,7 +217,7 @@ def reranked_ranks(
 
 IMAGES_HELD = 512
 TOKENS_HELD = 2**18
-"""Of texts, padding counted; a gibibyte of prepared states at width 768."""
+"""Text tokens, padding counted; a gibibyte of prepared states at width 768."""
 
 
 def match_batch_for(device: torch.device, given: int | None = None) -> int:

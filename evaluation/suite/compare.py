@@ -86,8 +86,7 @@ def sign_flip_p(
 ) -> float:
     """Return the two-sided p of the sum of independent differences under random signs.
 
-    All signs of up to 12 non-zero differences are tried; else some are drawn, and p counts the data
-    as one draw.
+    Up to 12 non-zero differences get all signs; else some are drawn, and p counts the data as one.
     """
     own = differences[differences != 0].astype(float)
     if not len(own):

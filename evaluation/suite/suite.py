@@ -139,7 +139,7 @@ _NOT_THE_MODEL = ("README.md", ".gitattributes")
 
 
 BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
-"""What needs of a model no more than one vector of an image, and one of a text."""
+"""Evaluations that need only one vector per image and per text."""
 
 
 def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:

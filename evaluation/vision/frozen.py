@@ -40,7 +40,6 @@ from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
 
 BATCH = 50
 TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
-"""Prefixes of the parameters that are trained."""
 
 
 class FrozenConfig(Config):

@@ -23,9 +23,7 @@ def evaluate(
     task: Pixels,
     options: EvalOptions,
 ) -> dict[str, float]:
-    """Compute exact bits per dimension of test images: `bits_per_dim`, mean of `bits_red` and so
-    on.
-    """
+    """Compute exact bits per dimension of test images: `bits_per_dim`, mean over `bits_red`, ..."""
     config = task.config.data
     images = open_labelled(config.test, config.classes)
     size = config.image_size

@@ -20,7 +20,7 @@ from vlp.tasks.widgets.task import Widgets
 
 BATCH = 32
 LINES = 100
-"""Lines per side of the screen; boxes are told apart as the tables of `learned-4d` tell them."""
+"""Lines per side of the screen; boxes are equal if equal in the tables of `learned-4d`."""
 
 
 def evaluate(

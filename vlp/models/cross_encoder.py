@@ -80,8 +80,7 @@ class CrossEncoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute cross-modal states of pairs: text (B, N, width), image (B, 1 + M, width) or None.
 
-        The first self-attention of each stream runs once per text and once per image, before
-        pairing.
+        The first self-attention of each stream runs before pairing, once per text and per image.
 
         Args:
             text: (T, N, width).
@@ -92,8 +91,7 @@ class CrossEncoder(nn.Module):
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips computations for the image output of the last layer.
             keys: `image_keys` of the I images, for several passes over the same images.
-            wanted: (B, Q) int64 token indices; outputs then have Q for N (only with
-                `shares_images`).
+            wanted: (B, Q) int64 tokens; outputs then have Q for N (only with `shares_images`).
         """
         if (keys is not None or wanted is not None) and not self.shares_images(text):
             raise ValueError("keys and wanted are for encoders that share images")
@@ -261,9 +259,8 @@ class TextFeatures(NamedTuple):
 class CrossFeatures(NamedTuple):
     """Cross-modal states: text (B, N, width), with the joint [CLS] (papers.md#ace-a29), and image.
 
-    image: (B, 1 + M, width), or None if not requested; anchors: paths of the pairs, None without
-    ACE-RPE; attention_mask: (B, N) bool, True = no padding; token_score: (B,) part of the match
-    score.
+    image: (B, 1 + M, width), or None if not requested; anchors: paths, None without ACE-RPE;
+    attention_mask: (B, N) bool, True = no padding; token_score: (B,) part of the match score.
     """
 
     text: Tensor

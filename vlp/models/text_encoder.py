@@ -16,8 +16,7 @@ from vlp.models.towers import TrainableTower, blocks_of, create_text_tower
 class TextEncoder(TrainableTower):
     """Text encoder: 66,561,280 parameters with BERT-base, 6 layers, 768 -> 256, no pooler.
 
-    With `text.architecture`, `tower` replaces `embedding` and `layers`, and `adapter` fits a tower
-    of another width.
+    `text.architecture` puts `tower` for `embedding` and `layers`; `adapter` fits its width.
     """
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:

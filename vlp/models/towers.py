@@ -279,9 +279,7 @@ class TrainableTower(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, except of a frozen tower and of frozen batch norms, which keep their
-        statistics.
-        """
+        """Set the mode, except of a frozen tower and of batch norms with frozen statistics."""
         super().train(mode)
         for name, child in self.named_children():
             if self.frozen and name not in self.AFTER:

@@ -58,8 +58,7 @@ class TokenScore(nn.Module):
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor) -> Tensor:
         """Score pairs: (B,) in the tokens' type; a text without words scores 0.
 
-        Unit vectors image_tokens (..., M, D), text_tokens (B, N, D); word_mask (B, N) bool, True =
-        word.
+        Unit vectors image_tokens (..., M, D), text_tokens (B, N, D); word_mask (B, N), True = word.
         """
         with torch.autocast(text_tokens.device.type, enabled=False):
             best = (text_tokens @ image_tokens.mT).amax(-1)
@@ -70,9 +69,8 @@ class TokenScore(nn.Module):
 class VLPModel(nn.Module):
     """Vision-language model; public calls: `encode_image`, `encode_text`, `match`.
 
-    `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold` is
-    delta of Eq. 4: configured, or a running quantile that pretraining maintains and weights
-    include.
+    `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold`, saved
+    with the weights, is delta of Eq. 4: configured, or pretraining's running quantile.
     """
 
     anchor_threshold: Tensor
@@ -117,8 +115,7 @@ class VLPModel(nn.Module):
     def freeze_untrained(self, parts: Iterable[str]) -> None:
         """Freeze modules without a loss, which weight decay would otherwise shrink.
 
-        Missing modules are skipped; token projections stay trainable if anchor paths have a
-        gradient.
+        Missing modules, and token projections of anchor paths with a gradient, are skipped.
         """
         named, untrained = dict(self.named_modules()), {*parts}
         options, kept = self.anchor_options, set[nn.Module]()
@@ -228,8 +225,8 @@ class VLPModel(nn.Module):
     ) -> CrossFeatures:
         """Compute cross-modal states of B pairs, aligned rows when `pairs` is None.
 
-        need_image, keys: as in `CrossEncoder`. wanted: (B, Q) int64 tokens, to which `text` is
-        reduced.
+        need_image, keys: as in `CrossEncoder`. wanted: (B, Q) int64; reduces `text` to these
+        tokens.
         """
         anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(

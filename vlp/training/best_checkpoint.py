@@ -15,10 +15,7 @@ Parameters = Callable[[], dict[str, Tensor]]
 """Gives full float32 parameters by name; collective."""
 
 Validate = Callable[[Parameters], Mapping[str, float]]
-"""Computes metrics on the validation data, equal on all ranks; collective.
-
-Of those called `loss/...` lower is better, of all others higher.
-"""
+"""Computes validation metrics, equal on all ranks; collective. Lower `loss/...` is better."""
 
 
 class BestCheckpoint:
@@ -53,8 +50,7 @@ class BestCheckpoint:
     ) -> tuple[Mapping[str, float], bool]:
         """Validate the model and record the result in `progress`.
 
-        Returns all metrics, and whether the model is the best so far. `parameters` gathers sharded
-        ones.
+        Returns all metrics, and whether it is the best so far. `parameters` gathers sharded ones.
         """
         with uncompiled():
             figures = self._validate(parameters)

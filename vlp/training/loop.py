@@ -3,9 +3,9 @@
 One optimiser step is `gradient_accumulation_steps` global batches. A step with a non-finite loss or
 gradient on any rank is skipped on all: weights, optimiser state and buffers stay, the data moves
 on, the skip is counted; more than MAX_NON_FINITE in a row end the run. A GPU counts skips with the
-next log line or checkpoint, so that steps never wait for it. SIGTERM, Ctrl-C or the end of the
-launcher, on any rank, ends the run after the current step, with several ranks a few seconds later,
-with a checkpoint.
+next log line or checkpoint, so that steps never wait for it. SIGTERM, Ctrl-C or the launcher's end,
+on any rank, ends the run with a checkpoint after the current step, with several ranks a few seconds
+later.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ _MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 class Launchers:
     """Processes from this one up to the outermost launcher, with shells between them.
 
-    Shells above are excluded: a run may outlive a terminal. Without /proc (Linux) no launcher
-    counts as ended.
+    Shells above are excluded, as a run may outlive a terminal. It needs Linux's /proc.
     """
 
     def __init__(self) -> None:

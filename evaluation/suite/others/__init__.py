@@ -21,10 +21,9 @@ from vlp.models.folder import Loaded
 
 
 class Towers(Protocol):
-    """What a library's file gives: encoders of images and of texts into one space, of width d."""
+    """Encoders of images and of texts into one space, of width d, from a library's file."""
 
     module: nn.Module
-    """Holds the weights."""
     image_size: int
     """Pixels of a side."""
 

@@ -287,9 +287,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 _OLD_KINDS = {"gamma": "weight", "beta": "bias"}
-"""Of a norm, in checkpoints that were converted from TensorFlow."""
+"""Norm parameters in checkpoints converted from TensorFlow."""
 IMAGE_OWN = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
-"""Parts of an image encoder that public weights know nothing of."""
+"""Parts of an image encoder that public weights lack."""
 _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 

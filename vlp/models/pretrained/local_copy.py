@@ -9,7 +9,6 @@ from vlp.io import check_hub, may_be_on_hub
 
 CONFIG = "config.json"
 RESULTS = "evaluation"
-"""Name of the folder that results are written to; see `results_folder`."""
 
 _OF_RUNS = ("model", "best")
 

@@ -36,9 +36,7 @@ class Update(NamedTuple):
 
 
 class Engine(Protocol):
-    """Parameters, gradients and optimiser state of one task on all ranks; all methods are
-    collective.
-    """
+    """Parameters, gradients and optimiser state of a task on all ranks; methods are collective."""
 
     rank: int
     world_size: int
