@@ -74,7 +74,7 @@ class PublishedIRPE(PositionEncoding):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """As the letters say."""
+        """Return the hooks of the letters q, k and v."""
         return frozenset({"value" if letter == "v" else "bias" for letter in self.on})
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:

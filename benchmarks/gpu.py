@@ -379,7 +379,7 @@ def _engine(setting: Setting, kind: str, folder: Path) -> Engine:
 
 
 def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str, Tensor]:
-    """Train on batches of their own; returns the weights."""
+    """Train on random batches; returns the weights."""
     for step in range(first, last):
         batch = random_batch(setting.config.inputs, ROWS, 3, seed=100 * engine.rank + step)
         engine.backward(engine.forward(batch.to(engine.device), step).loss)

@@ -40,7 +40,7 @@ def chosen_device(name: str | None) -> torch.device:
 def load_pretraining(
     path: Path, overrides: Sequence[str] | None, *more: str, public: bool = True
 ) -> PretrainConfig:
-    """Read a configuration, with more overrides after its own; without `public` no weights."""
+    """Read a configuration, with additional overrides; without `public` no weights."""
     weights = () if public else ("model.text.weights=null", "model.image.weights=null")
     return load_config(path, PretrainConfig, [*(overrides or ()), *more, *weights])
 

@@ -316,7 +316,7 @@ def measure(
 def _take_turns(
     whole: _Set, timer: _Timer, images: list[int], texts: list[int], idle: int
 ) -> list[_Compared]:
-    """Time every way, a round for each image and text; return what both ways say of a query."""
+    """Time every way, a round for each image and text; return scores of a query both ways."""
     compared: list[_Compared] = []
     for number, (image, text) in enumerate(zip(images, texts)):
         queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}

@@ -138,7 +138,7 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
 
 
 def start_one(folder: Path, scale: Scale, rank: int) -> Start:
-    """Be one rank with one worker until its first batch; wants a process of its own."""
+    """Run one rank with one worker until its first batch, in a separate process."""
     # A spawned process spawns in its turn; a rank forks its workers.
     multiprocessing.set_start_method("fork", force=True)
     text = TextProcessor(train_wordpiece(["noise number 0123456789"], 60), 8)

@@ -51,7 +51,7 @@ def caption_lengths(rows: int, seed: int = 0) -> list[int]:
 
 
 def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
-    """Make pairs of noise with `words` words each, or row by row, masked as the inputs say."""
+    """Create random pairs with `words` words each, or row by row, masked as the inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: in
 
 
 class Trainee:
-    """One pretraining task with its optimiser, as it is written or compiled."""
+    """One pretraining task with its optimiser, compiled or not."""
 
     def __init__(
         self,

@@ -253,7 +253,7 @@ class Encoder:
         )
 
     def reading_ahead(self) -> AbstractContextManager[None]:
-        """Have images that no memory was left for read ahead where they are wanted again."""
+        """Read images that did not fit in memory ahead of their next use."""
         return self._reader.ahead(self._image_blocks)
 
     @property
@@ -295,7 +295,7 @@ def _global(features: Any) -> NDArray[np.float32]:
 
 
 def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
-    """Count texts longer than a model reads; 0 of a tokenizer that does not tell."""
+    """Count texts longer than a model reads; 0 if the tokenizer does not report it."""
     counted = getattr(text, "count_cut", None)
     return counted(texts) if counted else 0
 

@@ -163,7 +163,7 @@ class BlockReader(Generic[Value]):
 
     @contextmanager
     def ahead(self, blocks: range) -> Iterator[None]:
-        """Read these blocks, of which most are wanted, and in rising order, ahead of their turn."""
+        """Read these blocks, mostly used and in rising order, ahead of their turn."""
         self._ahead = blocks if self._workers else range(0)
         try:
             yield
@@ -172,7 +172,7 @@ class BlockReader(Generic[Value]):
             self._stop()
 
     def __getitem__(self, block: int) -> Value:
-        """Return a block's value; what `read` raises comes as it is from any process."""
+        """Return a block's value; errors of `read` are raised unchanged from any process."""
         if block not in self._ahead:
             return self._read(block)
         if self._values is None or block != self._next:

@@ -190,7 +190,7 @@ def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
 def run_align(
     path: Path, out: Path, epochs: int, shrinkage: float | None, overrides: list[str]
 ) -> int:
-    """Align as a configuration file says; returns the exit code (2: wrong input, in one line)."""
+    """Align by a configuration file; returns the exit code (2: wrong input, in one line)."""
     prepare_environment()
     try:
         config = load_config(path, PretrainConfig, overrides)

@@ -23,7 +23,7 @@ _everywhere = False
 
 
 class _Compilable:
-    """A function, compiled once it has been told how."""
+    """A function, compiled once options are set."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)

@@ -92,12 +92,12 @@ def process_group() -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return whether an error says that another rank has gone, in a collective call or at start."""
+    """Return whether an error means a lost rank, in a collective call or at start."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
 def peer_is_late(error: BaseException) -> bool:
-    """Return whether an error says that others came too late, to a collective call or the start."""
+    """Return whether an error means a late rank, in a collective call or at start."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LATE)
 
 

@@ -50,7 +50,7 @@ class VariantConfig(Config):
 
 
 class MeasuredConfig(Config):
-    """Evaluation of pretrained models on images of one's own: recall and foils."""
+    """Evaluation of pretrained models on given images: recall and foils."""
 
     shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
     features: str | None = Field(

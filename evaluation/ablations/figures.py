@@ -132,7 +132,7 @@ def _mean(values: Sequence[tuple[float, float]]) -> float:
 
 
 def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, float]:
-    """Evaluate a fine-tuned model by its task's own figures, in percent."""
+    """Evaluate a fine-tuned model by its task's figures, in percent."""
     from evaluation.downstream.registry import get_evaluation
 
     trained = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))

@@ -195,7 +195,7 @@ def _train_frozen(
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
-    """Run a command to its end; it is told to stop where nobody waits for it any more."""
+    """Run a command to its end, and terminate it if the caller is interrupted."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # It imports what this process does, installed or not.
     path = os.pathsep.join(filter(None, sys.path))

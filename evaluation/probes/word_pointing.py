@@ -296,7 +296,7 @@ SMALL = 0.1
 
 
 class _Scene(NamedTuple):
-    """An image as the model reads it (3, size, size), its own width and height, and its words."""
+    """A model's image (3, size, size), its original width and height, and its words."""
 
     number: int
     pixels: torch.Tensor

@@ -222,7 +222,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
-    """Return the optimiser steps of the run; None where nothing says how many pairs there are."""
+    """Return the optimiser steps of the run; None for an unknown number of pairs."""
     training = config.training
     if training.steps is not None:
         return training.steps

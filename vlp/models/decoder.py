@@ -330,7 +330,7 @@ def beam_search(
 
 
 class Marks(NamedTuple):
-    """Ids that frame a text, and `silent`, those that are never said."""
+    """Ids that frame a text, and `silent` ids, which are never generated."""
 
     start: int
     end: int

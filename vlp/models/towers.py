@@ -154,7 +154,7 @@ def create_text_tower(config: TextConfig) -> nn.Module:
 
 
 def position_offset(tower: nn.Module) -> int:
-    """Return the place of a text's first position: RoBERTa's lies behind the id of padding."""
+    """Return the index of a text's first position; RoBERTa's follows the padding id."""
     for name, module in tower.named_modules():
         padding: Any = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:

@@ -301,7 +301,7 @@ class VisionConfig(RunConfig):
 
 
 class FinetuneTrainingConfig(ValidatedTrainingConfig):
-    """A fine-tuning, on DDP unless `engine` says otherwise."""
+    """A fine-tuning, by default on DDP."""
 
     engine: str = Field(
         "ddp", description=ValidatedTrainingConfig.model_fields["engine"].description

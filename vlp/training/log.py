@@ -59,7 +59,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, offline where WANDB_MODE says so; a resumed run goes on in it."""
+    """A run of Weights & Biases, offline with WANDB_MODE; a resumed run continues it."""
 
     def __init__(self, folder: RunFolder, step: int) -> None:
         import wandb

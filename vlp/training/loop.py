@@ -372,7 +372,7 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
-    """Replace a model folder; what others have put into it, a model card say, stays."""
+    """Replace a model folder, but keep files of others in it, such as a model card."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:

@@ -114,7 +114,7 @@ def parameter_groups(
 
 
 def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
-    """Make PyTorch's AdamW; DeepSpeed's own would be compiled on every machine's first start."""
+    """Create PyTorch's AdamW, as DeepSpeed's is compiled on every machine's first start."""
     groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
@@ -136,13 +136,13 @@ def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group the schedule's rate times its own scale."""
+    """Set every group's rate to the schedule's rate times `lr_scale`."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
 
 
 def _starts_with(name: str, prefix: str) -> bool:
-    """Return whether a dotted name is the prefix or lies below it."""
+    """Return whether a dotted name equals or extends the prefix."""
     return f"{name}.".startswith(f"{prefix}.")
 
 

@@ -77,7 +77,7 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
 
 
 def _is_of_node(config: Config, key: str, *values: Any) -> bool:
-    """Return whether each node may have its own value of a dotted key."""
+    """Return whether a dotted key may differ between nodes."""
     rule = resume_rule(config, key)
     if rule == "free" and key.startswith(("data.", "task.data.")):
         return True
@@ -340,7 +340,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
-    """Return commits of the package's and the user's own repository, and their changes."""
+    """Return commits and changes of the package's and the user's repository."""
     found, changes = [], ""
     places = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(place, "rev-parse", "--show-toplevel") for place in places)
@@ -361,7 +361,7 @@ def _repositories() -> tuple[list[dict[str, Any]], str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git says; None where there is no git, no repository, or no answer in time."""
+    """Return git's output; None without git, a repository, or an answer in time."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],

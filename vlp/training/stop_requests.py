@@ -40,7 +40,7 @@ _MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 class Launchers:
     """Processes from this one up to the outermost launcher, with shells between them.
 
-    Shells above are excluded, as a run may outlive a terminal. It needs Linux's /proc.
+    Shells above are excluded, as a run may outlive a terminal. Without /proc no end is noticed.
     """
 
     def __init__(self) -> None:
@@ -123,9 +123,9 @@ class StopSignals:
     """Listener to SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
 
     No signal kills; a SIGHUP ignored by nohup stays ignored. A second Ctrl-C interrupts; repeated
-    SIGTERMs, as launchers send, change nothing. A process that does not look in time exits with
-    `REQUEUE`: at once before its first look, later within `grace` seconds or twice its longest time
-    between looks, or inside `patient` within `patience` seconds.
+    SIGTERMs, as launchers send, change nothing. After a request, a process that does not look in
+    time exits with `REQUEUE`: at once before its first look, later within `grace` seconds or twice
+    its longest time between looks, or inside `patient` within `patience` seconds.
     """
 
     def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:

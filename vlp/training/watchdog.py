@@ -143,7 +143,7 @@ class Watchdog:
             self._over.wait(patience / 6)
 
     def _exchange(self, store: Any, number: int, patience: float) -> list[Sign]:
-        """Give a sign, and stacks if they are asked for; return signs of the watched ranks."""
+        """Send a sign, with stacks on request; return signs of the watched ranks."""
         spent, usual = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
         stands = self._phase not in _PATIENT and spent > max(patience, _UNUSUAL * usual)
         place = self.step, self._moves, self._phase, spent, stands, distributed.in_collective()

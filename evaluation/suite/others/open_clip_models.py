@@ -56,7 +56,7 @@ class OpenClipTowers:
         return ids, torch.ones_like(ids).bool()
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Count the texts that fill all tokens: where one ends is not told."""
+        """Count the texts that fill all tokens, as ends of texts are unknown."""
         return int((self.tokenize(texts)[0][:, -1] != 0).sum())
 
     def encode_images(self, pixels: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def towers(name: str) -> OpenClipTowers:
 
 
 def files(name: str) -> list[Path]:
-    """Return the files on this machine that the name says."""
+    """Return the files of a name on this machine."""
     architecture, tag = _parts(name)
     if architecture.startswith("local-dir:"):
         folder = Path(architecture.removeprefix("local-dir:"))

@@ -170,7 +170,7 @@ def read_vit(name: str) -> Published:
 
 
 def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
-    """Return the ViT settings that tensors do not tell: heads, block form, activation, epsilon."""
+    """Return the ViT settings without effect on shapes: heads, block form, activation, epsilon."""
     if not isinstance(vit, VisionTransformer):
         raise ValueError(f"{name} is a {type(vit).__name__}, not a vision transformer")
     block: Any = vit.blocks[0]
