@@ -200,7 +200,7 @@ def _passes_on(make: Factory) -> bool:
 
 
 def _parameters(name: str | Factory) -> Iterable[str]:
-    """Options of an encoding."""
+    """Return the options of an encoding."""
     if not isinstance(name, str):
         return inspect.signature(name).parameters
     if name in CROSS_MODAL:

@@ -86,9 +86,7 @@ def attend(
 
 
 def cast_once(states: Tensor) -> Tensor:
-    """Cast states (B, N, width) once to autocast's type on a GPU, where each layer would keep a
-    copy.
-    """
+    """Cast states (B, N, width) to autocast's type on a GPU, once for all layers."""
     kind = states.device.type
     if on_gpu(states) and torch.is_autocast_enabled(kind) and states.dtype == torch.float32:
         return states.to(torch.get_autocast_dtype(kind))

@@ -44,7 +44,7 @@ class BlockMlp(Mlp):
     """The feed-forward of a timm block without dropout or norm in it, by `contract`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Compute (..., width) -> (..., width)."""
         return contract(self.fc1(x), self.act, self.fc2)
 
 
@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
         self.contract = nn.Linear(intermediate, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Compute (..., width) -> (..., width)."""
         return contract(self.expand(x), self.activation, self.contract)
 
 
@@ -82,7 +82,7 @@ class PostNormLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """(B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
+        """Encode (B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
         states = self.attention_norm(states + self.dropout(self.attention(states, mask=mask)))
         return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
@@ -151,9 +151,7 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run steps two and three: (B, Q, width) attends to `other` (B, K, width) or its
-        `projected`.
-        """
+        """Run steps two and three: (B, Q, width) attends to (B, K, width) or its `projected`."""
         crossed = self.cross_attention(
             states, other, mask=mask, context=context, projected=projected
         )
@@ -212,7 +210,7 @@ class TextEmbedding(nn.Module):
         self.position.weight.copy_(strength * BERT_DEVIATION * 2**0.5 * sines)
 
     def forward(self, text_ids: Tensor) -> Tensor:
-        """(B, N) int64 -> (B, N, width)."""
+        """Embed (B, N) int64 -> (B, N, width)."""
         tokens = text_ids.shape[1]
         if tokens > self.position.num_embeddings:
             raise ValueError(

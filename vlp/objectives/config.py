@@ -142,7 +142,7 @@ class ObjectivesConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _registered_keys(cls, values: Any) -> Any:
-        """Validate the keys beyond the fields, which refuses those that are not registered."""
+        """Validate the keys beyond the fields; unregistered ones are refused."""
         if not isinstance(values, Mapping):
             return values
         optional: dict[str, Any] = {name: (kind | None, None) for name, kind in _registered.items()}

@@ -37,8 +37,7 @@ def hard_negatives(
     group: int,
     count: int = 1,
 ) -> Negatives:
-    """Sample negatives in proportion to softmax(similarity) within groups of rows (ALBEF, section
-    3.2).
+    """Sample negatives in proportion to softmax(similarity) within groups of rows.
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
     `image_ids` (B, 2) of images and captions, or (B,) of images, when texts of equal similarities
@@ -46,7 +45,7 @@ def hard_negatives(
     the text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a
     row are a systematic sample, at (u + k) / K of the CDF, so a likely one may come twice. Only the
     blocks on the diagonal are read. A negative never shows the same image, has the same caption or
-    is an empty slot; a row may lack candidates (ALBEF crashes there).
+    is an empty slot; a row may lack candidates (ALBEF, section 3.2, crashes there).
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)

@@ -61,8 +61,7 @@ def require_whole_groups(
     prefix: str = "objectives",
     chunk: int | None = None,
 ) -> None:
-    """Require that each rank's share, and each chunk of `training.grad_cache`, has whole sample
-    groups.
+    """Require whole sample groups in each rank's share and each chunk of `training.grad_cache`.
 
     Else losses would depend on the number of ranks. A batch below one group needs a single rank.
     """

@@ -23,8 +23,7 @@ def slopes(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return slopes r_left, r_right of heads (ViTARC, text below Eq. 12, papers.md#vitarc-v2): (2,
-    heads).
+    """Return slopes r_left, r_right (2, heads) (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
 
     Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right). Their ratio is 2^(-8/heads),
     as printed; with `code` it is 1/2 for any number of heads, and heads beyond a power of two take
@@ -114,8 +113,8 @@ class DirectionalDistance(PositionEncoding):
         self.heads, self.ratio, self.variant = heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the penalty of every pair, (1, heads, T, T), in the queries' type; do not write to
-        it.
+        """Return the penalty of every pair, (1, heads, T, T), in the queries' type, shared: read
+        only.
         """
         queries, keys = query.shape[-2], key.shape[-2]
         grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)
@@ -133,6 +132,6 @@ def _cached_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """(1, heads, T, T). Few are kept, as one of a large grid takes hundreds of megabytes."""
+    """Return (1, heads, T, T) from a small cache, as a large grid takes hundreds of megabytes."""
     patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
     return functional.pad(patches, (prefix, 0, prefix, 0))[None]

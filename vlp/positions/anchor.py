@@ -46,7 +46,7 @@ def chebyshev_distance(x: Tensor) -> Tensor:
 
 
 def _there_and_back(length: int) -> list[tuple[int, int]]:
-    """(place, the one before it) on a walk to the end of an axis and back."""
+    """Yield (place, the one before it) on a walk to the end of an axis and back."""
     there = [(place, place - 1) for place in range(1, length)]
     return there + [(before, place) for place, before in reversed(there)]
 
@@ -98,8 +98,9 @@ def windowed_path(
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the shortest path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), once
-    differentiable.
+    """Compute the shortest path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15).
+
+    Differentiable once.
 
     Args:
         distance: (B, M, N, G) with any strides, from `anchor_distance`.
@@ -382,10 +383,9 @@ def longest_path(
 
 
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
-    """Return the position embedding E_ace = P W (Eq. 8), for inspection and as a reference of
-    tests.
+    """Return the position embedding E_ace = P W (Eq. 8), a reference that the model never builds.
 
-    Without a reachable group P, and with it E, is 0 (papers.md#ace-a15). The model never builds it.
+    Without a reachable group P, and with it E, is 0 (papers.md#ace-a15).
 
     Args:
         path: (..., M, N, G), from `anchor_path`.

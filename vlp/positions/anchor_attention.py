@@ -42,8 +42,7 @@ def block_sizes(
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys in memory of a row of paths (B, Q, K, G), of any strides: `aligned_length` or
-    K.
+    """Return the keys in memory of paths (B, Q, K, G), of any strides: `aligned_length` or K.
 
     Paths beyond K are ignored.
     """

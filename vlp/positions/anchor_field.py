@@ -148,9 +148,7 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
-    """Return the 'uniform' baseline (papers.md#ace-a26), P = 1 of patches and `word_mask` (B, N)
-    words.
-    """
+    """Return the 'uniform' baseline (papers.md#ace-a26), P = 1 of patches and words (B, N)."""
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
 

@@ -68,7 +68,7 @@ class PositionEncoding(nn.Module):
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
     UNDECAYED: ClassVar[tuple[str, ...]] = ()
-    """Attributes whose parameters are exempt from weight decay, as tables of places are."""
+    """Attributes with parameters exempt from weight decay, such as tables of places."""
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
@@ -178,8 +178,7 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
 
 class ByModality(PositionEncoding):
-    """Module that sends every hook to the encoding of the current stream, by
-    `context.text_queries`.
+    """Router of every hook to the encoding of the current stream, `context.text_queries`.
 
     Both streams share the cross-modal projections but not places. A stream without an encoding, or
     with one that lacks a hook, is left as it is.

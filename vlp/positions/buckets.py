@@ -58,8 +58,10 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
-    """Return the rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix
-    (papers.md#irpe-i7, #irpe-i10). Cross has two tables of this size, rows and columns.
+    """Return the rows of one table; cross has two, rows and columns.
+
+    They are 2 int(beta) + 1, its square for product, and one for a prefix (papers.md#irpe-i7,
+    #irpe-i10).
     """
     require_known("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:

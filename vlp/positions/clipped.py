@@ -39,7 +39,7 @@ def clipped_ids(
         table, for axes two, rows then columns; and the size of one table.
     """
     size = clipped_size(offsets, reach, prefix_tokens)
-    if offsets == "raster":  # a sequence is a grid of one row, and its ids are those of columns
+    if offsets == "raster":  # a sequence is a grid of one row, with column ids
         if height < 1 or width < 1:
             raise ValueError(f"a grid of {height} x {width} has no patches")
         height, width = 1, height * width

@@ -185,7 +185,7 @@ class RelativePosition(LookupPosition):
 def _require_own_grid(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
 ) -> None:
-    """Refuse the table of another grid; on a row a rank is the distance, however long it is."""
+    """Refuse the table of another grid, except for rows, on which a rank is the distance."""
     assert isinstance(module, RelativePosition)
     own, name = module.grid, f"{prefix}ranked_grid"
     if own is None or name not in state or state[name].is_meta:

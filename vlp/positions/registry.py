@@ -230,7 +230,7 @@ def _named(name: str) -> Callable[..., PositionEncoding]:
 
 
 def _load_others() -> None:
-    """Import what registers encodings outside of this package."""
+    """Import the modules that register encodings outside of this package."""
     load_plugins()
     _load_installed()
 

@@ -141,8 +141,7 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the input of `turn` for states of `dtype`, in float32 at least; the shape of the
-    angles.
+    """Return the input of `turn`, of the angles' shape, in `dtype` or at least float32.
 
     A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
     """
@@ -152,7 +151,7 @@ def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved") -> Tensor:
-    """Rotate x (..., T, channels) as `rotate` does, by given cosines and sines."""
+    """Turn x (..., T, channels) as `rotate` does, by given cosines and sines."""
     require_layout(layout)
     if layout == "half":
         first, second = x.chunk(2, -1)

@@ -37,9 +37,7 @@ def sape_bias(
     bias_scale: float = 1.0,
     summation: Summation = "between",
 ) -> Tensor:
-    """b^x_ij + b^y_ij, to be added to the scaled logits (SaPE Eqs 9-16).
-
-    Reconstructed; every row says what was chosen (S: number in the table of readings):
+    """Return b^x_ij + b^y_ij, a term of the scaled logits (SaPE Eqs 9-16), as reconstructed here.
 
     - gate g_ij = sigmoid(q_i . k_j) for patches of one row, then of one column (Eq. 9), in both
       modes (papers.md#sape-s7), without scale (papers.md#sape-s1);
@@ -51,17 +49,14 @@ def sape_bias(
       (papers.md#sape-s6). Mode `key` takes k_i in place of q_i there and nowhere else
       (papers.md#sape-s7);
     - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (papers.md#sape-s8), so
-    that alike
-      patches attend to each other wherever they are;
+      that alike patches attend to each other wherever they are;
     - Eq. 16 adds both axes outside 1/sqrt(d) (papers.md#sape-s9).
 
-    Nothing larger than the result is made but (..., T, row) and (..., T, P). Half precision is
-    computed in float32, also under autocast. Where two patches have the same vector, the bias is
-    exactly 0 and its gradient is 0.
+    Intermediates beyond the result's size are (..., T, row) and (..., T, P). Half precision is
+    computed in float32, also under autocast. Equal vectors have bias 0 with gradient 0.
 
     Args:
-        query: (..., rows * columns, d), patches only: a prefix lies on no line
-            (papers.md#sape-s12).
+        query: (..., rows * columns, d), patches only, without a prefix (papers.md#sape-s12).
         key: as the query.
         grid: (rows, columns).
         table_x: (P, d), vectors of the places 0 .. P-1 along rows, or (heads, P, d); the last
@@ -157,7 +152,7 @@ class SemanticPosition(PositionEncoding):
         self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return minus the distances of Eq. 15, over axes and modes, (B, heads, T, T), the query's
+        """Return minus the distances of Eq. 15 over axes and modes: (B, heads, T, T), queries'
         type.
         """
         grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])

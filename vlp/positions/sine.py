@@ -41,8 +41,7 @@ def sinusoid(
     temperature: float = 10_000.0,
     layout: str = "halves",
 ) -> Tensor:
-    """Return sinusoids of scalar positions (Vaswani et al.; Li et al., Eq. 1; inside ViTARC's Eq.
-    13).
+    """Return sinusoids of positions (Vaswani et al.; Li et al., Eq. 1; in ViTARC's Eq. 13).
 
     Frequencies fall from 1 to almost 1 / temperature; products of encodings depend on offsets
     alone.
@@ -250,7 +249,7 @@ class MDSinePosition(TokenEncoding):
 
 
 def _waves(angles: Tensor, layout: str) -> Tensor:
-    """(..., pairs) -> (..., 2 pairs)."""
+    """Map (..., pairs) to (..., 2 pairs)."""
     require_known("layout", layout, LAYOUTS)
     if layout == "halves":
         return torch.cat([angles.sin(), angles.cos()], -1)

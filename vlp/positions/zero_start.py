@@ -13,8 +13,7 @@ from vlp.positions.rotary import RotaryMixed
 
 @torch.no_grad()
 def zero_start(module: nn.Module) -> None:
-    """Set to zero the parameters that silence each encoding in a module and can be trained from
-    there.
+    """Set to zero the parameters that silence encodings in a module and can be trained from there.
 
     These are the last layer of MLPs on places (`fourier`, `mlp`, sinusoids with `mlp`), the
     projection of `fourier`, the tables of `learned-1d`, `learned-2d` and `learned-4d`, and the

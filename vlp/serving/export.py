@@ -172,7 +172,7 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                 )
     out.mkdir(parents=True, exist_ok=True)
     names = []
-    # A kind of file knows its own name, so they are written under it in a folder beside.
+    # A kind of file knows its own name, so they are written under it in a second folder.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
         folder = Path(name)
         with _quiet():

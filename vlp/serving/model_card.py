@@ -229,7 +229,7 @@ def _training(folder: Path) -> str:
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
-    """Folders that were trained on, with their weights, and their samples where they still lie."""
+    """Yield the training folders with their weights, and sample counts where they still exist."""
     from vlp.config import ConfigError
     from vlp.data.shards.shard_reader import ShardIndex
 

@@ -204,7 +204,7 @@ class TeacherOutput(NamedTuple):
 
     @property
     def model(self) -> VLPModel:
-        """The teacher's copy of the model."""
+        """Return the teacher's copy of the model."""
         return self.modules["model"]  # type: ignore[return-value]
 
 

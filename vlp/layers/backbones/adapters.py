@@ -32,7 +32,7 @@ class WithEncodings(nn.Module):
         return {*own, *no_weight_decay(self, with_own=False)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers for layer-wise learning rates; the encodings belong to the stem."""
+        """Group layers for layer-wise learning rates; the encodings belong to the stem."""
         groups = super().group_matcher(coarse)  # type: ignore[misc]
         return {**groups, "stem": groups["stem"] + r"|positions"}
 
@@ -43,7 +43,7 @@ class WithWatchedPatches(WithEncodings):
     places: Places
 
     def set_input_size(self, *sizes: Any, **named: Any) -> None:
-        """As in timm, which makes another convolution for another patch size."""
+        """Set the size as timm does, with another convolution for another patch size."""
         own: Any = self
         before = own.patch_embed.proj
         super().set_input_size(*sizes, **named)  # type: ignore[misc]
@@ -62,7 +62,7 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
     places: Places
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Patches (batch, patches, width) or (batch, rows, columns, width) -> all tokens."""
+        """Add places to patches (batch, patches or rows and columns, width) -> all tokens."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.places.write(int(rows), int(columns))
         x = self._own_positions(x)
@@ -112,7 +112,7 @@ class PositionedPatchEmbed(PatchEmbed):
     positions: nn.ModuleList
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pixels (batch, channels, height, width) -> encoded patches."""
+        """Embed pixels (batch, channels, height, width) as encoded patches."""
         x = super().forward(x)
         _, rows, columns, _ = x.shape
         context = PositionContext((int(rows), int(columns)))
@@ -157,18 +157,18 @@ class Adapter:
 
     @property
     def width(self) -> int:
-        """Channels of the embedded tokens."""
+        """Return the channels of the embedded tokens."""
         return int(self.model.embed_dim)
 
     @property
     def grid(self) -> Grid:
-        """Patches (rows, columns) of an image of the model's size."""
+        """Return the grid (rows, columns) of patches of an image of the model's size."""
         rows, columns = self.model.patch_embed.grid_size
         return int(rows), int(columns)
 
     @property
     def dropped(self) -> float:
-        """Share of the patches that are left out in training."""
+        """Return the share of patches that training leaves out."""
         return float(getattr(getattr(self.model, "patch_drop", None), "prob", 0.0))
 
     def layers(self) -> list[Any]:
@@ -196,7 +196,7 @@ class Adapter:
             self.watch(model.places)
 
     def watch(self, places: Places) -> None:
-        """Have the model write its places when it embeds an image."""
+        """Make the model write its places when it embeds an image."""
         self.model.patch_embed.proj.register_forward_hook(places.see_convolution)
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
@@ -233,7 +233,7 @@ class ViTAdapter(Adapter):
     }
 
     def prepare(self) -> None:
-        """The model writes its places, and encodes its tokens, by itself."""
+        """Leave the model, which writes its places and encodes its tokens by itself."""
         super().prepare()
         if not hasattr(self.model, "positions"):
             self.model.positions = nn.ModuleList().train(self.model.training)
@@ -269,7 +269,7 @@ class SwinAdapter(Adapter):
             )
 
     def watch(self, places: Places) -> None:
-        """Windows are the same for every image."""
+        """Leave the model, as windows are the same for every image."""
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of the embedded patches."""

@@ -28,7 +28,7 @@ from vlp.layers.attention import Fused, attend, mask_bias
 from vlp.layers.blocks import ThreadLocal
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
-register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
+register_notrace_module(PositionEncoding)  # their shape checks have no graph
 
 
 class _Written(ThreadLocal):
@@ -171,8 +171,8 @@ class Positioned(nn.Module):
             self.__dict__["fused_attn"] = fused
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Compute timm's `forward` with the encodings, for `x` (B, T, width), or as the layer takes
-        it.
+        """Compute timm's `forward` with the encodings, for `x` (B, T, width) or another layer's
+        input.
         """
         context = self.context(x)
 

@@ -174,7 +174,7 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Tell whether a module projects states and reads its attention function from the
+    """Tell whether a module projects states and reads its attention function from its
     configuration.
 
     An encoding would have no effect in other layers.

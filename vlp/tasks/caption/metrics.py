@@ -101,9 +101,7 @@ def caption_scores(
 
 @contextmanager
 def _english_java() -> Iterator[None]:
-    """Run Java programs in English, as in other locales they write "0,5" and lower-case
-    differently.
-    """
+    """Run Java programs in an English locale, as others write "0,5" and lower-case differently."""
     name, wanted = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
     before = os.environ.get(name)
     os.environ[name] = f"{before or ''} {wanted}".strip()
@@ -173,7 +171,7 @@ def require_spice() -> None:
 def spice_scores(
     candidates: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
-    """F-score over scene-graph tuples of each caption, between 0 and 1; SPICE is their mean."""
+    """Return SPICE's F-score over scene-graph tuples of each caption, between 0 and 1."""
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
     require_spice()

@@ -68,7 +68,7 @@ class LabelledDataConfig(MapDatasetConfig):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Of evaluation."""
+        """Return the preprocessing of evaluation."""
         return Preprocessing(self.image_size, self.mean, self.std)
 
 
@@ -175,7 +175,7 @@ def _seeded(rng: np.random.Generator) -> Iterator[None]:
 
 
 def _erase(pixels: Tensor, rng: np.random.Generator) -> None:
-    """Noise in a random box, 2 to 33 % of the area (Zhong et al. 2017, DeiT's `pixel` mode)."""
+    """Fill a random box, 2 to 33 % of the area, with noise (Zhong et al. 2017; DeiT: `pixel`)."""
     _, height, width = pixels.shape
     for _ in range(10):
         area = rng.uniform(0.02, 1 / 3) * height * width

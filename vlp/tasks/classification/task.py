@@ -77,7 +77,7 @@ class Classification(VisionTask):
         )
 
     def forward(self, batch: LabelledBatch, step: int) -> StepOutput:
-        """Loss, and the share of right answers where images are not mixed."""
+        """Compute the loss, and the share of right answers where images are not mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
         pixels, targets, mixed = self._mix(batch.pixels, targets, step)
         fuse_by_device(self.model, pixels)
@@ -104,7 +104,7 @@ class Classification(VisionTask):
         return cls(config.model_copy(update={"model": model}), known["classes"])
 
     def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
-        """Every image with the one at the mirrored place of the batch."""
+        """Mix every image with the one at the mirrored place of the batch."""
         mixup, cutmix = self.config.mixup, self.config.cutmix
         if not (self.training and (mixup or cutmix)) or len(pixels) < 2:
             return pixels, targets, False
@@ -129,7 +129,7 @@ class Classification(VisionTask):
 def build(
     config: ClassificationConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Classification, OrderedData]:
-    """The task and its training data."""
+    """Build the task and its training data."""
     images = open_labelled(config.data.train, config.data.classes)
     if len(images.classes) < 2:
         raise ConfigError(

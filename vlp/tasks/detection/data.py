@@ -93,10 +93,10 @@ class ObjectImages(Protocol):
     classes: tuple[str, ...]
 
     def __len__(self) -> int:
-        """Images."""
+        """Return the number of images."""
 
     def read(self, number: int) -> ObjectImage:
-        """One of them; raises BadSample."""
+        """Read an image; BadSample if it cannot be read."""
 
 
 class SceneImages:
@@ -113,7 +113,7 @@ class SceneImages:
         return self._source.count
 
     def read(self, number: int) -> ObjectImage:
-        """Scene `number` of the split."""
+        """Read scene `number` of the split."""
         source, side = self._source, self._size
         scene = sample_scene(source.seed, number, source.split, side)
         boxes = np.array([obj.box for obj in scene.objects], dtype=np.float64)
@@ -358,7 +358,7 @@ def _rows(
 def _of_own_name(
     categories: Iterable[_Category], annotations: Iterable[_Object]
 ) -> list[_Category]:
-    """Categories by id; one without objects does not share a name (as Roboflow's root may)."""
+    """Sort categories by id, without unused ones that share a name (as Roboflow's root may)."""
     used = {one.category_id for one in annotations}
     categories = sorted(categories, key=_id_order)
     taken = {one.name for one in categories if one.id in used}
@@ -408,7 +408,7 @@ class DetectionDataConfig(MapDatasetConfig):
 
     @property
     def evaluation_sizes(self) -> tuple[int, ...]:
-        """Sizes of the evaluation."""
+        """Return the sizes of the evaluation."""
         return self.test_sizes or (max(self.sizes),)
 
     @property
@@ -419,7 +419,7 @@ class DetectionDataConfig(MapDatasetConfig):
 
     @property
     def largest_side(self) -> int:
-        """Pixels of the longest side that training can see."""
+        """Return the pixels of the longest side in training."""
         side = self.longest if self.shapes_differ else max(self.sizes)
         return fit_size(side, side, side, self.longest, self.multiple)[0]
 
@@ -502,7 +502,7 @@ class DetectionSamples:
         return len(self.images)
 
     def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
-        """Pixels, boxes and labels; crowds are left out, as in DETR."""
+        """Read pixels, boxes and labels without crowds, as in DETR."""
         config, read = self.config, self.images.read(number)
         image, boxes, labels = _without_crowds(read)
         rng = rng_for("crop")
@@ -537,7 +537,7 @@ def detection_data(
 
 
 def evaluation_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
-    """An image as evaluation sees it, its shorter side `size`: (3, height, width) float32."""
+    """Prepare an image for evaluation, its shorter side `size`: (3, height, width) float32."""
     image = read.image
     fitted = fit_size(image.width, image.height, size, config.longest, config.multiple)
     return Preprocessing(size, config.mean, config.std).normalise(_resized(image, fitted))
@@ -558,7 +558,7 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _without_crowds(read: ObjectImage) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Image, boxes (left, top, right, bottom) as shares of it, and labels."""
+    """Return image, boxes (left, top, right, bottom) as shares of it, and labels."""
     sides = np.array([read.width, read.height] * 2, dtype=np.float64)
     return read.image, read.boxes[~read.crowds] / sides, read.labels[~read.crowds]
 

@@ -44,7 +44,7 @@ class ImageFound(NamedTuple):
 def coco_figures(
     truth: Sequence[ImageTruth], found: Sequence[ImageFound], classes: Sequence[str]
 ) -> dict[str, float]:
-    """COCO's figures in percent; those without objects to judge are left out."""
+    """Compute COCO's figures in percent, without figures of sizes that lack objects."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -112,7 +112,7 @@ def _detections(found: Sequence[ImageFound]) -> list[dict[str, Any]]:
 
 
 def _measured(truth: Sequence[ImageTruth]) -> list[str]:
-    """Figures that have objects."""
+    """Return the names of figures that have objects."""
     areas = np.concatenate([one.areas[~one.crowds] for one in truth])
     sizes = {
         "small": areas <= 32**2,

@@ -82,13 +82,13 @@ class ResNet(nn.Module):
         return math.ceil(height / self.stride), math.ceil(width / self.stride)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Features of the chosen stage."""
+        """Return features of the chosen stage."""
         features: Tensor = self.body(pixels)[0]
         return features
 
 
 def _group_norm(channels: int, **options: Any) -> GroupNorm:
-    """32 groups, or as many as divide both 32 and the channels."""
+    """Make a norm of 32 groups, or as many as divide both 32 and the channels."""
     return GroupNorm(channels, math.gcd(32, channels), **options)
 
 
@@ -206,7 +206,7 @@ class Detr(nn.Module):
             _start(layers_of)
 
     def forward(self, images: Sequence[Tensor]) -> Detections:
-        """B images (3, height, width), normalised, in any mixture of sizes."""
+        """Detect objects in B images (3, height, width), normalised, of any sizes."""
         groups: dict[torch.Size, list[int]] = defaultdict(list)
         for number, image in enumerate(images):
             groups[image.shape].append(number)
@@ -216,7 +216,7 @@ class Detr(nn.Module):
                             for parts in zip(*found)))  # fmt: skip
 
     def detect(self, pixels: Tensor) -> Detections:
-        """Images of one size (B, 3, height, width)."""
+        """Detect objects in images of one size (B, 3, height, width)."""
         features = self.project(self.backbone(pixels))
         context = PositionContext((features.shape[-2], features.shape[-1]))
         memory, place = self.encode(features.flatten(2).transpose(1, 2), context)
@@ -233,7 +233,7 @@ class Detr(nn.Module):
         return Detections(logits.to(exact), boxes.to(exact).sigmoid())
 
     def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, Place]:
-        """Tokens of a grid (B, T, width) -> memory (B, T, width), and how its keys are placed."""
+        """Encode a grid's tokens (B, T, width) -> memory (B, T, width), and its keys' places."""
         place: Place = partial(self._placed, context=context)
         if self.place == "input":
             tokens, place = place(tokens), unplaced
@@ -271,7 +271,7 @@ class DetrEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, context: QueryKeyContext) -> Tensor:
-        """(B, T, width) -> (B, T, width)."""
+        """Compute (B, T, width) -> (B, T, width)."""
         attended = self.dropout(self.attention(tokens, context=context))
         tokens = self.attention_norm(tokens + attended)
         return self.feed_forward_norm(tokens + self.dropout(self.feed_forward(tokens)))
@@ -292,7 +292,7 @@ class DetrDecoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, target: Tensor, memory: Tensor, query: Place, key: Place) -> Tensor:
-        """Target (B, queries, width), memory (B, T, width) -> (B, queries, width)."""
+        """Decode target (B, queries, width) with memory (B, T, width) -> (B, queries, width)."""
         within = QueryKeyContext(place_query=query, place_key=query)
         target = self.attention_norm(target + self.dropout(self.attention(target, context=within)))
         across = QueryKeyContext(place_query=query, place_key=key)
@@ -321,7 +321,7 @@ def _numbers(embedding: nn.Embedding) -> Tensor:
 
 
 def _start(layers: nn.ModuleList) -> None:
-    """Xavier for linear layers; encodings keep their own start."""
+    """Initialise linear layers by Xavier; encodings keep their own start."""
     for name, module in layers.named_modules():
         if isinstance(module, nn.Linear) and ".positions." not in name:
             nn.init.xavier_uniform_(module.weight)

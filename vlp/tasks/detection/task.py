@@ -65,8 +65,8 @@ class DetectionTask(VisionTask):
         self.model = Detr(config.model, len(self.classes), config.data.largest_side)
 
     def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
-        """Losses of the last decoder layer, and of the others together as `auxiliary_...`."""
-        # A rank whose images were all bad computes a blank one that counts nowhere.
+        """Compute the last decoder layer's losses, and the others' summed as `auxiliary_...`."""
+        # A rank with bad images alone computes a blank one that counts nowhere.
         pixels = batch.pixels or (self._blank(),)
         with self.autocast(pixels[0].device):
             found = self.model(pixels)
@@ -109,7 +109,7 @@ class DetectionTask(VisionTask):
 def build(
     config: DetectionConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[DetectionTask, OrderedData]:
-    """The task and its training data."""
+    """Build the task and its training data."""
     data = config.data
     images = open_objects(data.train, max(data.sizes))
     open_objects(data.test, max(data.evaluation_sizes), images.classes)
@@ -130,7 +130,7 @@ def _named(layers: list[SetLosses]) -> dict[str, Loss]:
 
 
 def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
-    """A square image of this size, and where shapes differ the widest and the highest."""
+    """Require that a square of this size fits, and the widest and highest image if shapes differ."""
     shapes = [(size, size)]
     if data.shapes_differ:
         shapes += [(size, data.longest), (data.longest, size)]

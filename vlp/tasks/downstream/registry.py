@@ -113,5 +113,5 @@ def task_module(kind: str) -> str:
 
 @cache
 def _entry_points() -> dict[str, str]:
-    """Kind -> module, of installed packages."""
+    """Map kinds to modules of installed packages."""
     return {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}

@@ -75,8 +75,7 @@ class DownstreamConfig(TaskConfig):
 
 
 class Downstream(PlainTask):
-    """Base of tasks with a head; a subclass adds it, `forward(batch, step)`, `dataset` and
-    `predict`.
+    """Base of tasks with a head: a subclass adds it, `forward(batch, step)`, `dataset`, `predict`.
 
     `metric` names the evaluation's figure that chooses the best model; `untrained` names parts of
     the model that the loss does not read, which are frozen.
@@ -205,7 +204,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
 
 
 DELTA = 0.05
-"""Anchor threshold where the folder has none: the paper of ACE-RPE has this one (Table 7)."""
+"""Anchor threshold for a folder without one, from the paper of ACE-RPE (Table 7)."""
 
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:

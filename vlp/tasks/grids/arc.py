@@ -184,7 +184,7 @@ class GridVariant(NamedTuple):
 
 
 def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
-    """Any of the variants that training may use, the unchanged task among them."""
+    """Draw a variant that training may use, the unchanged task among them."""
     for _ in range(_TRIES):
         variant = _draw(symmetry, rng)
         if not variant.held_out:
@@ -195,7 +195,7 @@ def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
 def held_out_variants(
     symmetry: Symmetry, count: int, rng: np.random.Generator
 ) -> tuple[GridVariant, ...]:
-    """Different variants kept for evaluation: `count`, or all if there seem to be fewer."""
+    """Return different variants for evaluation alone: `count`, or fewer if the task has fewer."""
     found: dict[GridVariant, None] = {}
     for _ in range(_TRIES * max(count, 1)):
         if len(found) >= count:
@@ -257,7 +257,7 @@ def _symmetry(turns: tuple[str, ...], colours: tuple[int, ...]) -> Symmetry:
 def _colourful(
     smallest: int, largest: int, colours: tuple[int, ...] = EVERY_COLOUR
 ) -> Callable[[np.random.Generator, int], Grid]:
-    """Squares of a few colours at random."""
+    """Draw squares of a few colours."""
 
     def draw(rng: np.random.Generator, side: int) -> Grid:
         size = int(rng.integers(smallest, min(largest, side) + 1))
@@ -275,13 +275,13 @@ def _narrow(rng: np.random.Generator, side: int) -> Grid:
 
 
 def _blocks(rng: np.random.Generator, side: int) -> Grid:
-    """Cells of colour 3 in groups of all sizes."""
+    """Draw cells of colour 3 in groups of all sizes."""
     rows, columns = rng.integers(3, min(side, 6) + 1, 2).tolist()
     return 3 * (rng.random((rows, columns)) < rng.uniform(0.3, 0.6)).astype(np.int64)
 
 
 def _upper(rng: np.random.Generator, side: int) -> Grid:
-    """3 x 3, colours 1 or 2 on black, nothing in the lowest row."""
+    """Draw 3 x 3 cells, colours 1 or 2 on black, nothing in the lowest row."""
     grid = int(rng.integers(1, 3)) * (rng.random((3, 3)) < 0.5).astype(np.int64)
     grid[2] = 0
     grid[int(rng.integers(2)), int(rng.integers(3))] = 1
@@ -289,7 +289,7 @@ def _upper(rng: np.random.Generator, side: int) -> Grid:
 
 
 def _one_object(rng: np.random.Generator, side: int) -> Grid:
-    """One object of one colour, grown cell by cell, somewhere on black."""
+    """Draw an object of one colour, grown cell by cell, somewhere on black."""
     rows, columns = rng.integers(6, min(side, 12) + 1, 2).tolist()
     grid = np.zeros((rows, columns), dtype=np.int64)
     colour = int(rng.integers(1, COLOURS))
@@ -307,7 +307,7 @@ def _one_object(rng: np.random.Generator, side: int) -> Grid:
 
 
 def _loops(rng: np.random.Generator, side: int) -> Grid:
-    """Green outlines, some of them closed, and stray green cells."""
+    """Draw green outlines, some of them closed, and stray green cells."""
     size = int(rng.integers(6, min(side, 20) + 1))
     grid = np.zeros((size, size), dtype=np.int64)
     for _ in range(int(rng.integers(1, 2 + size // 4))):
@@ -315,7 +315,7 @@ def _loops(rng: np.random.Generator, side: int) -> Grid:
         top, left = (int(rng.integers(size - extent + 1)) for extent in (height, width))
         outline = np.ones((height, width), dtype=bool)
         outline[1:-1, 1:-1] = False
-        # Corners are not needed to close a loop: what is enclosed spreads along rows and columns.
+        # Corners are not needed to close a loop: enclosed areas spread along rows and columns.
         outline[[0, 0, -1, -1], [0, -1, 0, -1]] = rng.random(4) < 0.5
         if rng.random() < 0.4:
             gap = np.argwhere(outline)
@@ -332,14 +332,14 @@ def _exchange(first: int, second: int) -> Callable[[Grid], Grid]:
 
 
 def _fill_enclosed(grid: Grid) -> Grid:
-    """Black cells from which no path of black cells leads to the border become 4."""
+    """Colour black cells 4 that no path of black cells connects to the border."""
     black, _ = ndimage.label(grid == 0)
     border = np.concatenate([black[0], black[-1], black[:, 0], black[:, -1]])
     return np.where((grid == 0) & ~np.isin(black, border), 4, grid)
 
 
 def _recolour_large(grid: Grid) -> Grid:
-    """Groups of three and more cells of colour 3 become 8."""
+    """Colour groups of three and more cells of colour 3 with 8."""
     groups, _ = ndimage.label(grid == 3)
     sizes = np.bincount(groups.flatten())
     return np.where((groups > 0) & (sizes[groups] >= 3), 8, grid)
@@ -366,7 +366,7 @@ RULES: dict[str, Rule] = {
     "6150a2bd": Rule(
         3, _colourful(3, 3), lambda grid: np.rot90(grid, 2), _symmetry(EVERY_TURN, EVERY_COLOUR)
     ),
-    # Twice beside itself.
+    # Twice side by side.
     "a416b8f3": Rule(
         8, _narrow, lambda grid: np.hstack([grid, grid]), _symmetry(MIRRORS, EVERY_COLOUR)
     ),

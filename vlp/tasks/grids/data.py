@@ -67,8 +67,7 @@ def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
 
 
 def object_boxes(grid: Grid) -> np.ndarray:
-    """Return boxes around the objects of a grid, for ViTARC's object encoding
-    (papers.md#vitarc-v12).
+    """Return boxes of a grid's objects, for ViTARC's object encoding (papers.md#vitarc-v12).
 
     An object is a connected group of cells of one colour, diagonal neighbours included, of any
     colour but the most frequent one (the lowest of several). Boxes come colour by colour, then in
@@ -107,7 +106,7 @@ class GridTaskConfig(Config):
 
     @property
     def allowed(self) -> Symmetry:
-        """The symmetry, as far as it is known."""
+        """Return the known symmetry."""
         if self.symmetry is not None:
             return self.symmetry
         return RULES[self.name].symmetry if self.name in RULES else Symmetry()
@@ -167,7 +166,7 @@ class GridBatch(NamedTuple):
 
 
 def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
-    """One pair as tensors."""
+    """Return a pair as tensors."""
     inputs, outputs = (torch.from_numpy(to_tokens(grid, size)) for grid in pair)
     return GridSample(inputs, outputs, torch.from_numpy(object_boxes(pair.input)), task)
 
@@ -197,7 +196,7 @@ def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
 
 
 def orbits_of_tests(task: ArcTask, symmetry: Symmetry) -> set[object]:
-    """Keys of the test inputs and all their variants, which training must not have."""
+    """Return keys of the test inputs and all their variants, which training must not have."""
     return {orbit(pair.input, symmetry) for pair in task.test}
 
 
@@ -239,7 +238,7 @@ class GridSamples:
 def grid_data(
     tasks: Mapping[str, ArcTask], config: GridDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches."""
+    """Return the training batches."""
     samples = GridSamples(tasks, config)
     collate = partial(collate_grids, config.size)
     return indexed_data(config.samples, samples, collate, config, batch, seed)
@@ -273,7 +272,7 @@ def _usable(task: ArcTask, symmetry: Symmetry, size: int) -> bool:
 
 
 def _require_symmetry(where: str, task: ArcTask, chosen: GridTaskConfig) -> None:
-    """Refuse changes under which a known rule is another one, as the given pairs show it."""
+    """Refuse changes that turn a known rule into another one on the given pairs."""
     if chosen.name not in RULES or chosen.symmetry is None:
         return
     answer = RULES[chosen.name].answer

@@ -72,7 +72,7 @@ class GridEncoderLayer(nn.Module):
         self.feed_forward = FeedForward(width, config.feed_forward)
 
     def forward(self, x: Tensor, context: PositionContext) -> Tensor:
-        """(B, 1 + T, width) -> same shape."""
+        """Encode (B, 1 + T, width) -> same shape."""
         x = x + self.attention(self.attention_norm(x), context=context)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -94,7 +94,7 @@ class GridDecoderLayer(nn.Module):
         self.feed_forward = FeedForward(width, config.feed_forward)
 
     def forward(self, x: Tensor, encoded: Tensor, context: PositionContext) -> Tensor:
-        """(B, T, width) with encoded (B, 1 + T, width) -> (B, T, width)."""
+        """Decode (B, T, width) with encoded (B, 1 + T, width) -> (B, T, width)."""
         x = x + self.attention(self.attention_norm(x), context)
         x = x + self.cross_attention(self.cross_norm(x), encoded)
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -139,13 +139,11 @@ class GridTransformer(nn.Module):
         self.head = nn.Linear(width, tokens)
 
     def forward(self, question: GridQuestion, outputs: Tensor) -> Tensor:
-        """Return logits (B, T, tokens) of every cell given the cells before it in `outputs` (B, T)
-        int64.
-        """
+        """Return logits (B, T, tokens) of cells given earlier cells of `outputs` (B, T) int64."""
         return self.decode(outputs, self.encode(question))
 
     def encode(self, question: GridQuestion) -> Tensor:
-        """States of the task and of the cells, (B, 1 + T, width)."""
+        """Return states of the task and of the cells, (B, 1 + T, width)."""
         cells = self.embedding(self._checked(question.inputs))
         x = torch.cat([self.tasks(question.tasks)[:, None], cells], 1)
         context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=question.boxes)
@@ -156,7 +154,7 @@ class GridTransformer(nn.Module):
         return self.encoder_norm(x)
 
     def decode(self, outputs: Tensor, encoded: Tensor) -> Tensor:
-        """Logits (B, T, tokens) of outputs (B, T), each given those before it."""
+        """Return logits (B, T, tokens) of outputs (B, T), each given the earlier ones."""
         before = functional.pad(self._checked(outputs)[:, :-1], (1, 0), value=self.start)
         x, context = self.embedding(before), PositionContext(grid=self.grid)
         for encoding in self.decoder_places:
@@ -167,12 +165,10 @@ class GridTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, question: GridQuestion) -> Tensor:
-        """Return the likeliest token of every cell after the ones before it, greedily: (B, T)
-        int64.
+        """Return greedily the likeliest token of every cell after earlier ones: (B, T) int64.
 
-        Each cell costs a pass over the whole template, which the encodings' hooks need. A template
-        is the greedy one exactly where the logits of `forward` on it are highest at its tokens: one
-        pass.
+        Each cell costs a pass over the whole template, which the encodings' hooks need. One pass of
+        `forward` tells whether a template is the greedy one: its logits are highest at its tokens.
         """
         encoded = self.encode(question)
         outputs = torch.zeros_like(question.inputs)

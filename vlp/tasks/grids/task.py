@@ -37,7 +37,7 @@ class Grids(VisionTask):
         self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
 
     def forward(self, batch: GridBatch, step: int) -> StepOutput:
-        """The loss in nats a cell, and the shares of right cells and of wholly right templates."""
+        """Compute the loss in nats a cell, and the shares of right cells and templates."""
         with self.autocast(batch.inputs.device):
             logits = self.model(question_of(batch), batch.outputs)
         # In float32 or better, whatever autocast says around it.
@@ -59,6 +59,6 @@ def question_of(batch: GridBatch) -> GridQuestion:
 def build(
     config: GridsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Grids, OrderedData]:
-    """The task and its training data."""
+    """Build the task and its training data."""
     data = grid_data(open_grids(config.data), config.data, batch, seed)
     return Grids(config, precision), data

@@ -1,6 +1,4 @@
-"""Metrics of grounding: overlap of boxes [x, y, width, height] in pixels, and boxes ranked by a
-map.
-"""
+"""Metrics of grounding: overlap of boxes [x, y, width, height] in pixels, and ranks of boxes."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ RIGHT_IOU = 0.5
 def intersection_over_union(
     boxes: NDArray[np.floating], other: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Overlap of (n, 4) boxes with one; 0 where both have no area. Returns (n,)."""
+    """Compute the overlap (n,) of (n, 4) boxes with one; 0 where both have no area."""
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     target = np.asarray(other, dtype=np.float64)
     start = np.maximum(boxes[:, :2], target[:2])
@@ -50,7 +48,7 @@ def box_scores(
 def _covered(
     start: NDArray[np.float64], length: NDArray[np.float64], patches: int, pixels: int
 ) -> NDArray[np.float64]:
-    """Pixels of each patch, along one axis, that each box covers: (boxes, patches)."""
+    """Compute pixels of each patch, along one axis, that each box covers: (boxes, patches)."""
     edges = np.arange(patches + 1) * pixels / patches
     low = np.maximum(start[:, None], edges[:-1])
     high = np.minimum((start + length)[:, None], edges[1:])

@@ -36,7 +36,7 @@ class SharedQueryAttention(nn.Module):
         self.output = nn.Linear(heads * head_width, width, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, T, width) -> (B, T, width)."""
+        """Attend causally, (B, T, width) -> (B, T, width)."""
         query, value = (
             project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.value)
@@ -61,7 +61,7 @@ class ReformerLayer(nn.Module):
         self.feed_forward = FeedForward(width, feed_forward)
 
     def forward(self, x: Tensor, context: PositionContext) -> Tensor:
-        """(B, T, 2 * width), both streams -> same shape; the context is not needed."""
+        """Compute (B, T, 2 * width), both streams -> same shape; the context is ignored."""
         first, second = x.chunk(2, -1)
         first = first + self.attention(self.attention_norm(second))
         second = second + self.feed_forward(self.feed_forward_norm(first))
@@ -138,13 +138,13 @@ class PixelPlaces(nn.Module):
             self.colours = nn.Parameter(0.02 * torch.randn(CHANNELS, share))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, size * size * 3, width) -> same shape."""
+        """Add places to (B, size * size * 3, width) -> same shape."""
         for encoding in self.sequence:
             x = through_call(encoding, PositionEncoding.tokens, x, sequence_context(self.size))
         if self.colours is None:
             return x
         pixel, colour = x.split([self.pixel_width, x.shape[-1] - self.pixel_width], -1)
-        # Three images, one for each channel, whose pixels have the same places.
+        # Three images, one for each channel, with the same places of pixels.
         pixel = pixel.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(0, 1)
         for encoding in self.pixel:
             pixel = through_call(
@@ -171,7 +171,7 @@ class PixelLayer(nn.Module):
         self.feed_forward = FeedForward(width, config.feed_forward)
 
     def forward(self, x: Tensor, context: PositionContext) -> Tensor:
-        """(B, T, width) -> same shape; see `CausalAttention`."""
+        """Compute (B, T, width) -> same shape; see `CausalAttention`."""
         x = x + self.attention(self.attention_norm(x), context)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -219,7 +219,7 @@ class PixelTransformer(nn.Module):
         return self.head(self.norm(x)).unflatten(1, shape)
 
     def nats(self, values: Tensor) -> Tensor:
-        """-ln p of every channel: (B, size, size, 3), in float32; summed, that of the image."""
+        """Return -ln p of every channel: (B, size, size, 3), float32; an image's is the sum."""
         logits = self(values).float()
         return functional.cross_entropy(logits.movedim(-1, 1), values, reduction="none")
 

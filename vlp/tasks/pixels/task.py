@@ -38,7 +38,7 @@ class Pixels(VisionTask):
         self.model = PixelTransformer(config.model, config.data.image_size)
 
     def forward(self, batch: PixelBatch, step: int) -> StepOutput:
-        """The loss in nats a channel, and the same in bits (of this rank's images)."""
+        """Compute the loss in nats a channel, and the same in bits (of this rank's images)."""
         with self.autocast(batch.values.device):
             nats = self.model.nats(batch.values)
         count = torch.tensor(nats.numel(), device=nats.device)
@@ -51,7 +51,7 @@ class Pixels(VisionTask):
 def build(
     config: PixelsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Pixels, OrderedData]:
-    """The task and its training data."""
+    """Build the task and its training data."""
     images = open_labelled(config.data.train, config.data.classes)
     open_labelled(config.data.test, config.data.classes)
     data = pixel_data(images, config.data, batch, seed)

@@ -20,8 +20,7 @@ _BERT_HEAD = {
 
 
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
-    """Copy a public BERT's head of masked language modelling, as ALBEF does; return the copies
-    made.
+    """Copy a public BERT's head of masked language modelling, as ALBEF does; return the copies.
 
     The list is empty where a side lacks the head or sizes differ.
     """

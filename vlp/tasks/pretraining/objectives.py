@@ -36,7 +36,7 @@ from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.teacher import TeacherOutput, gather_keys
 
 TOKENS = frozenset({"image_tokens", "text_tokens"})
-"""Projections of tokens, where the model has some of their own."""
+"""Projections of tokens, where the model has them."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Objective:
     """
 
     on_clean_pairs: ClassVar[bool] = False
-    """True if it runs before the anchor threshold moves, as those on unmasked pairs do."""
+    """True if it runs before the anchor threshold moves, as objectives on unmasked pairs do."""
     in_chunks: ClassVar[bool] = False
     """True if its losses are sums over sample groups, so that it can run on a few at a time."""
     saves_modules: ClassVar[bool] = True

@@ -96,7 +96,7 @@ class PairsTask(Pretraining):
         """Write the model folder; `state` is the full `state_dict` of this task."""
         prefix = "model."
         model = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-        # A head of a task is of no use without its `task.json`; those of pretraining start others.
+        # A task's head is of no use without its `task.json`; pretraining's heads start others.
         start = self.parts.folder
         heads = {} if start is None or has_task(start) else self.parts.heads
         save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess, heads)

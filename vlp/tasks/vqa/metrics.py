@@ -14,7 +14,7 @@ from typing import Literal
 Version = Literal["official", "albef_copy"]
 
 ENOUGH = 3
-"""So many people who agree make an answer right."""
+"""Number of agreeing people that makes an answer right."""
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"none": "0"}

@@ -85,7 +85,7 @@ class Vqa(Distilled, WritingTask):
         most = config.data.max_answer
         self.add_decoder(config.decoder, parts, most)
         self.answer_text = TextProcessor(self.text.tokenizer, most)
-        # What the tokenizer does not tell apart is one answer, the first that is listed.
+        # Answers of equal tokens are one answer, the first in the list.
         by_ids: dict[tuple[int, ...], str] = {}
         for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
             by_ids.setdefault(tuple(ids), answer)

@@ -70,11 +70,11 @@ class Screens(Protocol):
         """Return the number of screens."""
 
     def read(self, number: int) -> Screen:
-        """One of them."""
+        """Read a screen."""
 
 
 def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
-    """The screens of one part."""
+    """Return the screens of one part."""
     if isinstance(config, GeneratedScreensConfig):
         return _Generated(config, part)
     return _Rico(config, part)
@@ -191,7 +191,7 @@ class WidgetText:
         self.special_ids = self._words.special_ids
 
     def words(self, text: str) -> Tensor:
-        """(max_words,) int64 without special tokens."""
+        """Return a text's ids (max_words,) int64 without special tokens."""
         if text not in self._known:
             if len(self._known) == _REMEMBERED:
                 self._known.clear()
@@ -203,7 +203,7 @@ class WidgetText:
         return self._known[text]
 
     def caption(self, text: str) -> Tensor:
-        """(max_caption + 2,) int64: [CLS], word pieces, [SEP], padding."""
+        """Return a caption's ids (max_caption + 2,) int64: [CLS], word pieces, [SEP], padding."""
         return self._captions([text]).text_ids[0]
 
     def sentence(self, ids: Sequence[int]) -> str:
@@ -351,7 +351,7 @@ class WidgetSamples:
         return len(self.screens)
 
     def __call__(self, number: int, rng_for: RngFactory) -> EncodedScreen:
-        """Screen `number`."""
+        """Read and encode screen `number`."""
         screen = self.screens.read(number)
         if not screen.captions:
             raise BadSample("no captions", screen.name)
@@ -365,7 +365,7 @@ class WidgetSamples:
 def widget_data(
     screens: Screens, text: WidgetText, config: WidgetDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of screens."""
+    """Return the training batches of screens."""
     samples = WidgetSamples(screens, text, config)
     return indexed_data(len(samples), samples, Collate(text), config, batch, seed)
 
@@ -409,7 +409,7 @@ class Collate:
         )
 
     def _nothing(self) -> EncodedScreen:
-        """So that every rank runs the same model, also where all its slots are empty."""
+        """Return an empty screen, so that ranks with only empty slots run the same model."""
         one = torch.zeros(1, dtype=torch.int64)
         words = torch.full((1, self._words), self._pad)
         caption = torch.full((1, self._caption), self._pad)

@@ -67,7 +67,7 @@ class _ScreenLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor, context: PositionContext) -> Tensor:
-        """(B, W, width), mask (B, W) -> (B, W, width)."""
+        """Encode (B, W, width) with mask (B, W) -> (B, W, width)."""
         attended = self.attention(self.attention_norm(states), mask=mask, context=context)
         states = states + self.dropout(attended)
         return states + self.dropout(self.feed_forward(self.feed_forward_norm(states)))
@@ -91,7 +91,7 @@ class ScreenEncoder(nn.Module):
             self.trees = nn.ModuleList()
         for table in (self.kinds, self.clickable, *self.trees):
             nn.init.normal_(table.weight, std=0.1)
-        # One of each for every layer; those of tokens act in front of the first.
+        # One of each for every layer; encodings of tokens act in front of the first.
         made = [
             [create_encoding(one, width=width, heads=config.heads) for one in config.positions]
             for _ in range(config.layers)
@@ -192,16 +192,16 @@ class WidgetCaptioner(nn.Module):
         self.output = nn.Linear(width, vocab_size)
 
     def forward(self, batch: WidgetBatch) -> Tensor:
-        """Logits of every caption's next word, (T, L - 1, vocabulary)."""
+        """Return logits of every caption's next word, (T, L - 1, vocabulary)."""
         return self.decode(self.widgets(batch), batch.captions[:, :-1])
 
     def widgets(self, batch: WidgetBatch) -> Tensor:
-        """States of the widgets that are captioned, (T, width)."""
+        """Return states of the captioned widgets, (T, width)."""
         screen, widget = batch.targets.unbind(-1)
         return self.encoder(batch, self.words)[screen, widget]
 
     def decode(self, states: Tensor, ids: Tensor) -> Tensor:
-        """Logits of the words after ids (T, L), of widgets (T, width): (T, L, vocabulary)."""
+        """Return logits (T, L, vocabulary) of the words after ids (T, L), of widgets (T, width)."""
         length, memory = ids.shape[1], states[:, None]
         places = torch.arange(length, device=ids.device)
         said = self.words(ids) + sinusoid(places, states.shape[-1])

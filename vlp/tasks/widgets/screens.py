@@ -276,7 +276,7 @@ def _tabs(rng: np.random.Generator, height: int) -> _Node:
 
 
 def _messages(rng: np.random.Generator, area: Box) -> _Node:
-    """Rows with an image, a line, and a button that deletes; the line may hold no text."""
+    """Draw rows with an image, a line, and a button that deletes; the line may hold no text."""
     count = _between(rng, 2, 6)
     names = rng.choice(NAMES, count, replace=False) if rng.random() < 0.5 else None
     flipped = rng.random() < 0.5
@@ -313,7 +313,7 @@ def _switches(rng: np.random.Generator, area: Box) -> _Node:
 
 
 def _sliders(rng: np.random.Generator, area: Box) -> _Node:
-    """Every slider lies under its label, and is as wide as the list."""
+    """Draw sliders, each under its label and as wide as the list."""
     count = _between(rng, 2, 5)
     labels = rng.choice(SETTINGS, count, replace=False)
 
@@ -355,7 +355,7 @@ def _rows(
 
 
 def _ends(box: Box, side: int, flipped: bool) -> tuple[Box, Box]:
-    """Squares at both ends of a row: where it begins, and where it can be acted upon."""
+    """Return squares at both ends of a row: its beginning, and its place for actions."""
     y = (box[1] + box[3] - side) // 2
     ends = (
         (box[0] + 20, y, box[0] + 20 + side, y + side),
@@ -392,7 +392,7 @@ def _between(rng: np.random.Generator, low: int, high: int) -> int:
 def _written(
     node: _Node, path: str, rng: np.random.Generator, captions: dict[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """A node of RICO's JSON with its children in random order; fills in captions by path."""
+    """Return a node of Rico's JSON with shuffled children, and add captions by path."""
     if node.captions:
         captions[path] = node.captions
     order: Sequence[int] = rng.permutation(len(node.children)).tolist()

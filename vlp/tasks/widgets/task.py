@@ -63,7 +63,7 @@ class Widgets(VisionTask):
         )
 
     def forward(self, batch: WidgetBatch, step: int) -> StepOutput:
-        """Cross-entropy per word piece in nats, and the share of pieces predicted right."""
+        """Compute cross-entropy per word piece in nats, and the share of pieces predicted right."""
         with self.autocast(batch.boxes.device):
             logits = self.model(batch)
         labels = batch.captions[:, 1:]
@@ -90,7 +90,7 @@ class Widgets(VisionTask):
         return cls(config, WidgetText(tokenizer, data.max_words, data.max_caption))
 
     def _regulariser(self, like: Tensor) -> Loss:
-        """KL of every regularised encoding's frequencies, summed (Eq. 10)."""
+        """Sum the KL of every regularised encoding's frequencies (Eq. 10)."""
         terms = [
             encoding("regulariser")
             for encoding in self.model.modules()
@@ -103,7 +103,7 @@ class Widgets(VisionTask):
 def build(
     config: WidgetsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Widgets, OrderedData]:
-    """The task and its training data."""
+    """Build the task and its training data."""
     data = config.data
     screens = open_screens(data.screens, "train")
     open_screens(data.screens, "test")
