@@ -152,9 +152,7 @@ class SemanticPosition(PositionEncoding):
         self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return minus the distances of Eq. 15 over axes and modes: (B, heads, T, T), queries'
-        type.
-        """
+        """Return minus the distances of Eq. 15 over axes and modes: (B, heads, T, T)."""
         grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])
         prefix = context.prefix_tokens
         queries, keys = full_precision(query[..., prefix:, :], key[..., prefix:, :])

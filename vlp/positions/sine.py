@@ -94,14 +94,13 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
 
 
 class SinePosition(TokenEncoding):
-    """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of each coordinate, concatenated
-    (papers.md#fourier-f12).
+    """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of coordinates (papers.md#fourier-f12).
 
-    `sine-1d` numbers the tokens after the prefix, on a grid in raster order. `sine-2d` gives half
-    of the channels to the row and half to the column; `sine-4d` a quarter each to top, left, bottom
-    and right of a box, in Li et al.'s order. On a plain grid each patch is its own box. With `mlp`
-    the sinusoids pass the MLP of the Fourier encoder ('Sine + MLP'), all at once or in groups of
-    coordinates that share it ('Sine-4D+MLP-2/2').
+    The coordinates' parts are concatenated. `sine-1d` numbers the tokens after the prefix.
+    `sine-2d` gives half of the channels to the row and half to the column; `sine-4d` a quarter each
+    to top, left, bottom and right of a box, in Li et al.'s order. On a plain grid each patch is its
+    own box. With `mlp` the sinusoids pass the MLP of the Fourier encoder ('Sine + MLP'), all at
+    once or in groups of coordinates that share it ('Sine-4D+MLP-2/2').
 
     Coordinates count patches by default, as Eq. 1 counts tokens and as Reformer and ViTARC count
     pixels. `extent` normalises them: 2 pi is DETR's range, 100 the paper's widget captioning.

@@ -130,7 +130,7 @@ def _named(layers: list[SetLosses]) -> dict[str, Loss]:
 
 
 def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
-    """Require that a square of this size fits, and the widest and highest image if shapes differ."""
+    """Require that squares of this size fit, and if shapes differ the widest and highest image."""
     shapes = [(size, size)]
     if data.shapes_differ:
         shapes += [(size, data.longest), (data.longest, size)]

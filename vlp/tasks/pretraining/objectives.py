@@ -94,8 +94,7 @@ class Objective:
     taught: ClassVar[bool] = False
     """True if the momentum teacher has a copy of its modules."""
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
-    """Those of these parts that have a gradient of it; a part that no objective trains is frozen,
-    as an engine would let weight decay shrink it."""
+    """Parts with a gradient of it; other parts are frozen, else weight decay would shrink them."""
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         self.settings, self.objectives = settings, objectives
