@@ -186,7 +186,7 @@ def import_albef(folder: Path) -> types.ModuleType:
         raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
     with ExitStack() as stack:
         for place, stand_ins in STAND_INS.items():
-            # Entered in a dictionary, so that what is not there need not be.
+            # By dictionary, as a missing name cannot be patched as an attribute.
             names = vars(importlib.import_module(f"transformers.{place}"))
             stack.enter_context(mock.patch.dict(names, stand_ins))
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))

@@ -298,7 +298,7 @@ def watched_steps(
         batch: of `config.training.batch` rows, on the CPU.
     """
     data = WatchedData(batch, config.training.batch, watch)
-    patience = patch.object(loop, "MAX_NON_FINITE", 10**6)  # what is learnt does not matter
+    patience = patch.object(loop, "MAX_NON_FINITE", 10**6)  # the learnt weights do not matter
     with patience, tempfile.TemporaryDirectory() as folder, suppress(EnoughSteps):
         config = config.model_copy(update={"output": folder})
         engine = DdpEngine(task, config.training)

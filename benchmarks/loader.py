@@ -483,7 +483,7 @@ def prepared(
             make_shards(shards, samples)
         check_shards(shards, batch, workers)
         save_vocabulary(shards, folder / "vocabulary", TOKENS)
-        keep_freed_memory()  # as training does in its main process; what is forked inherits it
+        keep_freed_memory()  # as training does in its main process; forks inherit it
         try:
             yield Settings(shards, folder / "vocabulary", size, batch, workers), folder
         except ImportError as error:

@@ -127,7 +127,7 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     for name in names:
         (corpus / name).symlink_to(folder / ONE / entry.name)
     write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
-    # A file with holes: what is not written takes no room.
+    # A sparse file: unwritten parts take no space.
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
     sampler = scale.sampler()
     for consumed in (0, scale.random_place()):
@@ -306,7 +306,7 @@ def scale(
     mixed = mixing(size)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         make_corpus(Path(place), size, ranks // 2)
-        # A process of its own, whose memory is that of a rank alone.
+        # A separate process has the memory of one rank alone.
         alone = Executor(1, fresh=True)
         [start] = alone.map(partial(start_one, Path(place), size), [ranks // 2])
     figures = [

@@ -55,7 +55,8 @@ class FeatureFiles:
     def finish(self, refers: Mapping[str, str] | None = None) -> dict[str, int]:
         """Merge the ranks' files under their final names, and return the rows of each.
 
-        refers: name -> another name, to whose rank-local rows its lines refer; they are renumbered.
+        refers: name -> another name, the target of its rank-local row numbers, which are
+        renumbered.
         """
         ranks = self._ranks
         written = ranks.map_blocks(ranks.world_size, lambda _: self._rows)

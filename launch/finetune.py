@@ -128,7 +128,7 @@ def select(
         try:
             selection.require(validate(limit=tried))
         except (ConfigError, EvaluationError):
-            selection.require(validate())  # the first ones may lack what the others have
+            selection.require(validate())  # the first samples may lack annotations
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection

@@ -139,7 +139,7 @@ def recalls(
             workers=readers(config),
             resamples=1,
         ),
-        match_batch=64,  # beside a training there is little memory left
+        match_batch=64,  # a training leaves little memory
         rerank=chosen.rerank,
         features=chosen.features or (),
     )

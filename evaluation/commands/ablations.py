@@ -50,7 +50,7 @@ def ablate(
     from evaluation.ablations.config import AblationConfig
     from vlp.config import config_file, load_config
 
-    config = config_file(config)  # which the configurations of its trainings lie beside
+    config = config_file(config)  # its folder holds the training configurations
     ablation = load_config(config, AblationConfig, overrides or ())
     _run(ablation, config, only, plan=plan, report=report)
 

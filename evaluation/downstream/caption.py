@@ -81,7 +81,7 @@ class CaptionEvaluation(TaskEvaluation):
         self, task: CaptionTask, rows: Sequence[Row], resamples: int, **options: Any
     ) -> Scored:
         """Compute the figures; samples that show the same image are one unit of the intervals."""
-        # Once on one rank: Java takes its time, and the tokeniser writes beside its own files.
+        # Once on one rank: Java takes its time, and the tokeniser writes into its program folder.
         (scored,) = Ranks.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, each, notes = scored
         figures = clustered_figures(each, [row["image"] for row in rows], {}, resamples)

@@ -210,7 +210,7 @@ def _named(
     chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])
     masked = tokens.text_ids.masked_fill(chosen, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
-    # The masked words are words still: what they could be is looked for in the image.
+    # Masked words still count as words, to be predicted from the image.
     crossed = model.cross(images.select(image), texts.select(caption), need_image=False)
     embedding = model.text_encoder.word_table
     logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)

@@ -87,7 +87,7 @@ def train(
     try:
         values, _ = read_values(config)
     except ConfigError:
-        values = {}  # the training says what is wrong with it
+        values = {}  # the training reports errors in it
     task = values.get("task")
     if isinstance(task, dict) and task.get("kind") in task_kinds():
         kind = task["kind"]
@@ -147,7 +147,7 @@ def _load_plugins_of(config: Path) -> None:
     """Import the plugins that a configuration names, for they may register its task."""
     from vlp.config import ConfigError, load_plugins, read_values
 
-    with suppress(ConfigError):  # the training says what is wrong with the file
+    with suppress(ConfigError):  # the training reports errors in the file
         load_plugins(map(str, read_values(config)[0].get("plugins") or ()))
 
 

@@ -177,7 +177,7 @@ class AnswerDecoder(nn.Module):
         return embedding if self.embedding is None else self.embedding
 
 
-# Cross-attention has no counterpart in BERT, the output layer none in an encoder.
+# BERT has no cross-attention, and an encoder no output layer.
 _CROSS = (r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
 _HEAD = r"head\."
 
@@ -201,7 +201,7 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
                 f"decoder.heads={there}"
             )
         own, unused, more = _bert_layers(decoder, bert.state, config.weights)
-        # BERT's own words are those of the text encoder, before it was pretrained further.
+        # BERT's word embedding is the text encoder's before further pretraining.
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":
         own, unused, more = _cross_layers(decoder, model)

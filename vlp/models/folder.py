@@ -223,7 +223,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         r"anchor_threshold$": model.config.cross.anchor_options.threshold is not None,
     }
     own_start = tuple(pattern for pattern, keeps in kept.items() if keeps)
-    # By this model's names; those of `unused` are the folder's.
+    # By this model's names; `unused` has the folder's.
     extra = [
         name
         for name in found

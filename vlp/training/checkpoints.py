@@ -135,7 +135,7 @@ class Checkpoints:
             lines = (f"{digest}  {file}\n" for file, digest in sorted(sums.items()))
             _write_text(partial / SUMS, "".join(lines))
             sync_path(partial)
-            # The same step, after a fall-back or a validation, replaces what is there.
+            # The same step, after a fall-back or a validation, replaces the older folder.
             replace_folder(partial, self._folder / name)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

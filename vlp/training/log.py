@@ -120,7 +120,7 @@ class MlflowTracker:
         for start in range(0, len(kept), _MLFLOW_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_AT_ONCE])
         self._client.delete_run(former)
-        if "MLFLOW_TRACKING_URI" not in os.environ:  # what is deleted would stay in the file
+        if "MLFLOW_TRACKING_URI" not in os.environ:  # deleted rows would stay in the file
             with closing(sqlite3.connect(folder.path / "mlflow.db")) as database, database:
                 database.execute("delete from metrics where run_uuid = ?", (former,))
 

@@ -127,7 +127,7 @@ def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW
 def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
     """Create zero moments at once, so that loading a checkpoint need not wait for a first step."""
     for parameter in parameters:
-        # PyTorch keeps the count beside the weights when AdamW is fused, else on the CPU.
+        # PyTorch keeps the count on the weights' device when AdamW is fused, else on the CPU.
         place = parameter.device if optimiser.defaults.get("fused") else "cpu"
         optimiser.state[parameter] = {
             STEP: torch.zeros((), dtype=torch.float32, device=place),

@@ -150,7 +150,7 @@ class Watchdog:
         sign = Sign(number, this_host(), *place)
         if store is None:
             return [sign]
-        # A store whose process is stopped answers nothing, and no call of it times out.
+        # A stopped store never answers, and calls to it have no timeout.
         silence = f"the store of the ranks, at rank 0 or its launcher, is silent for {patience:g} s"
         alarm = threading.Timer(patience, self._say, [silence])
         if self._rank == 1:

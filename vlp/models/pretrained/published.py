@@ -243,7 +243,7 @@ def _from_hub(name: str) -> tuple[Path, Path]:
             try:
                 return config, Path(hf_hub_download(name, file))
             except EntryNotFoundError as error:
-                # Without a network, what is not in the cache may be on the hub all the same.
+                # Without a network, a name missing in the cache may still be on the hub.
                 last = error
     except Exception as error:  # of the name, the network, the service or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

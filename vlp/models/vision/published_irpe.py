@@ -78,7 +78,7 @@ def from_published(
         table = weight if match["role"] == "v" else weight.transpose(1, 2)
         encoding = f"{match['layer']}positions.0"
         if match["role"] == "q" and encoding not in transposed:
-            # Offsets of j, i are those of i, j with other signs; the prefix bucket comes last.
+            # Offsets of j, i are the negated offsets of i, j; the prefix bucket comes last.
             table = table.clone()
             table[:, :-1] = table[:, :-1].flip(1)
         found[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()

@@ -86,7 +86,7 @@ def compile_task(
         compile_regions(None)
         return
     require_compiler(how)
-    import torch._dynamo  # a second or two: none of the runs that stay as they are
+    import torch._dynamo  # a second or two, which uncompiled runs save
     import torch._functorch.config
 
     options: dict[str, Any] = {"backend": backend}
