@@ -90,10 +90,13 @@ def tiny(batch: int, **objectives: object) -> PretrainConfig:
 
 @pytest.mark.parametrize("world", [64, 1024])
 def test_the_task_itself_makes_few_calls_whose_bytes_grow_with_the_batch(world: int) -> None:
-    """Of each pair two keys of 8 float32, an id and a mark; counts of 7 losses, int64."""
+    """Of each pair two keys of 8 float32, ids of image and caption, a mark; counts of 7 losses."""
     trace = task_collectives(tiny(GROUP * world), world)
     assert trace.calls == {"all_gather": 2, "all_reduce": 1}
-    assert trace.bytes == {"all_gather": GROUP * world * (2 * 8 * 4 + 8 + 8), "all_reduce": 8 * 7}
+    assert trace.bytes == {
+        "all_gather": GROUP * world * (2 * 8 * 4 + 2 * 8 + 8),
+        "all_reduce": 8 * 7,
+    }
 
 
 def added(said: str) -> dict[str, dict[str, int]]:

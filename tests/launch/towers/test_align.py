@@ -141,7 +141,8 @@ def noisy_pairs(count, seed=0):
         own = 0.6 * torch.randn(count, 20, generator=generator)
         noise = torch.randn(count, 40, generator=generator)
         sides.append(torch.cat([(shared + own) * strength, noise], 1))
-    return (*sides, torch.arange(count) // 4)
+    ids = torch.stack([torch.arange(count) // 4, torch.arange(count)], 1)
+    return (*sides, ids)
 
 
 def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 import vlp
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
+from vlp.data.text.tokenizer import TextProcessor, bert_tokenizer
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.load import load_public_weights
@@ -90,7 +91,12 @@ def test_folder_of_a_trained_model_is_whole_without_the_hub(tmp_path):
     model = VLPModel(config).eval()
     load_public_weights(model)
     assert model.config.text.architecture["model_type"] == "roberta"
-    text = tiny_text()
+    # RoBERTa pads with 1.
+    words = sorted(tiny_text().tokenizer.get_vocab(), key=lambda word: word != "[UNK]")
+    words.remove("[PAD]")
+    words.insert(1, "[PAD]")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    text = TextProcessor(bert_tokenizer(vocabulary), 12)
     save_pretrained(own, model.config, model.state_dict(), text, Preprocessing(16))
     for file in public.iterdir():
         file.unlink()
