@@ -1,4 +1,4 @@
-"""Recall at k in both directions of retrieval, and bootstrap intervals for means over clusters.
+"""Ranks, recall by chance, and bootstrap intervals for means over clusters.
 
 A rank is the number of wrong candidates before the best right one, ties included, so that ties,
 common in half precision, never inflate a figure. Figures are shares between 0 and 1.
