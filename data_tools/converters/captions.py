@@ -75,7 +75,6 @@ class _CocoImage(Row):
 
 
 class _Caption(Row):
-    id: int
     image_id: int
     caption: str | None
 

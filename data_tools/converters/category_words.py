@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenizers import normalizers, pre_tokenizers
 
 from data_tools.rows import Faults, Row, members, parsed, read_json
+from vlp.config import ConfigError
 from vlp.data.schema import Box, Word
 
 KIND, SEVERAL = "object", "objects"
@@ -56,6 +57,7 @@ PLURALS = {  # irregular
 
 class _WordsImage(Row):
     id: int
+    file_name: str = ""
     width: int
     height: int
 
@@ -76,6 +78,7 @@ class CategoryWords:
     """The objects of COCO's instances_*.json (gzipped or not), and the words that name them."""
 
     def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
+        self._files: dict[int, str] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
         self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
@@ -149,6 +152,11 @@ class CategoryWords:
                 for form in (last, *plurals):
                     self._names[*first, form] = category.name
         for image in parsed(members(content, path, "images"), _WordsImage, faults):
+            if self._files.setdefault(image.id, image.file_name) != image.file_name:
+                raise ConfigError(
+                    f"{path}: image id {image.id} is another image's in another file; convert "
+                    "each split by itself"
+                )
             self._sizes[image.id] = image.width, image.height
         for one in parsed(members(content, path, "annotations"), _Object, faults):
             name = names.get(one.category_id, str(one.category_id))

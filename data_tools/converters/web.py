@@ -30,6 +30,7 @@ from data_tools.originals import ImageLocation, Originals
 from data_tools.rows import Row, WrongFile, explained, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
+from vlp.data import file_names
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import IMAGES
@@ -42,7 +43,7 @@ GOOGLE = (
     "owners'"
 )
 
-_EXTENSIONS = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif")
+_EXTENSIONS = ("", *file_names.IMAGES)
 _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
 
 

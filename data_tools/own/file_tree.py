@@ -196,7 +196,8 @@ class FileTree(Originals):
 
     def _add(self, name: str, found: FoundFile) -> None:
         path = "/".join(part for part in (self._prefix, found.folder, name) if part)
-        parts = path.split("/")
+        parts = [part for part in path.split("/") if part != "."]  # a zip may hold `./a.jpg`
+        path = "/".join(parts)
         if any(part.startswith(".") for part in parts if part != "..") or "__MACOSX" in parts:
             return
         if len(self._files) >= MAX_ARCHIVE_MEMBERS:

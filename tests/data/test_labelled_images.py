@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from vlp.config import ConfigError
+from vlp.data.boxes import turn_of
 from vlp.data.labelled_images import open_labelled
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
@@ -220,3 +221,25 @@ def test_augmentation_is_a_function_of_its_draws(folder, augment):
     others = [samples.pixels(image, rng_for(seed)) for seed in range(2, 8)]
     assert any(not torch.equal(one, other) for other in others)
     assert torch.isfinite(torch.stack(others)).all()
+
+
+def test_a_picture_beside_class_folders_makes_no_class_of_all(tmp_path):
+    for name in ("logo.png", "cat/1.png", "dog/1.png"):
+        file = tmp_path / "set" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(file)
+    with pytest.raises(ConfigError, match=r"logo\.png lies beside"):
+        open_labelled(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("upright", "drawn_on", "orientation", "turn"),
+    [
+        ((640, 427), (6000, 4000), 1, 1),  # annotated on a reduced copy, rounded to whole pixels
+        ((6000, 4000), (640, 427), 1, 1),
+        ((80, 40), (40, 80), 1, None),
+        ((80, 40), (40, 80), 6, 6),
+    ],
+)
+def test_boxes_belong_to_images_of_their_shape(upright, drawn_on, orientation, turn):
+    assert turn_of(upright, drawn_on, orientation) == turn

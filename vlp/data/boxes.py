@@ -53,4 +53,5 @@ def shares(corners: Corners, drawn_on: Size, orientation: int) -> Corners:
 
 def _has_shape(size: Size, shape: Size) -> bool:
     scale = max(size[0] / shape[0], size[1] / shape[1])
-    return max(abs(side - scale * other) for side, other in zip(size, shape)) <= _SHAPE_ROUNDING
+    missed = max(abs(side - scale * other) for side, other in zip(size, shape))
+    return missed <= _SHAPE_ROUNDING * max(1.0, scale)  # either may be rounded to whole pixels

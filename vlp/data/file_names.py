@@ -21,7 +21,7 @@ _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words
 
 def split_of(name: object) -> str | None:
     """Return train, val or test if a word of a name says so: `cc3m-train-0000.tar`, `val2017`."""
-    words = re.split(r"[-_./\\\d]+", str(name).strip().lower())
+    words = re.split(r"[-_./\\\s()\d]+", str(name).strip().lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 

@@ -164,7 +164,12 @@ def _labels(
         raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
     above = os.path.commonpath([name.parent for name in found])
     shared = len(PurePath(above).parts)
-    if any(str(name.parent) == above for name in found):
+    if beside := [name for name in found if str(name.parent) == above]:
+        if wanted is None and len({name.parent for name in found}) > 2:
+            raise ConfigError(
+                f"{where}: {beside[0]} lies beside folders of images; move it away, or name the "
+                "classes in data.classes"
+            )
         shared -= 1  # images of one class alone
     names = [
         next((part for part in name.parts[:-1] if part in (wanted or ())), name.parts[shared])

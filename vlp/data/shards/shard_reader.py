@@ -42,6 +42,7 @@ from vlp.data.shards.remote import (
 from vlp.data.shards.sample_files import (
     IMAGES,
     BadSample,
+    Contents,
     DataError,
     RawSample,
     Reader,
@@ -171,6 +172,7 @@ class ShardIndex:
         self._rows_sought = False
         self._scans: LRUCache[_Rows] = LRUCache(_SCANS_KEPT)
         self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
+        self._lists: LRUCache[Contents] = LRUCache(1)  # of a shard whose keys repeat
         kept = _CACHED_FILES_KEPT
         if not isinstance(place, CachedFolder):
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -305,7 +307,8 @@ class ShardIndex:
             if blocks:
                 (samples, problem, _), read = file.samples_at(start * BLOCK, blocks * BLOCK)
             else:  # the sample's own bytes do not say if its key came before
-                (samples, problem, _), read = file.list_samples(), file.content
+                listed = self._lists.get(shard_number, file.list_samples)
+                (samples, problem, _), read = listed, file.content
                 samples = samples[sample_number : sample_number + 1]
         except OSError as error:
             where = f"{self.folder / entry.name}, {place}"
