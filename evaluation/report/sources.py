@@ -14,7 +14,7 @@ from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted_values
 from vlp.models.folder import WEIGHTS
-from vlp.models.pretrained.local_copy import CONFIG
+from vlp.models.pretrained.local_copy import CONFIG, results_folder
 from vlp.tasks.downstream.task import TASK
 from vlp.training.run_folder import read_log
 
@@ -180,7 +180,8 @@ def _mapping(file: Path, source: Source) -> dict[str, Any]:
 
 def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
     seen = {CONFIG, TASK, "report.json"}
-    for place in (folder, folder / "evaluation", *(folder / m / "evaluation" for m in _MODELS)):
+    inner = (p for m in _MODELS for p in (folder / "evaluation" / m, folder / m / "evaluation"))
+    for place in (folder, results_folder(folder), folder / "evaluation", *inner):
         for file in sorted(place.glob("*.json")):
             # Results of the best model come first; the last one's would say the same again.
             if file.name not in seen and (result := read_result(file, source)) is not None:

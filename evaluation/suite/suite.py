@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -235,7 +236,8 @@ def model_of(job: Job, model: str | None) -> Path | OtherModel:
 
 def _stamps(place: Path) -> str:
     """Hash names, sizes and times of a file, or of a folder and its class folders."""
-    files = sorted([*place.glob("*"), *place.glob("*/*")]) if place.is_dir() else [place]
+    found = (Path(f) / n for f, _, names in os.walk(place, followlinks=True) for n in names)
+    files = sorted(found) if place.is_dir() else [place]
     stamps = []
     for file in files:
         if file.is_file():

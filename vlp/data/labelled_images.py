@@ -171,10 +171,11 @@ def _labels(
                 "classes in data.classes"
             )
         shared -= 1  # images of one class alone
-    names = [
-        next((part for part in name.parts[:-1] if part in (wanted or ())), name.parts[shared])
-        for name in found
-    ]
+    names = []
+    for name in found:
+        # The folder that differs counts first: a class may be named like a folder above.
+        candidates = (name.parts[shared], *name.parts[:-1])
+        names.append(next((part for part in candidates if part in (wanted or ())), candidates[0]))
     classes = tuple(wanted or sorted(set(names)))
     if unknown := sorted(set(names) - set(classes)):
         raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")

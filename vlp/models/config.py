@@ -372,9 +372,13 @@ class ImageConfig(Config):
         """Accept timm's arguments in `architecture` as `architecture_options`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
-        options = {"name": values.get("architecture"), **(values["architecture_options"] or {})}
+        options, tower = values["architecture_options"], values.get("architecture")
         plain = {key: value for key, value in values.items() if key != "architecture_options"}
-        return plain | {"architecture": options}
+        if not options:
+            return plain
+        if not isinstance(tower, str):
+            raise ValueError("architecture_options are of a tower; name it in architecture")
+        return plain | {"architecture": {"name": tower, **options}}
 
     @model_validator(mode="after")
     def _possible(self) -> ImageConfig:

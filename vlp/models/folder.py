@@ -1,7 +1,7 @@
 """The public model folder: weights, configuration, tokenizer and preprocessing.
 
 Files: `model.safetensors`, `config.json`, the tokenizer's files, `processor_config.json`, and after
-pretraining `heads.safetensors`. `vlp.tasks.serving` opens it with transformers' classes.
+pretraining `heads.safetensors`. `vlp.serving` opens it with transformers' classes.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def test_refused_at_once(name: str, decode: type) -> None:
     unreadable = name == "scans of one colour each"
     assert bad.value.kind == ("unreadable image" if unreadable else "image too large")
     assert "\n" not in str(bad.value)
-    assert seconds < 0.5
+    assert seconds < 3
     assert peak < 20_000_000 + 4 * len(HOSTILE[name])
 
 

@@ -22,6 +22,7 @@ from evaluation.results import Figure, Table
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.data.schema import Annotation
+from vlp.models.pretrained.local_copy import results_folder
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.downstream.task import start_parts
@@ -87,7 +88,7 @@ def pretrained(tmp_path_factory, model_folder, scene_shards):
     found = evaluate_retrieval(
         vlp.load(str(run / "model")), [scene_shards], rerank=4, options=EvalOptions(resamples=50)
     )
-    found.save(run / "model" / "evaluation")
+    found.save(results_folder(run / "model"))
     return run, found
 
 

@@ -166,11 +166,14 @@ def check_text_tower(
     if there is None:
         return ["the source does not tell its heads and functions: taken as text.architecture's"]
     ours = transformers_config(config.text)
-    theirs = transformers_config(config.text.model_copy(update={"architecture": dict(there)}))
+    # Old configurations do not name their type, and hold keys that no class reads.
+    settings = {"model_type": ours.model_type, **there}
+    theirs = transformers_config(config.text.model_copy(update={"architecture": settings}))
     here, other = ours.to_dict(), theirs.to_dict()
     if ours.model_type != theirs.model_type:
         here, other = {"model_type": ours.model_type}, {"model_type": theirs.model_type}
-    keys = [key for key in other if key == "pad_token_id" or not _OF_TRAINING.fullmatch(key)]
+    compared = (key for key in other if key in here)
+    keys = [key for key in compared if key == "pad_token_id" or not _OF_TRAINING.fullmatch(key)]
     _require_equal(
         [(f"text.architecture.{key} is", other[key], here.get(key)) for key in keys], source
     )

@@ -191,8 +191,9 @@ def network_settings(network: nn.Module) -> dict[str, str]:
     found = {}
     for name, module in network.named_modules():
         # A class with position encodings is made of timm's.
-        kind = next(one for one in type(module).__mro__ if "." in one.__module__)
-        if kind.__name__ in _IDLE or kind.__module__.startswith("vlp."):
+        bases = (one for one in type(module).__mro__ if not one.__module__.startswith("vlp."))
+        kind = next(one for one in bases if "." in one.__module__)
+        if kind.__name__ in _IDLE:
             continue
         plain = not (list(module.parameters()) or list(module.children()))
         found[f"{name} is"] = str(module) if plain else kind.__name__

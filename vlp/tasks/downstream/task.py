@@ -214,8 +214,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         start: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
             positions are resampled; encodings and projections that the folder lacks start anew.
-            Retrieval and grounding move an unset anchor threshold on to `DELTA`; tasks with a head
-            leave it.
+            An unset anchor threshold becomes `DELTA`; retrieval and grounding then move it on, and
+            tasks with a head leave it.
     """
     try:
         folder = local_folder(start)
