@@ -3,13 +3,11 @@
 Commands: examples/colour_task.yaml. An explanation: docs/how-to/add-a-task.md.
 """
 
-from collections import namedtuple
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Scored, TaskEvaluation
@@ -28,10 +26,6 @@ class ColourConfig(DownstreamConfig):
     kind: Literal["colour"] = "colour"
 
 
-# pixels (3, H, W); label: index in COLOURS, None without one, as in a test set
-Example = namedtuple("Example", "pixels label")
-
-
 class Batch(NamedTuple):
     pixels: Tensor  # (B, 3, H, W)
     labels: Tensor  # (B,), -1 without a label
@@ -42,20 +36,21 @@ class Batch(NamedTuple):
         return moved(self, device)
 
 
-class ColourData(DownstreamDataset):
+class ColourData(DownstreamDataset):  # of examples (pixels (3, H, W), colour or None)
     def make(self, item, number, rng_for=None):
         words = " ".join(captions_of(item.raw.annotation)).lower().split()
-        label = next((COLOURS.index(word) for word in words if word in COLOURS), None)
+        colour = next((word for word in words if word in COLOURS), None)
         image = decoded(item.raw, 1)
-        return Example(self.prepare(image, "", number, rng_for)[0], label)
+        return self.prepare(image, "", number, rng_for)[0], colour
 
     def blank(self):  # takes the place of a sample that could not be read
         size = self.prepare.evaluate.image_size
-        return Example(torch.zeros(3, size, size), None)
+        return torch.zeros(3, size, size), None
 
     def batch(self, examples, valid, skipped):
-        labels = torch.tensor([-1 if e.label is None else e.label for e in examples])
-        return Batch(torch.stack([e.pixels for e in examples]), labels, valid, skipped)
+        pixels, colours = zip(*examples)
+        labels = [COLOURS.index(colour) if colour else -1 for colour in colours]
+        return Batch(torch.stack(pixels), torch.tensor(labels), valid, skipped)
 
 
 class ColourTask(Downstream):
@@ -73,7 +68,7 @@ class ColourTask(Downstream):
 
     def forward(self, batch, step):
         logits, labels = self.logits(batch), batch.labels
-        loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        loss = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
         return self.step_output({"colour": Loss(loss, batch.valid.sum())})
 
     def predict(self, batch):
@@ -90,9 +85,8 @@ class ColourEvaluation(TaskEvaluation):
     kind, title = "colour", "Colours"
 
     def row(self, task, item, example, prediction):
-        label = None if example.label is None else COLOURS[example.label]
         ids = {"key": item.raw.key, "image": item.raw.image_name}
-        return ids | {"prediction": prediction, "label": label}
+        return ids | {"prediction": prediction, "label": example[1]}
 
     def score(self, task, rows, resamples, **options):
         right = {"accuracy": np.array([row["label"] == row["prediction"] for row in rows])}
