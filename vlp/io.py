@@ -46,23 +46,30 @@ _PLACE = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+)
 _PARAMETER = re.compile(r";[\w.~-]+=(?!\$\{\w+\})[^;/\s]+")
 _NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
 _NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
-_LONG_TEXT, _LONG_BYTES = re.compile(r"\d{19}"), re.compile(rb"\d{19}")
-_HALF_TEXT, _HALF_BYTES = re.compile(r"\\u[dD]"), re.compile(rb"\\u[dD]")
+_LONG = re.compile(r"\d{19}")
+_SURROGATE = re.compile(r"\\u[dD]")
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(u[dD][89a-fA-F][\da-fA-F]{2})|.)"
+)
 
 
-def parse_json(content: str | bytes) -> Any:
+def parse_json(content: str | bytes, errors: str = "strict") -> Any:
     """Parse untrusted JSON; JSONDecodeError or UnicodeDecodeError for anything invalid.
 
     Deep nesting, integers beyond 64 bits and lone surrogates are invalid, too.
+
+    Args:
+        errors: as of `open`; any but "strict" also replaces escapes of lone surrogates by U+FFFD.
     """
     try:
-        # Both cost time, so they are done only where there may be such a number or such a text.
         if isinstance(content, bytes):
-            long, half = bool(_LONG_BYTES.search(content)), bool(_HALF_BYTES.search(content))
-        else:
-            long, half = bool(_LONG_TEXT.search(content)), bool(_HALF_TEXT.search(content))
-        value = json.loads(content, parse_int=_int64 if long else None)
-        if half:
+            content = content.decode(json.detect_encoding(content), errors)
+        # Both checks cost time, so they run only where there may be such a number or escape.
+        surrogate = bool(_SURROGATE.search(content))
+        if surrogate and errors != "strict":
+            content = _ESCAPE.sub(lambda m: r"\ufffd" if m[1] else m[0], content)
+        value = json.loads(content, parse_int=_int64 if _LONG.search(content) else None)
+        if surrogate and errors == "strict":
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -119,6 +119,12 @@ def test_integers_up_to_64_bits_are_kept() -> None:
     assert parse_json('"\\ud83d\\ude00"') == "\U0001f600"
     with pytest.raises(json.JSONDecodeError, match="surrogates"):
         parse_json('{"a": ["\\uD800"]}')
+    halves = rb'"\\ud83d\ude00\ud83d \ude00 \\\ud83d \uD83D\uDE00 \uDC80 ' + b'\xff"'
+    assert (
+        parse_json(halves, "replace")
+        == "\\ud83d\ufffd\ufffd \ufffd \\\ufffd \U0001f600 \ufffd \ufffd"
+    )
+    assert parse_json(halves, "surrogateescape").endswith(" \ufffd \udcff")
     for number in (2**64, -(2**63) - 1):
         with pytest.raises(json.JSONDecodeError, match="digits"):
             parse_json(str(number))
