@@ -146,13 +146,13 @@ class Result:
         title = f"{self.kind}: {self.counts['items']} items"
         return Table(title, ["", "value", "chance"], rows, self.table_notes(skipped="items"))
 
-    def table_notes(self, over: str = "images", skipped: str | None = None) -> list[str]:
+    def table_notes(self, over: str = "images", skipped: str = "samples") -> list[str]:
         """Return the notes below the table.
 
         over: resampled units of intervals. skipped: plural noun of left-out samples.
         """
         notes = [f"Percent; in brackets 95 % bootstrap intervals over {over}.", *self.notes]
-        if skipped is not None and self.skipped:
+        if self.skipped:
             notes.append(f"Skipped {skipped}: {kinds_in_words(self.skipped)}.")
         return notes
 

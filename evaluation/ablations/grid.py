@@ -154,8 +154,9 @@ def do_runs(
     """Do the runs that have no result of this evaluation, `jobs` side by side."""
     todo = [run for run in runs if run.result(evaluation) is None]
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
-    # They share the cores, unless the user says how many threads each has.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
+    # Runs share the cores, unless the user sets their threads; "4,2" has the nested levels, too.
+    outer_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(outer_level or max(1, (os.cpu_count() or 1) // jobs))
     work = partial(_work, evaluate=evaluate, threads=threads)
     done = Executor(jobs, fresh=True).map(work, todo, ordered=False)
     for number, (name, seconds) in enumerate(done, 1):

@@ -217,7 +217,7 @@ class RetrievalResult(Result):
         for stage in self.stages:
             rows.append([f"both, {labels[stage]}", "", "", "", self.mean(stage).percent()])
         title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"
-        return Table(title, ["", *columns], rows, self.table_notes(skipped="samples"))
+        return Table(title, ["", *columns], rows, self.table_notes())
 
     def plain_figures(self) -> dict[str, Any]:
         """Return a list of figures with stage, direction and name."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data_tools.executor import Executor
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.grid import (
     RESULT,
@@ -127,6 +128,14 @@ def test_a_folder_of_another_training_is_refused_and_of_another_evaluation_not_d
     (run.folder / RESULT).write_text(json.dumps(stored))
     assert results(config, SOURCE) == {("none", 0): {"top1": 1.0}}
     assert results(config.model_copy(update={"limit": 9}), SOURCE) == {}
+
+
+def test_runs_have_the_threads_of_the_outer_openmp_level(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    monkeypatch.setattr(Executor, "map", lambda self, work, runs, ordered: map(work, runs))
+    (tmp_path / "model").mkdir()
+    do_runs([Run("none/0", tmp_path, [])], 1, lambda folder, threads: {"threads": threads})
+    assert json.loads((tmp_path / RESULT).read_text()) == {"threads": 4}
 
 
 @pytest.mark.nightly
