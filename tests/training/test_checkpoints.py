@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from killed_steps import in_child, killed_at, steps_of
-from training_toy import PlainEngine, ToyData, ToyTask, toy_config
+from training_toy import PlainEngine, ToyData, ToyTask, log_lines, toy_config
 
 from vlp.distributed import broadcast_tensors
 from vlp.training import checkpoints as module
@@ -268,10 +268,6 @@ def test_the_sums_are_those_of_sha256sum(tmp_path):
     assert state["world_size"] == 1
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def judged_run(
     folder: Path,
     figures: list[float],
@@ -297,7 +293,7 @@ def test_the_best_model_on_the_validation_data_is_kept(tmp_path):
     best = dict(broadcast_tensors(tmp_path / "run" / "best" / "model.safetensors"))
     last = dict(broadcast_tensors(tmp_path / "run" / "model" / "model.safetensors"))
     assert any(not torch.equal(best[name], last[name]) for name in last)
-    looks = [line for line in lines(tmp_path / "run") if "validation/accuracy" in line]
+    looks = [line for line in log_lines(tmp_path / "run") if "validation/accuracy" in line]
     assert [(line["step"], line["validation/accuracy"]) for line in looks] == [
         (2, 0.4), (4, 0.7), (6, None), (8, 0.6)
     ]  # fmt: skip
@@ -327,5 +323,5 @@ def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path):
     report = judged_run(folder, [0.8, 0.5], resume=True)
     assert (report["ended"], report["resumed_at_steps"]) == ("finished", [6])
     assert report["best"]["step"] == 6
-    looks = [line["step"] for line in lines(folder) if "validation/accuracy" in line]
+    looks = [line["step"] for line in log_lines(folder) if "validation/accuracy" in line]
     assert looks == [2, 4, 6, 8]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ from vlp.training.optimiser import OptimiserConfig
 
 TOKENS = 31
 STREAMS = 2
+# Retries are counted by process: a prefetch that another test left behind may still repeat.
+TIMES = ("seconds", "samples_per_second", "data_wait_share", "store_retries")
 
 
 class Encoder(nn.Module):
@@ -247,3 +251,9 @@ def toy_config(output: Path | str = "unused", **training: object) -> PretrainCon
             "training": values | training,
         }
     )
+
+
+def log_lines(folder: Path, times: bool = True) -> list[dict[str, Any]]:
+    """The lines of a run's log, without `times` only what equal runs have in common."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: v for key, v in line.items() if times or key not in TIMES} for line in lines]
