@@ -150,6 +150,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, content, message
         ({"image_id": 8}, None, "1 of an image that the file lacks: annotation 1 of 8"),
         ({"category_id": 5}, None, "1 of a category that the file lacks: annotation 1 of 5"),
         ({"image_id": "7", "category_id": "9"}, [30, 5, 40, 15], ""),
+        ({"id": None}, [30, 5, 40, 15], ""),
     ],
 )
 def test_a_bad_row_costs_itself_and_never_the_image(tmp_path, values, kept, said, caplog):
@@ -195,6 +196,24 @@ def test_names_are_found_by_their_whole_path(tmp_path):
         assert [images.read(n).image.getpixel((0, 0))[0] for n in range(4)] == [0, 1, 2, 3]
         with pytest.raises(BadSample, match=r"missing image: .*secret\.png.*: outside"):
             images.read(4)
+
+
+def test_an_image_of_several_names_is_left_out(tmp_path):
+    content = changed("images", 0, file_name="cam1/a.png")
+    content["images"][1].update(file_name="cam2/a.png", width=40, height=20)
+    images = CocoImages(write(tmp_path, content))
+    with pytest.raises(BadSample, match=r"image of several names: .*cam2/a\.png"):
+        images.read(0)
+    with pytest.raises(BadSample, match=r"missing image: .*cam1/a\.png"):
+        images.read(1)
+
+
+def test_invalid_text_costs_no_more_than_itself(tmp_path):
+    content = changed("images", 0, licence="\U0001f600\ud83d")
+    source = write(tmp_path, content)
+    file = tmp_path / "instances.json"
+    file.write_bytes(file.read_bytes().replace(b'"cat"', b'"c\xffa\\ud83dt"'))
+    assert CocoImages(source).classes == ("dog", "c\ufffda\ufffdt")
 
 
 def test_images_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path):

@@ -149,7 +149,7 @@ class _Image(_Row):
 
 
 class _Object(_Row):
-    id: _Id
+    id: Any = None  # only messages name it, and some exporters write none
     image_id: _Id
     category_id: _Id
     bbox: tuple[_Finite, _Finite, _Finite, _Finite]
@@ -202,7 +202,7 @@ class CocoImages:
             raise ConfigError(f"{file}: no annotation can be used; {_shown(faults)}")
         if faults:
             logger.warning("%s: %s", file, _shown(faults))
-        self._files = _ImageFiles(Path(source.images))
+        self._files = _ImageFiles(Path(source.images), [image.file_name for image in self._images])
 
     def __len__(self) -> int:
         return len(self._images)
@@ -246,7 +246,7 @@ class CocoImages:
         sizes = {image.id: (image.width, image.height) for image in self._images}
         objects = defaultdict(list)
         for one in annotations:
-            name = f"annotation {one.id}"
+            name = "annotation" if one.id is None else f"annotation {one.id}"
             if one.image_id not in sizes:
                 faults["of an image that the file lacks"].append(f"{name} of {one.image_id}")
             elif one.category_id not in self._label:
@@ -261,49 +261,62 @@ class CocoImages:
 
 
 class _ImageFiles:
-    """A folder or a plain tar file of images, by file name."""
+    """A folder or a plain tar file of images, by those file names."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self, root: Path, names: Sequence[str]) -> None:
+        self._root, self._entries = root, names
         self._members: dict[str, Member] | None = None
-        if place.is_file():
-            members, problem = read_members(place, MAX_ARCHIVE_MEMBERS)
+        if root.is_file():
+            members, problem = read_members(root, MAX_ARCHIVE_MEMBERS)
             if problem is not None:
-                raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
+                raise ConfigError(f"{root}: {problem}; images come in a plain tar file")
             self._members = {member.name.removeprefix("./"): member for member in members}
-        elif not place.is_dir():
-            raise ConfigError(f"{place}: there is neither a folder nor a tar file of images")
+        elif not root.is_dir():
+            raise ConfigError(f"{root}: there is neither a folder nor a tar file of images")
 
     def read(self, name: str, where: str) -> bytes:
         """Return one as it is stored; raises BadSample where it is not there."""
-        name = name.replace("\\", "/").removeprefix("./")
+        name = _plain_name(name)
         if ".." in name.split("/"):
-            raise BadSample("missing image", f"{where}: outside {self._place}")
+            raise BadSample("missing image", f"{where}: outside {self._root}")
         try:
+            path = self._path(name, where)
             if self._members is None:
-                return (self._place / self._path(name)).read_bytes()
-            member = self._members[self._path(name)]
-            with self._place.open("rb") as tar:
+                return (self._root / path).read_bytes()
+            member = self._members[path]
+            with self._root.open("rb") as tar:
                 tar.seek(member.offset)
                 return tar.read(member.size)
         except (KeyError, OSError, ValueError) as error:  # or the name cannot be one
-            raise BadSample("missing image", f"{where}: not in {self._place}") from error
+            raise BadSample("missing image", f"{where}: not in {self._root}") from error
 
-    def _path(self, name: str) -> str:
+    def _path(self, name: str, where: str) -> str:
         if self._members is None:
-            known = not name.startswith("/") and (self._place / name).is_file()
+            exists = not name.startswith("/") and (self._root / name).is_file()
         else:
-            known = name in self._members
-        return name if known else self._names.find(name) or ""
+            exists = name in self._members
+        path = name if exists else self._names.find(name)
+        if not exists and path in self._names.shared:
+            raise BadSample("image of several names", f"{where}: {path} in {self._root}")
+        return path or ""
 
     @cached_property
     def _names(self) -> FileNames:
         """Return all files, listed when a name does not exist."""
-        place = self._place.resolve()
+        root = self._root.resolve()
         if self._members is not None:
-            return FileNames({name: f"{place.with_suffix('')}/{name}" for name in self._members})
-        files = (Path(folder) / name for folder, _, names in os.walk(place) for name in names)
-        return FileNames({str(file.relative_to(place)): str(file) for file in files})
+            names = FileNames({name: f"{root.with_suffix('')}/{name}" for name in self._members})
+        else:
+            files = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
+            names = FileNames({str(file.relative_to(root)): str(file) for file in files})
+        # A later entry may share the file of an earlier one, so `shared` needs all look-ups.
+        for name in self._entries:
+            names.find(_plain_name(name))
+        return names
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("\\", "/").removeprefix("./")
 
 
 def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
@@ -320,7 +333,7 @@ def _shown(faults: Mapping[str, Sequence[str]]) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = parse_json(file.read_bytes())
+        content = parse_json(file.read_bytes(), "replace")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
