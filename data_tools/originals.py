@@ -12,14 +12,14 @@ import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.file_names import IMAGES, agree, folded
+from vlp.data.file_names import IMAGES, agree, composed, folded
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
@@ -61,13 +61,27 @@ def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
             yield plain_file(archive, folder, f"{archive.name}.tar")
 
 
+_SOURCES: dict[Path, str] = {}  # of temporary files
+
+
+def shown(path: Path) -> str:
+    """Return a path for messages; of a temporary file that of the archive it comes from."""
+    return _SOURCES.get(path, str(path))
+
+
+def temporary_file(path: Path, source: str) -> Path:
+    """Return the path of a temporary file, for which messages show its source."""
+    _SOURCES[path] = source
+    return path
+
+
 def plain_file(path: Path, folder: Path, name: str) -> Path:
     """Return a file itself, or its uncompressed content as a file of that name in `folder`."""
     opener = _opener(path)
     if opener is None:
         return path
     # Two files may have one name; a folder of its own keeps each apart.
-    target = Path(tempfile.mkdtemp(dir=folder), name)
+    target = temporary_file(Path(tempfile.mkdtemp(dir=folder), name), shown(path))
     _unpack(path, opener, target)
     return target
 
@@ -94,13 +108,15 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
             while block := source.read(1 << 20):
                 most -= file.write(block)
                 if most < 0:
-                    raise ConfigError(f"{archive}: {TOO_MUCH}")
+                    raise ConfigError(f"{shown(archive)}: {TOO_MUCH}")
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{archive}: a damaged archive ({error}); download it again") from error
+        raise ConfigError(
+            f"{shown(archive)}: a damaged archive ({error}); download it again"
+        ) from error
     except OSError as error:
         raise ConfigError(
-            f"{archive}: cannot be unpacked into {target.parents[2]} ({error}); where it is too "
-            "large, unpack it elsewhere and name the folder"
+            f"{shown(archive)}: cannot be unpacked into {target.parents[2]} ({error}); where it is "
+            "too large, unpack it elsewhere and name the folder"
         ) from error
 
 
@@ -137,14 +153,18 @@ class ImageLocation(NamedTuple):
         except BadSample:
             raise
         except Exception as error:  # zipfile raises a dozen kinds for damaged members
-            raise BadSample("unreadable image", f"{self.path} ({error})") from error
+            raise BadSample("unreadable image", f"{shown(self.path)} ({error})") from error
         if self.size is not None and len(data) != self.size:
-            raise BadSample("unreadable image", f"{self.path}: cut off at byte {self.offset}")
+            raise BadSample(
+                "unreadable image", f"{shown(self.path)}: cut off at byte {self.offset}"
+            )
         return data
 
     def _require_small(self, size: int) -> None:
         if size > MAX_IMAGE_BYTES:
-            raise BadSample("image too large", f"{self.path} (more than {MAX_IMAGE_BYTES} bytes)")
+            raise BadSample(
+                "image too large", f"{shown(self.path)} (more than {MAX_IMAGE_BYTES} bytes)"
+            )
 
 
 class FoundFile(NamedTuple):
@@ -172,7 +192,7 @@ class Originals:
         self._containers: list[Path] = []
         self._found: dict[str, FoundFile] = {}
         self._more: dict[str, dict[tuple[int, str], FoundFile]] = {}
-        self._known: dict[tuple[str, Callable[[str], str]], bool] = {}
+        self._by_part: dict[str, dict[str, list[_Place]]] = {}
         self._alone: dict[_Place, str] = {}
         self._folded: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()
@@ -204,15 +224,18 @@ class Originals:
 
     def _chosen(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Place | None:
         """Return the place with the same end of its folder, else the only one."""
-        places = [(name, found) for name in names for found in self._of_name(name)]
-        wanted = form(folder)
+        if folder:
+            near = (place for name in names for place in self._of_folder(name, folder))
+            agreeing = [place for place in near if self._agrees(place[1], form(folder), form)]
+            if agreeing:
+                return self._only(agreeing)
+            if not names or self._holds_folder(folder):
+                return None
+        places = [place for name in names for place in self._of_name(name)]
         if not folder:
             return self._only([one for one in places if not one[1].folder] or places)
-        agreeing = [place for place in places if self._agrees(place[1], wanted, form)]
-        if agreeing:
-            return self._only(agreeing)
-        place = None if not places or self._holds_folder(wanted, form) else self._only(places)
         # Two names with folders of their own are two files, of which one alone is there.
+        place, folder = self._only(places), composed(folder)
         if place is None or not agree(self._alone.setdefault(place, folder), folder):
             return None
         return place
@@ -221,18 +244,50 @@ class Originals:
         """Return the first of some places if all hold the same bytes."""
         if len(places) < 2:
             return places[0] if places else None
-        first, *others = (self._location(*place) for place in places)
+        first = self._location(*places[0])
         with suppress(BadSample):
-            if all(first.read() == other.read() for other in others):
+            if all(first.read() == self._location(*other).read() for other in places[1:]):
                 return places[0]
-        problem = f"{first.path}: the list does not tell which of several {places[0][0]} it means"
+        problem = (
+            f"{shown(first.path)}: the list does not tell which of several {places[0][0]} it means"
+        )
         if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
         return None
 
-    def _of_name(self, base: str) -> list[FoundFile]:
+    def _of_name(self, base: str) -> list[_Place]:
         first, more = self._found.get(base), self._more.get(base, {})
-        return [] if first is None else [first, *more.values()]
+        return [] if first is None else [(base, file) for file in (first, *more.values())]
+
+    def _of_folder(self, base: str, folder: str) -> list[_Place]:
+        """Return the places of a name, of many only those that share a folder's last part."""
+        if len(self._more.get(base, ())) < _MANY:
+            return self._of_name(base)
+        if base not in self._by_part:
+            self._by_part[base] = self._index(self._of_name(base))
+        return self._with_last_part(self._by_part[base], folder)
+
+    def _index(self, places: Iterable[_Place]) -> dict[str, list[_Place]]:
+        """Return places by each folded part of their folder, and all of them under ``""``."""
+        index = defaultdict(list)
+        for place in places:
+            folder = place[1].folder or self._containers[place[1].container].stem
+            for part in {"", *folded(folder).split("/")}:
+                index[part].append(place)
+        return index
+
+    def _with_last_part(self, index: dict[str, list[_Place]], folder: str) -> list[_Place]:
+        last = folded(folder).rpartition("/")[2]
+        return index.get("" if last in self._container_parts else last, [])
+
+    @cached_property
+    def _container_parts(self) -> set[str]:
+        paths = (folded(container.as_posix()) for container in self._containers)
+        return {part for path in paths for part in path.split("/")}
+
+    @cached_property
+    def _folder_index(self) -> dict[str, list[_Place]]:
+        return self._index(("", FoundFile(*folder, 0, 0)) for folder in self._folders)
 
     def _alike(self, base: str) -> list[str]:
         """Return the names that are one but for case and the writing of accents."""
@@ -253,14 +308,10 @@ class Originals:
             or f"/{wanted}/" in f"/{form(place.as_posix())}/{folder}/"
         )
 
-    def _holds_folder(self, wanted: str, form: Callable[[str], str]) -> bool:
-        """Return whether some image lies in such a folder."""
-        if (wanted, form) not in self._known:
-            self._known[wanted, form] = any(
-                self._agrees(FoundFile(container, folder, 0, 0), wanted, form)
-                for container, folder in self._folders
-            )
-        return self._known[wanted, form]
+    def _holds_folder(self, folder: str) -> bool:
+        """Return whether some image lies in such a folder, however its case and accents."""
+        places = self._with_last_part(self._folder_index, folder)
+        return any(self._agrees(place, folded(folder), folded) for _, place in places)
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, None if missing; raises BadSample."""
@@ -302,9 +353,11 @@ class Originals:
             return
         members, problem = read_members(path, MAX_ARCHIVE_MEMBERS)
         if problem and not members:
-            raise ConfigError(f"{path}: neither a tar nor a zip that can be read ({problem})")
+            raise ConfigError(
+                f"{shown(path)}: neither a tar nor a zip that can be read ({problem})"
+            )
         if problem:
-            self.problems.append(f"{path}: {problem}")
+            self.problems.append(f"{shown(path)}: {problem}")
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             self._add(name, FoundFile(number, sys.intern(folder), member.offset, member.size))
@@ -313,9 +366,11 @@ class Originals:
         try:
             infos = _zip(path).infolist()
         except Exception as error:  # of any field of its directory
-            raise ConfigError(f"{path}: a damaged zip ({error}); download it again") from error
+            raise ConfigError(
+                f"{shown(path)}: a damaged zip ({error}); download it again"
+            ) from error
         if len(infos) > MAX_ARCHIVE_MEMBERS:
-            raise ConfigError(f"{path}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
+            raise ConfigError(f"{shown(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
         return infos
 
     def _add(self, name: str, found: FoundFile) -> None:
@@ -330,6 +385,7 @@ class Originals:
 
 
 _MOST_PROBLEMS = 20
+_MANY = 16  # files of one name, which are indexed
 
 # In place of an offset.
 IN_FOLDER, _IN_ZIP = -1, -2

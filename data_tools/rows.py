@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_tools.builder.samples import Refused
-from data_tools.originals import TOO_MUCH, most_unpacked
+from data_tools.originals import TOO_MUCH, most_unpacked, shown
 from vlp.config import ConfigError
 from vlp.io import lines_of, parse_json
 
@@ -61,31 +61,65 @@ def sound(text: str) -> bool:
 
 
 _ESCAPED = re.compile("[\udc80-\udcff]")
+_SURROGATE = re.compile(r"\\u[dD]")
+HALF = "half a character, replaced (kept)"
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, gzipped or not; members that are not UTF-8 are None."""
+def read_json(path: Path, faults: Faults) -> Any:
+    """Return the content of a JSON file, gzipped or not.
+
+    Members that are not UTF-8 are None. Halves of surrogate pairs are replaced and counted.
+    """
     try:
         with _opened(path) as file:
             data = file.read()
         try:
             return parse_json(data)
-        except UnicodeDecodeError:
-            content = parse_json(data.decode("utf-8-sig", "surrogateescape"))
+        except ValueError:
+            text = data.decode("utf-8-sig", "surrogateescape")
+            content = parse_json(text, "surrogateescape")
         if isinstance(content, dict):
-            return {name: _sound_part(value) for name, value in content.items()}
+            return {
+                name: _checked(value, f"{shown(path)}, {name}", faults)
+                for name, value in content.items()
+            }
         if isinstance(content, list):
-            return _sound_part(content)
-        raise ConfigError(f"{path}: not UTF-8")
+            return _checked(content, shown(path), faults)
+        raise ConfigError(f"{shown(path)}: not UTF-8")
     except json.JSONDecodeError as error:
         hint = "; it has one object a line" if error.msg == "Extra data" else ""
-        raise ConfigError(f"{path}: not a JSON file ({error}){hint}") from error
+        raise ConfigError(f"{shown(path)}: not a JSON file ({error}){hint}") from error
 
 
-def _sound_part(value: Any) -> Any:
+def _checked(value: Any, where: str, faults: Faults) -> Any:
+    """Return a value, or a list's members, with None for those that are not UTF-8."""
     if isinstance(value, list):
-        return [row if sound(json.dumps(row, ensure_ascii=False)) else None for row in value]
-    return value if sound(json.dumps(value, ensure_ascii=False)) else None
+        return [
+            _checked_row(row, f"{where}, row {number}", faults)
+            for number, row in enumerate(value, 1)
+        ]
+    return _checked_row(value, where, faults)
+
+
+def _checked_row(row: Any, where: str, faults: Faults) -> Any:
+    text = json.dumps(row, ensure_ascii=False)
+    if not sound(text):
+        return None
+    if "\ufffd" in text:
+        faults.append(Refused(HALF, where))
+    return row
+
+
+def _parsed_row(source: str | bytes, where: str, faults: Faults) -> Any:
+    """Parse one row; ValueError also for bytes that are not UTF-8."""
+    try:
+        return parse_json(source)
+    except ValueError as error:
+        row = parse_json(source, "surrogateescape")
+        # A row's bad bytes may be of any encoding, so its texts cannot be mended.
+        if not sound(json.dumps(row, ensure_ascii=False)):
+            raise error
+        return _checked_row(row, where, faults)
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
@@ -94,9 +128,9 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{shown(path)}, line {number}"
         try:
-            row = parse_json(line)
+            row = _parsed_row(line, where, faults)
         except ValueError as error:
             wrong.bad(f"{where}: no JSON object on a line of its own ({error})")
             faults.append(Refused("line that is not JSON", where))
@@ -111,9 +145,9 @@ def line_count(paths: Iterable[Path]) -> int:
     return sum(1 for path in paths for _ in raw_lines(path))
 
 
-def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
+def json_list(path: Path, faults: Faults, key: str | None = None) -> Iterator[Located]:
     """Return the members of the list in a JSON file, perhaps under a key of its object."""
-    return members(read_json(path), path, key)
+    return members(read_json(path, faults), path, key)
 
 
 def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
@@ -121,8 +155,8 @@ def members(content: Any, path: Path, key: str | None = None) -> Iterator[Locate
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
         place = "a list" if key is None else f'an object with a list "{key}"'
-        raise ConfigError(f"{path}: this should be {place}; is it the right file?")
-    name = f"{path}" if key is None else f"{path}, {key}"
+        raise ConfigError(f"{shown(path)}: this should be {place}; is it the right file?")
+    name = shown(path) if key is None else f"{shown(path)}, {key}"
     return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -169,9 +203,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         with gzip.open(path) as inside:
             yield _Measured(inside, path)  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path}: a damaged gzip file ({error}); download it again") from error
+        raise ConfigError(
+            f"{shown(path)}: a damaged gzip file ({error}); download it again"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{shown(path)}: cannot be read ({error.strerror})") from error
 
 
 class _Measured:
@@ -194,7 +230,7 @@ class _Measured:
     def _take(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise ConfigError(f"{self._path}: {TOO_MUCH}")
+            raise ConfigError(f"{shown(self._path)}: {TOO_MUCH}")
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
@@ -209,7 +245,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _BEHIND = re.compile(r"\s*[,\]]")
 
 
-def streamed_list(path: Path) -> Iterator[Located]:
+def streamed_list(path: Path, faults: Faults) -> Iterator[Located]:
     """Yield the members of the list that a JSON file holds, each with its place for messages."""
     decoder = json.JSONDecoder()
     try:
@@ -217,7 +253,7 @@ def streamed_list(path: Path) -> Iterator[Located]:
             text = file.read(CHARACTERS)
             at, number = _next(text, 0), 0
             if text[at : at + 1] != "[":
-                raise ConfigError(f"{path}: this should be a list; is it the right file?")
+                raise ConfigError(f"{shown(path)}: this should be a list; is it the right file?")
             at += 1
             while True:
                 at = _next(text, at)
@@ -230,18 +266,30 @@ def streamed_list(path: Path) -> Iterator[Located]:
                 # A number may go on in the next block; the character behind it tells.
                 if _BEHIND.match(text, end):
                     number += 1
-                    yield f"{path}, row {number}", member if sound(text[at:end]) else None
+                    where = f"{shown(path)}, row {number}"
+                    yield where, _checked_member(member, text[at:end], where, faults)
                     at = end
                     continue
                 # A member longer than the buffer doubles it, so that no file takes long.
                 more = file.read(max(CHARACTERS, len(text) - at))
                 if not more:
                     raise ConfigError(
-                        f"{path}: damaged or cut off behind row {number}; download it again"
+                        f"{shown(path)}: damaged or cut off behind row {number}; download it again"
                     )
                 text, at = text[at:] + more, 0
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+
+
+def _checked_member(member: Any, source: str, where: str, faults: Faults) -> Any:
+    if not sound(source):
+        return None
+    if not _SURROGATE.search(source):
+        return member
+    try:
+        return _parsed_row(source, where, faults)
+    except ValueError:  # an integer beyond 64 bits
+        return None
 
 
 def _next(text: str, at: int) -> int:

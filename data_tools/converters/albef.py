@@ -132,7 +132,7 @@ def _captioned(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     """Yield one sample an image with all its captions, in the order of their first rows."""
     captions: dict[str, list[str]] = {}
     for path in paths:
-        for row in parsed(json_list(path), AlbefRetrievalRow, faults):
+        for row in parsed(json_list(path, faults), AlbefRetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
             captions.setdefault(row.image, []).extend(texts)
     for image, found in captions.items():
@@ -144,7 +144,7 @@ def _asked(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     questions: dict[str, list[PlainQuestion]] = {}
     seen: set[str] = set()
     for path in paths:
-        for number, row in enumerate(parsed(json_list(path), AlbefVqaRow, faults)):
+        for number, row in enumerate(parsed(json_list(path, faults), AlbefVqaRow, faults)):
             which = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
                 which = f"vg-{which}"  # their numbers are not VQA's
@@ -195,7 +195,7 @@ def _grounded(
     sizes: dict[str, tuple[int, int]] = {}
     numbers = count()
     for path in paths:
-        for row in parsed(json_list(path), _RefcocoRow, faults):
+        for row in parsed(json_list(path, faults), _RefcocoRow, faults):
             number = next(numbers)
             known = boxes.get(row.ref_id)
             box = row.bbox if known is None else known.box
@@ -229,7 +229,7 @@ def _labelled(
 ) -> Iterator[tuple[str, int, Labelled]]:
     """Yield key, number in its list, and row, for rows with a known label."""
     for path in paths:
-        for number, row in enumerate(parsed(json_list(path), layout, faults)):
+        for number, row in enumerate(parsed(json_list(path, faults), layout, faults)):
             if known(row.label):
                 yield key_of(f"{path.stem}-{number}"), number, row
             else:

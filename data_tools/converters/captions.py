@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,7 +25,6 @@ from data_tools.rows import (
     Faults,
     Row,
     WrongFile,
-    json_list,
     members,
     parsed,
     read_json,
@@ -35,6 +34,7 @@ from data_tools.rows import (
 )
 from vlp.config import ConfigError
 from vlp.data.boxes import OUTSIDE
+from vlp.data.file_names import FileNames
 from vlp.data.schema import Annotation, Expression
 
 FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
@@ -194,13 +194,15 @@ def coco(
     objects = CategoryWords(instances, faults) if instances else None
     stems = [path.name.split(".")[0].removeprefix("captions_") for path in annotations]
     for path, stem in zip(annotations, stems):
-        content = read_json(path)
+        rows: Faults = []
+        content = read_json(path, rows)
         if isinstance(content, dict) and "annotations" in content:
             # Exports call their files alike, in a folder for each split.
             name = stem if stems.count(stem) == 1 else path.resolve().parent.name
             if name in [part.name for part in parts]:
                 raise ConfigError(f"{path}: another file makes OUT/{name} too; rename one")
-            parts.append(_official_part(path, name, max_words, objects, faults))
+            faults_of_part = [*faults, *rows]
+            parts.append(_official_part(content, path, name, max_words, objects, faults_of_part))
         else:
             entries += read_karpathy(path, faults)
     if entries and parts:
@@ -258,7 +260,9 @@ def visual_genome(
     faults: Faults = []
     data: dict[int, _GenomeData] = {}
     if image_data is not None:
-        data = {row.id: row for row in parsed(streamed_list(image_data), _GenomeData, faults)}
+        data = {
+            row.id: row for row in parsed(streamed_list(image_data, faults), _GenomeData, faults)
+        }
     part = CorpusPart("", _genome_samples(regions, data, faults, limits), len(data) or None)
     how = {"max_words": max_words, "min_words": min_words, "min_area": min_area}
     if excluded:
@@ -269,7 +273,7 @@ def visual_genome(
 
 def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
     """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
-    content = read_json(path)
+    content = read_json(path, faults)
     rows = list(parsed(members(content, path, "images"), _KarpathyImage, faults))
     names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in rows]
     stems = stems_of(names)
@@ -290,13 +294,8 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
     """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, ordered by image.
 
     Images outside all `lists` (one per split) are left out; without lists the split is `all`.
+    Lists name images by path or, where that is unique, by base name, perhaps without extension.
     """
-    splits: dict[str, str] = {}
-    for file in lists:
-        for line in text_lines(file):
-            name = line.strip().removesuffix(".jpg")
-            if splits.setdefault(name, file.stem) != file.stem:
-                raise ConfigError(f"{file}: {name} is in {splits[name]} too")
     captions: dict[str, list[str | None]] = {}
     wrong = WrongFile()
     for number, line in enumerate(text_lines(path), 1):
@@ -310,13 +309,29 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
             wrong.bad(f"{where}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
             faults.append(Refused("line of another layout", where))
     wrong.end()
-    entries = []
-    for image, texts in captions.items():
-        stem = Path(image).stem
-        split = splits.get(stem) if lists else "all"
-        if split is not None:
-            entries.append(Entry(image, split, texts, "flickr30k", stem, key_of_image(stem)))
-    return entries
+    splits = (
+        dict.fromkeys(captions, "all") if not lists else _listed_splits(lists, captions, faults)
+    )
+    stems = stems_of(captions)
+    return [
+        Entry(image, splits[image], texts, "flickr30k", stems[image], key_of_image(stems[image]))
+        for image, texts in captions.items()
+        if image in splits
+    ]
+
+
+def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults) -> dict[str, str]:
+    """Return the split of each image that a list names; other lines are counted."""
+    names = FileNames({image: image for image in images})
+    splits: dict[str, str] = {}
+    for file in lists:
+        for line in text_lines(file):
+            image = names.find(line.strip())
+            if image is None:
+                faults.append(Refused("listed image without captions", f"{file}: {line.strip()}"))
+            elif splits.setdefault(image, file.stem) != file.stem:
+                raise ConfigError(f"{file}: {image} is in {splits[image]} too")
+    return splits
 
 
 def split_parts(
@@ -354,14 +369,18 @@ def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleS
 
 
 def _official_part(
-    path: Path, name: str, max_words: int, objects: CategoryWords | None, faults: Sequence[Refused]
+    content: Any,
+    path: Path,
+    name: str,
+    max_words: int,
+    objects: CategoryWords | None,
+    faults: Faults,
 ) -> CorpusPart:
     """Return the shards of one official file of COCO."""
-    faults = list(faults)
     captions: dict[int, list[str | None]] = {}
-    for row in parsed(json_list(path, "annotations"), _Caption, faults):
+    for row in parsed(members(content, path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
-    images = list(parsed(json_list(path, "images"), _CocoImage, faults))
+    images = list(parsed(members(content, path, "images"), _CocoImage, faults))
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
     others = {image.id for image in images if names[image.id] != image.file_name}
@@ -404,7 +423,7 @@ class _GenomeLimits(NamedTuple):
 def _genome_samples(
     path: Path, known: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
 ) -> Iterator[SampleSpec | Refused]:
-    for image in parsed(streamed_list(path), _GenomeImage, faults):
+    for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
         key = f"vg-{image.id}"
         data = known.get(image.id)
         if data is not None and str(data.coco_id) in limits.excluded:

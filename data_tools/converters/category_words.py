@@ -141,7 +141,7 @@ class CategoryWords:
         return found
 
     def _read(self, path: Path, faults: Faults) -> None:
-        content = read_json(path)
+        content = read_json(path, faults)
         names = {}
         for category in parsed(members(content, path, "categories"), _Category, faults):
             names[category.id] = category.name

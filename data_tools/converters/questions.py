@@ -189,7 +189,7 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
     """Return the answers of each question id; of one that is annotated twice the first."""
     found: dict[str, Given] = {}
     for path in paths:
-        for row in parsed(json_list(path, "annotations"), _AnnotationRow, faults):
+        for row in parsed(json_list(path, faults, "annotations"), _AnnotationRow, faults):
             if row.question_id in found:
                 faults.append(Refused("question annotated twice", row.question_id))
             else:
@@ -212,7 +212,7 @@ def vqa_images(
     images: dict[str, ImageQuestions] = {}
     seen: set[str] = set()
     for path in paths:
-        content = read_json(path)
+        content = read_json(path, faults)
         rows = parsed(members(content, path, "questions"), _QuestionRow, faults)
         known = _subset_of(content, path, subset)
         for row in rows:
@@ -237,11 +237,11 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
     """Return the images of Visual Genome's question_answers.json."""
     coco: dict[int, int] = {}
     if image_data is not None:
-        rows = parsed(streamed_list(image_data), _GenomeData, faults)
+        rows = parsed(streamed_list(image_data, faults), _GenomeData, faults)
         coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
     found: list[ImageQuestions] = []
     seen: set[str] = set()
-    for image in parsed(streamed_list(path), _GenomeImage, faults):
+    for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
         questions = []
         for asked in image.qas:
             if asked.qa_id in seen:
@@ -290,7 +290,7 @@ def _subset_of(content: dict[str, Any], path: Path, subset: str | None) -> str:
 def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
     """Return the images that a question file asks about, in the order of their first question."""
     images: dict[int, ImageQuestions] = {}
-    for number, (where, row) in enumerate(json_list(path)):
+    for number, (where, row) in enumerate(json_list(path, faults)):
         if not _fits(row):
             problem = f"{where}: not [question, answer, image's number]"
             if not images:

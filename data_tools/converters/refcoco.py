@@ -153,7 +153,7 @@ def refcoco(
 
 def read_references(refs: Path, instances: Path, faults: Faults) -> References:
     """Return the references of a pickle with the images and objects of its instances.json."""
-    content = read_json(instances)
+    content = read_json(instances, faults)
     images = parsed(members(content, instances, "images"), Image, faults)
     objects = parsed(members(content, instances, "annotations"), _Instance, faults)
     return References(
@@ -211,7 +211,7 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """Yield one sample an image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parsed(json_list(path), _ScoredDetection, faults)):
+    for number, row in enumerate(parsed(json_list(path, faults), _ScoredDetection, faults)):
         if not row.pred_boxes_img_id:
             faults.append(Refused("expression without an image", str(number)))
             continue
@@ -233,7 +233,7 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
     The file is a list of {image_id, box or bbox}, perhaps under "dets", or {image_id: [box or
     {box}]}.
     """
-    content = read_json(path)
+    content = read_json(path, faults)
     if isinstance(content, dict) and isinstance(content.get("dets"), list):
         content = content["dets"]
     if isinstance(content, dict):

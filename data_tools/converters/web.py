@@ -27,7 +27,7 @@ from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_capt
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, File, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Row, WrongFile, explained, line_count, raw_lines, read_json
+from data_tools.rows import Faults, Row, WrongFile, explained, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data import file_names
@@ -172,8 +172,9 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
 
 def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
     """Yield the rows of the official JSON; the photographer's `user_id` is kept for attribution."""
+    faults: Faults = []
     try:
-        file = _SbuFile.model_validate(read_json(path))
+        file = _SbuFile.model_validate(read_json(path, faults))
     except ValidationError as error:
         raise ConfigError(
             f"{path}: not SBU's JSON with image_urls and captions ({explained(error)})"
@@ -184,6 +185,7 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
             f"{path}: {len(file.image_urls)} image_urls, {len(file.captions)} captions and "
             f"{len(users)} user_ids cannot belong together; download it again"
         )
+    yield from faults
     for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
         if url is None or _split(url).scheme not in ("http", "https"):
             yield Refused("row of another layout", f"{path}, row {number + 1}: no URL")

@@ -19,6 +19,8 @@ from data_tools.originals import (
     ImageLocation,
     Originals,
     plain_file,
+    shown,
+    temporary_file,
 )
 from vlp.config import ConfigError
 from vlp.data.file_names import FileNames
@@ -144,7 +146,11 @@ class FileTree(Originals):
         suffix = next((end for end in _TABLES if name.endswith(end)), ".txt")
         if place.member is None and place.size is None:
             return plain_file(place.path, self._room, f"table{suffix}")
+        found = self._files[path]
+        archive = shown(self._containers[found.container])
+        member = f"{found.folder}/{PurePosixPath(path).name}".lstrip("/")
         target = self._room / f"table-{len(list(self._room.iterdir())):06d}{suffix}"
+        temporary_file(target, f"{archive}: {member}")
         with open(target, "wb") as file:
             for block in _blocks(place, path):
                 file.write(block)

@@ -115,6 +115,10 @@ def recognise(
         on_disk = tree.on_disk(path)
         karpathy = _karpathy(on_disk, path, tree, beside, faults)
         if karpathy is not None:
+            others = [name for name in tables if name != path]
+            if others:
+                shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+                karpathy.took.append(f"{len(others)} other tables are left out: {shown}")
             return karpathy
         table = open_table(on_disk, path, named, faults)
         if table is None:
@@ -186,8 +190,8 @@ def _table_images(
             value = row.get(one.columns.image)
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
-            captions = _texts_of(row, one.columns.captions)
             try:
+                captions = _texts_of(row, one.columns.captions)
                 image = value_image(value, f"{stem}-{number:06d}", tree)
             except BadSample as bad:
                 faults.append(Refused(bad.kind, where))
@@ -316,7 +320,7 @@ def _karpathy(
 ) -> Form | None:
     if _suffix(path) != ".json" or b'"sentences"' not in _start_of(on_disk):
         return None
-    content = read_json(on_disk)
+    content = read_json(on_disk, [])  # `read_karpathy` counts its faults
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
     entries = read_karpathy(on_disk, faults)
@@ -436,12 +440,13 @@ def hub_form(
                 number += 1
                 where = f"{place}, {split}, row {number + 1}"
                 try:
-                    row = next(stream)
+                    row = with_class_names(next(stream), features)
                 except StopIteration:
                     break
                 except Exception as error:  # of the network or the files
                     raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
                 try:
+                    captions = _texts_of(row, columns.captions)
                     image = value_image(
                         _with_bytes(row[columns.image], name), f"{split}-{number:08d}", tree
                     )
@@ -451,8 +456,6 @@ def hub_form(
                 if image is None:
                     faults.append(Refused("row without one image", where))
                     continue
-                row = with_class_names(row, features)
-                captions = [text for key in columns.captions for text in texts_in(row[key])]
                 said = row[columns.split] if columns.split else split
                 yield OwnImage(image, captions, said_split(said))
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.samples import Refused
-from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, most_unpacked
+from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, most_unpacked, shown
 from data_tools.rows import Faults, Located, json_lines, read_json, sound, streamed_list
 from vlp.config import ConfigError
 from vlp.data.file_names import SPLIT_NAMES, split_of
+from vlp.data.shards.sample_files import BadSample
 from vlp.io import parse_json
 
 # Usual names, the most telling first.
@@ -79,13 +80,15 @@ def find_columns(
         return None
     by_name = {plain(name): name for name in reversed(names)}
     image = named.image or next((by_name[name] for name in IMAGES if name in by_name), None)
-    if named.image is None and image not in bytes_columns and len(bytes_columns) == 1:
-        image = bytes_columns[0]
     captions = named.captions
     if captions is None:
         numbered = tuple(name for name in names if _NUMBERED.fullmatch(plain(name)))
         first = next((by_name[name] for name in CAPTIONS if name in by_name), None)
         captions = (first,) if first is not None else numbered
+    # Captions may be stored as bytes, too.
+    binary = [name for name in bytes_columns if name not in captions]
+    if named.image is None and image not in binary and len(binary) == 1:
+        image = binary[0]
     if image is None or not captions:
         return None
     split = named.split or next((by_name[name] for name in SPLITS if name in by_name), None)
@@ -109,7 +112,8 @@ def no_columns(where: str, names: Iterable[str]) -> ConfigError:
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
     """Return the captions in a value: a text, a list, or objects with one each.
 
-    A text may also be a printed list (`["a dog", "two dogs"]`, or NumPy's without commas).
+    A text may also be UTF-8 bytes (else BadSample), or a printed list (`["a dog", "two dogs"]`, or
+    NumPy's without commas).
     """
     if value is None or value != value or depth < 0:  # NaN stands for a missing value
         return []
@@ -119,6 +123,11 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
         return [] if found is None else texts_in(value[found], depth - 1)
     if isinstance(value, list | tuple):
         return [text for part in value for text in texts_in(part, depth - 1)]
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            raise BadSample("caption that is not UTF-8", repr(value[:20])) from None
     text = str(value).strip()
     if text in _MISSING:
         return []
@@ -144,11 +153,14 @@ def said_split(value: Any) -> str | None:
 def require_splits(
     counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
 ) -> None:
-    """Refuse names that are only partly splits; `counts` are images by name, if known."""
+    """Refuse names that are only partly splits; `counts` are images by name, if known.
+
+    `train` alone beside other names is accepted, as it divides nothing.
+    """
     known = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in known.values()]
     strange = [name for name, split in known.items() if split is None]
-    if strange and len(splits) > 1:
+    if strange and splits not in ([], ["train"]):
         count = counts[strange[0]]
         shown = repr(strange[0]) if count is None else f"{strange[0]!r} ({count} images)"
         raise ConfigError(
@@ -210,10 +222,10 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"["):
-        yield from streamed_list(path)
+        yield from streamed_list(path, faults)
         return
     try:
-        content = read_json(path)
+        content = read_json(path, faults)
     except ConfigError as error:
         if "one object a line" not in str(error):
             raise
@@ -223,7 +235,7 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         return
     if {"images", "annotations"} <= content.keys():
         raise ConfigError(
-            f"{path.name}: COCO's own layout; take it with: vlp data coco --annotations {path.name}"
+            f"{shown(path)}: COCO's own layout; take it with: vlp data coco --annotations FILE"
         )
     by_name = {
         name: value if isinstance(value, dict) else {"caption": value}
@@ -236,13 +248,15 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         if isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
     }
     if by_name:
-        yield from ((f"{path}, {name}", {"image": name, **row}) for name, row in by_name.items())
+        yield from (
+            (f"{shown(path)}, {name}", {"image": name, **row}) for name, row in by_name.items()
+        )
     elif lists:
         for name, rows in lists.items():
             split = {"split": name} if split_of(name) else {}
             for number, row in enumerate(rows, 1):
                 if isinstance(row, dict):
-                    yield f"{path}, {name}, row {number}", {**split, **row}
+                    yield f"{shown(path)}, {name}, row {number}", {**split, **row}
     else:
         columns = {
             name: list(values.values() if isinstance(values, dict) else values)
@@ -251,7 +265,7 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         }
         if len({len(values) for values in columns.values()}) == 1:
             for number, values in enumerate(zip(*columns.values()), 1):
-                yield f"{path}, row {number}", dict(zip(columns, values))
+                yield f"{shown(path)}, row {number}", dict(zip(columns, values))
 
 
 def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:

@@ -13,6 +13,7 @@ from benchmark_files import tar_of
 from data_tools.originals import Originals, unpacked
 from data_tools.own.file_tree import FileTree
 from vlp.config import ConfigError
+from vlp.data.file_names import FileNames
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -57,6 +58,7 @@ def test_the_first_place_wins_and_folders_tell_equal_names_apart(tmp_path: Path)
 
 
 CAMERAS = {"cam1/1.jpg": b"1", "cam2/1.jpg": b"2", "cam2/2.jpg": b"3", "cafe\u0301/A.JPG": b"4"}
+CAMERAS["cam2/4.jpg"] = b"5"
 
 
 @pytest.mark.parametrize("kind", ["folder", "folders", "tar", "zip", "file tree", "file trees"])
@@ -88,7 +90,33 @@ def test_the_whole_path_of_a_name_counts(tmp_path: Path, kind: str) -> None:
     expected = {**CAMERAS, "cam1/2.jpg": None, "cam1/3.jpg": None, "1.jpg": None, "2.jpg": b"3"}
     expected |= {"caf\u00e9/a.jpg": b"4", "A.jpg": b"4", "/far/set/cam1/1.jpg": b"1"}
     expected |= {"other/2.jpg": b"3", "another/2.jpg": None}  # two names, and one file
+    # The folder of accents lacks 2.jpg, and two forms of a name are one name.
+    expected |= {"caf\u00e9/2.jpg": None, "CAM1/2.jpg": None}
+    expected |= {"ol\u00e9/4.jpg": b"5", "ole\u0301/4.jpg": b"5"}
     assert {name: read(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_equal_base_names_under_another_prefix_are_found_in_linear_time(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"set/{number}/0.jpg": b"%d" % number for number in range(200)}
+    archive, comparisons = tar_of(tmp_path / "images.tar", files), []
+    if room:
+        (tmp_path / "room").mkdir()
+        tree = FileTree([archive], tmp_path / "room")
+        fits = FileNames._fits
+        monkeypatch.setattr(
+            FileNames, "_fits", lambda *inputs: comparisons.append(inputs) or fits(*inputs)
+        )
+        assert all(tree.path_of(f"/old/{name}") == name for name in files)
+    else:
+        originals, agrees = Originals([archive]), Originals._agrees
+        monkeypatch.setattr(
+            Originals, "_agrees", lambda *inputs: comparisons.append(inputs) or agrees(*inputs)
+        )
+        assert all(originals.read(f"/old/{name}") == data for name, data in files.items())
+    assert len(comparisons) == len(files)
 
 
 def test_the_later_of_two_members_counts_and_copies_are_one_image(tmp_path: Path) -> None:

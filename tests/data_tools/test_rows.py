@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_files import lines_of
@@ -17,6 +18,7 @@ from data_tools.rows import (
     Row,
     json_lines,
     line_count,
+    members,
     parsed,
     read_json,
     streamed_list,
@@ -87,7 +89,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, messag
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as problem:
-        read_json(path)
+        read_json(path, [])
     assert str(path) in str(problem.value)
 
 
@@ -106,18 +108,33 @@ def test_the_same_as_json_whatever_is_read_at_once(
     path.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source_rows, "CHARACTERS", characters)
-        rows = list(streamed_list(path))
+        rows = list(streamed_list(path, []))
     assert [row for _, row in rows] == content
     assert [where for where, _ in rows] == [f"{path}, row {n + 1}" for n in range(len(content))]
 
 
 def test_rows_that_are_not_utf_8_are_none(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_bytes('["caf\u00e9", "caf?", {"a": 1}]'.encode().replace(b"?", b"\xe9"))
-    expected = ["caf\u00e9", None, {"a": 1}]
-    assert [row for _, row in streamed_list(path)] == read_json(path) == expected
+    path.write_bytes(
+        '["caf\u00e9 \\uD83D\\uDE00", "caf?", {"a": 1}]'.encode().replace(b"?", b"\xe9")
+    )
+    expected = ["caf\u00e9 \U0001f600", None, {"a": 1}]
+    assert [row for _, row in streamed_list(path, [])] == read_json(path, []) == expected
     path.write_bytes(b'{"rows": ' + path.read_bytes() + b', "name": "\xe9"}')
-    assert read_json(path) == {"rows": expected, "name": None}
+    assert read_json(path, []) == {"rows": expected, "name": None}
+
+
+@pytest.mark.parametrize("read", [read_json, streamed_list, json_lines])
+def test_halves_of_surrogate_pairs_are_replaced_and_counted(read: Any, tmp_path: Path) -> None:
+    path, faults = tmp_path / "a.json", Faults()
+    rows = [r'{"x": 1, "name": "a\ud83d"}', r'{"x": 2, "name": "\\ud83d \ud83d\ude00"}']
+    path.write_text("\n".join(rows) if read is json_lines else f"[{', '.join(rows)}]")
+    content = read(path, faults)
+    located = members(content, path) if read is read_json else content
+    points = list(parsed(located, Point, faults))
+    assert [point.name for point in points] == ["a\ufffd", "\\ud83d \U0001f600"]
+    place = f"{path}, {'line' if read is json_lines else 'row'} 1"
+    assert faults == [("half a character, replaced (kept)", place)]
 
 
 @pytest.mark.parametrize(
@@ -135,4 +152,4 @@ def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        list(streamed_list(path))
+        list(streamed_list(path, []))

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 # extensions that can be decoded
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
@@ -27,7 +28,7 @@ def split_of(name: object) -> str | None:
 
 def folded(name: str) -> str:
     """Return a name with composed accents and in lower case, as some systems compare names."""
-    return unicodedata.normalize("NFC", name).casefold()
+    return composed(name).casefold()
 
 
 def agree(there: str, wanted: str) -> bool:
@@ -35,33 +36,52 @@ def agree(there: str, wanted: str) -> bool:
     return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
 
 
+def composed(name: str) -> str:
+    """Return a name with composed accents (NFC); file systems and lists write either form."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _last_parts(path: str) -> str:
+    return "/".join(folded(path).split("/")[-2:])
+
+
+def _ends(path: str) -> list[str]:
+    """Return a path and what is left of it without its first folders."""
+    parts = path.split("/")
+    return ["/".join(parts[start:]) for start in range(len(parts))]
+
+
 class FileNames:
     """Files by path, or by base name alone if unique."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = paths
+        # By the base name, and by the last two parts: thousands of folders may hold a `0.jpg`.
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
         self._alone: dict[str, str] = {}
         self.shared: set[str] = set()  # paths with an ambiguous base name
-        self._known: dict[str, bool] = {}
-        for path in paths:
-            name = folded(path.rpartition("/")[2])
-            self._by_name[name].append(path)
-            if name.endswith(IMAGES):
-                self._by_stem[name.rpartition(".")[0]].append(path)
+        for path, whole in paths.items():
+            base = folded(path.rpartition("/")[2])
+            for name in {base, _last_parts(path), _last_parts(whole)}:
+                self._by_name[name].append(path)
+                if name.endswith(IMAGES):
+                    self._by_stem[name.rpartition(".")[0]].append(path)
         self._folders = {folded(whole.rpartition("/")[0]) for whole in paths.values()}
+        self._folder_ends = {end for folder in self._folders for end in _ends(folder)}
 
     def find(self, name: str) -> str | None:
         """Return the path that ends like a name, perhaps without extension; None if ambiguous."""
         folder, _, base = folded(name).rpartition("/")
-        for known, extension in ((self._by_name, ""), (self._by_stem, ".")):
-            alike = known.get(base, [])
+        for index, extension in ((self._by_name, ""), (self._by_stem, ".")):
+            candidates = index.get(_last_parts(name), [])
             for form in (str, folded):
-                found = [path for path in alike if self._fits(path, form, name, extension)]
-                if found:
-                    return found[0] if len(found) == 1 else None
+                fitting = (path for path in candidates if self._fits(path, form, name, extension))
+                if matches := list(islice(fitting, 2)):
+                    return matches[0] if len(matches) == 1 else None
+            alike = index.get(base, [])
             if len(alike) == 1 and not self._is_known(folder):
+                name = composed(name)
                 if agree(self._alone.setdefault(alike[0], name), name):
                     return alike[0]
                 self.shared.add(alike[0])
@@ -80,6 +100,5 @@ class FileNames:
         )
 
     def _is_known(self, folder: str) -> bool:
-        if folder not in self._known:
-            self._known[folder] = any(agree(one, folder) for one in self._folders)
-        return self._known[folder]
+        """Return whether a folder agrees with that of some file."""
+        return folder in self._folder_ends or not self._folders.isdisjoint(_ends(folder))

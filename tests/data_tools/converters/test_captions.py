@@ -56,6 +56,24 @@ def test_the_official_captions_with_lists(photos: Path, token: Path, tmp_path: P
     assert len(samples_of(tmp_path / "all" / "all")) == 4
 
 
+def test_lists_name_images_by_path_or_by_a_unique_base_name(tmp_path: Path) -> None:
+    names = ["a/1.png", "b/1.png", "c/2.jpeg"]
+    for number, name in enumerate(names):
+        (tmp_path / "images" / name).parent.mkdir(parents=True)
+        (tmp_path / "images" / name).write_bytes(raw_image(number))
+    token = tmp_path / "all.token"
+    token.write_text("".join(f"{name}#0\tof {name}\n" for name in names))
+    (tmp_path / "train.txt").write_text("a/1.png\n2\n1\n")
+    (tmp_path / "val.txt").write_text("b/1\n")
+    lists = ["--lists", str(tmp_path / "train.txt"), str(tmp_path / "val.txt")]
+    arguments = ["flickr30k", "--annotations", str(token), "--images", str(tmp_path / "images")]
+    assert main([*arguments, *lists, "--out", str(tmp_path / "out")]) == 0
+    assert list(samples_of(tmp_path / "out" / "train")) == ["a_1", "2"]
+    assert list(samples_of(tmp_path / "out" / "val")) == ["b_1"]
+    ambiguous = {"listed image without captions": [f"{tmp_path / 'train.txt'}: 1"]}
+    assert failures_of(tmp_path / "out" / "train") == ambiguous
+
+
 def test_what_cannot_be_used(
     photos: Path, token: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -64,7 +82,7 @@ def test_what_cannot_be_used(
         (tmp_path / name).write_text("10002456\n")
     lists = ["--lists", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     assert main([*arguments, "--annotations", str(token), *lists]) == 2
-    assert "b.txt: 10002456 is in a too" in capsys.readouterr().err
+    assert "b.txt: 10002456.jpg is in a too" in capsys.readouterr().err
     path = json_of(tmp_path / "dataset.json", {"dataset": "flickr30k", "images": []})
     assert main([*arguments, "--annotations", str(path), *lists]) == 2
     assert "the JSON has its own splits" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from made_shards import encoded, photo
-from own_forms import as_csv, as_tar, as_zip, images, pairs, rows, write
+from own_forms import as_csv, as_lines, as_tar, as_zip, images, pairs, rows, write
 
 from data_tools.__main__ import main
 from vlp.data.shards.shard_reader import ShardIndex
@@ -163,7 +163,17 @@ def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
     write(tmp_path, {"open.csv": b'image,caption\na.jpg,"never closed' + b"x" * 200_000})
     assert "is a quote left open" in refused(tmp_path / "open.csv")
     write(tmp_path, {"coco.json": b'{"images": [], "annotations": []}'})
-    assert "take it with: vlp data coco --annotations coco.json" in refused(tmp_path / "coco.json")
+    assert "take it with: vlp data coco --annotations FILE" in refused(tmp_path / "coco.json")
+
+
+def test_faults_in_archives_name_the_archive_and_the_member(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = as_lines(rows()) + b"broken\n"
+    files = {f"set/{name}": data for name, data in {**images(), "all.jsonl": table}.items()}
+    for path in (as_tar(tmp_path / "a.tar.gz", files, "w:gz"), as_zip(tmp_path / "b.zip", files)):
+        assert main(["import", str(path), "--out", str(tmp_path / "out"), "--replace"]) == 0
+        assert f"(first: {path}: set/all.jsonl, line 23)" in capsys.readouterr().out
 
 
 def test_hostile_archives(tmp_path: Path, refused: Callable[..., str]) -> None:

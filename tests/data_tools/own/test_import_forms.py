@@ -19,6 +19,7 @@ from own_forms import (
     as_tar,
     captions_of,
     images,
+    karpathy,
     rows,
     structs,
     write,
@@ -295,6 +296,28 @@ def test_a_name_that_two_folders_have_is_of_the_named_one(
     assert imported_images_inside(tmp_path / "out", place, *more) == 0
     said = "32 images, and 16 of them have no caption (first: b/photo 00.jpg): left out"
     assert said in capsys.readouterr().out
+
+
+def test_captions_stored_as_bytes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    texts = ["a caf\u00e9".encode(), b"a caf\xe9", b"a dog"]
+    table = {"image": [f"{number}.jpg" for number in range(3)], "caption": texts}
+    place = write(tmp_path / "mine", {f"{n}.jpg": encoded(photo(n)) for n in range(3)})
+    parquet.write_table(pa.table(table), place / "table.parquet")
+    assert imported(place, "--allow-missing-captions") == [["a caf\u00e9"], ["a dog"]]
+    fault = "caption that is not UTF-8: 1 (first: table.parquet, row 2"
+    assert fault in capsys.readouterr().out
+
+
+def test_tables_beside_karpathys_json_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    karpathy(tmp_path)
+    (tmp_path / "dataset_second.json").write_bytes((tmp_path / "dataset_own.json").read_bytes())
+    assert main(["import", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert "1 other tables are left out: dataset_second.json" in capsys.readouterr().out
 
 
 ALL_TRAIN = ["--split", "1", "0", "0"]

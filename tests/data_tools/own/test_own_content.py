@@ -91,12 +91,18 @@ def _in_parts(parts: list[str]) -> Files:
     }
 
 
-@pytest.mark.parametrize("by", ["folders", "column"])
+@pytest.mark.parametrize(
+    ("by", "parts", "splits"),
+    [
+        ("folders", ["train", "extra", "test", "train"], "train and test"),
+        ("column", ["train", "extra", "test", "train"], "train and test"),
+        ("column", ["test", "extra", "test", "test"], "test"),
+    ],
+)
 def test_a_name_of_no_split_beside_splits_is_refused(
-    by: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    by: str, parts: list[str], splits: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Else all images would be dealt anew, those of test into train."""
-    parts = ["train", "extra", "test", "train"]
     if by == "folders":
         place = write(tmp_path / "mine", _in_parts(parts))
     else:
@@ -104,7 +110,7 @@ def test_a_name_of_no_split_beside_splits_is_refused(
         place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
     assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "'extra' (4 images) is no split, but stands beside train and test" in said
+    assert f"'extra' (4 images) is no split, but stands beside {splits}" in said
 
 
 @pytest.mark.parametrize("by", ["folders", "column"])
