@@ -1,7 +1,5 @@
 """The model card says what the files say, and goes with the folder to the hub."""
 
-from __future__ import annotations
-
 import json
 import shlex
 
@@ -29,9 +27,16 @@ def folder(tmp_path):
     return tiny_folder(tmp_path / "tiny")
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run folder with a fine-tuned model, its configuration and report, and a judged result."""
+def test_what_the_card_says_of_use_runs(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (20, 20)).save("photo.jpg")
+    _, block, _ = model_card(folder).split("## Use")[1].split("```", 2)
+    names = {}
+    exec(block.removeprefix("python").replace("FOLDER", str(folder)), names)
+    assert names["log_odds"].shape == (1,)
+
+
+def test_the_hub_reads_the_front_matter(tmp_path):
     shards = entailment_shards(tmp_path / "shards")
     parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
     task = PairClassification(
@@ -52,26 +57,12 @@ def run(tmp_path):
               "skipped_samples": {"no text": 800}, "ranks": 8, "device": "H100",
               "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
     (tmp_path / "snli" / "report.json").write_text(json.dumps(report))
-    return model, result, shards
-
-
-def test_what_the_card_says_of_use_runs(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (20, 20)).save("photo.jpg")
-    _, block, _ = model_card(folder).split("## Use")[1].split("```", 2)
-    names = {}
-    exec(block.removeprefix("python").replace("FOLDER", str(folder)), names)
-    assert names["log_odds"].shape == (1,)
-
-
-def test_the_hub_reads_the_front_matter(run):
-    folder, result, _ = run
-    data = ModelCard(model_card(folder, "apache-2.0")).data
+    data = ModelCard(model_card(model, "apache-2.0")).data
     assert (data.license, data.library_name) == ("apache-2.0", "vlp")
     assert {"ace-rpe", "snli_ve"} <= set(data.tags)
     values = {one.metric_type: one.metric_value for one in data.eval_results}
     assert values["accuracy"] == pytest.approx(100 * result.figures["accuracy"].value, abs=0.01)
-    plain = ModelCard(model_card(folder.parents[1] / "start")).data
+    plain = ModelCard(model_card(tmp_path / "start")).data
     assert plain.pipeline_tag == "zero-shot-image-classification"
     assert plain.eval_results is None
 

@@ -1,12 +1,9 @@
 """What ACE-RPE alone can know of an image: how far patches lie apart, not in which direction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tests_support import TINY_MODEL, ace
+from tests_support import ace, tiny_config
 
-from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 
 SIDE, PATCH = 4, 4
@@ -22,12 +19,8 @@ def score(position, order, **anchor):
     """Logits of a text with images, one as it is and one with its patches in another order."""
     torch.manual_seed(0)
     size = {"image_size": SIDE * PATCH, "patch_size": PATCH, "position": "none"}
-    cross = {"layout": "ace", "position": position, **ace(**{"groups": 2} | anchor)}
-    settings = TINY_MODEL | {
-        "image": TINY_MODEL["image"] | size,
-        "cross": TINY_MODEL["cross"] | cross,
-    }
-    model = VLPModel(ModelConfig.model_validate(settings)).double().eval()
+    cross = {"layout": "ace", "position": position, **ace(**anchor)}
+    model = VLPModel(tiny_config(image=size, cross=cross)).double().eval()
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -42,7 +35,6 @@ def score(position, order, **anchor):
 
 
 def drawn(patches):
-    """(M, 3, p, p) -> (3, H, W)."""
     rows = patches.unflatten(0, (SIDE, SIDE)).permute(2, 0, 3, 1, 4)
     return rows.reshape(3, SIDE * PATCH, SIDE * PATCH)
 

@@ -1,7 +1,5 @@
 """Sizes, streams and public calls of the VLP model."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -10,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from pydantic import ValidationError
-from tests_support import TINY_MODEL, ace
+from tests_support import ace, tiny_config
 
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices
@@ -19,8 +17,7 @@ from vlp.positions import PositionContext, PositionEncoding, register_position, 
 
 
 def tiny(**cross):
-    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
-    model = VLPModel(config).eval()
+    model = VLPModel(tiny_config(cross=cross)).eval()
     for name, parameter in model.named_parameters():
         if "table" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -64,26 +61,19 @@ def test_linear_layers_of_encodings_keep_their_own_start(monkeypatch):
         def __init__(self, width: int, heads: int) -> None:
             super().__init__()
             self.gate = torch.nn.Linear(width // heads, 1)
-            torch.nn.init.ones_(self.gate.weight)
             torch.nn.init.ones_(self.gate.bias)
 
         def bias(self, query, key, context: PositionContext):
             return self.gate(key).mT
 
-    sizes = {
-        "image": TINY_MODEL["image"] | {"positions": {"own-gate": {}}},
-        "cross": TINY_MODEL["cross"] | {"position": ("own-gate", "anchor")},
-    }
-    model = VLPModel(ModelConfig.model_validate(TINY_MODEL | sizes))
-    linear = [
-        (name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
-    ]
-    gates = [part for name, part in linear if ".positions." in name]
+    cross = {"position": ("own-gate", "anchor")}
+    model = VLPModel(tiny_config(image={"positions": {"own-gate": {}}}, cross=cross))
+    linear = [(n, part) for n, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    gates = [part for name, part in linear if name.endswith("gate")]
     assert len(gates) == 1 + 2 * 2  # of the tower's block, and of both streams in both layers
-    assert all(part.weight.eq(1).all() and part.bias.eq(1).all() for part in gates)
-    others = [part for name, part in linear if ".positions." not in name and part.bias is not None]
-    assert others
-    assert not any(part.bias.any() for part in others)
+    assert all(gate.bias.eq(1).all() for gate in gates)
+    biases = [part.bias for _, part in linear if part not in gates and part.bias is not None]
+    assert not any(bias.any() for bias in biases)
 
 
 @pytest.mark.parametrize(
@@ -96,47 +86,14 @@ def test_other_layouts_have_the_sizes_of_the_readings(cross, size):
     assert count(model.cross_encoder) == size
 
 
-def test_public_calls_give_unit_features_and_log_odds():
-    model = tiny()
-    image, text = encoded(model)
-    assert image.states.shape == (3, 17, 16)
-    assert image.tokens.shape == (3, 16, 8)
-    assert text.tokens.shape == (3, 12, 8)
-    for feature in (image.feature, text.feature, image.tokens, text.tokens):
-        torch.testing.assert_close(feature.norm(dim=-1), torch.ones(feature.shape[:-1]))
-    odds = model.match(image, text)
-    logits = model.match_logits(model.cross(image, text))
-    torch.testing.assert_close(odds, logits[:, 1] - logits[:, 0])
-
-
-def with_image(**image):
-    return VLPModel(ModelConfig.model_validate(TINY_MODEL | {"image": TINY_MODEL["image"] | image}))
-
-
 def test_positions_of_patches_start_as_sines_by_which_neighbours_are_alike():
-    table = with_image(position=0.5).image_encoder.vit.pos_embed.detach()[0]
+    table = model_with(image={"position": 0.5}).image_encoder.vit.pos_embed.detach()[0]
     assert (table[0] == 0).all()
     places = table[1:].unflatten(0, (4, 4))
     torch.testing.assert_close(places.square().mean(-1), torch.full((4, 4), 0.125))
     next_door = (places[1:] * places[:-1]).sum(-1).min()
     assert next_door > (places[0] * places[3]).sum(-1).max()
     torch.testing.assert_close(places.mT.diff(dim=0).abs().sum(), places.mT.diff(dim=2).abs().sum())
-
-
-def test_positions_of_patches_start_small_unless_asked():
-    torch.manual_seed(0)
-    table = with_image().image_encoder.vit.pos_embed.detach()[0]
-    assert table.std().item() == pytest.approx(0.02, rel=0.15)
-
-
-def test_without_positions_an_image_encoder_does_not_see_where_patches_are():
-    pixels = torch.randn(1, 3, 16, 16)
-    turned = pixels.unflatten(2, (4, 4)).flip(2).flatten(2, 3)  # rows of patches upside down
-    for position, blind in (("none", True), (0.5, False)):
-        encoder = with_image(position=position).image_encoder
-        with torch.no_grad():
-            seen, other = encoder(pixels), encoder(turned)
-        assert torch.allclose(seen[:, 0], other[:, 0], atol=1e-5) == blind
 
 
 @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
@@ -216,42 +173,32 @@ def test_an_edit_of_patches_is_its_threads_own(edits):
     assert torch.equal(beside[0].feature, expected[1])
 
 
-def test_path_gradient_is_stopped_unless_asked_for():
-    for asked in (False, True):
-        model = tiny(**ace(path_gradient=asked))
-        image, text = encoded(model)
-        model.match(image, text).sum().backward()
+def test_path_gradient_is_stopped_unless_configured():
+    for passed in (False, True):
+        model = tiny(**ace(path_gradient=passed))
+        model.match(*encoded(model)).sum().backward()
         gradient = model.image_tokens.weight.grad
-        assert (gradient is not None and bool(gradient.any())) == asked
+        assert (gradient is not None and bool(gradient.any())) == passed
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (
-            {"image": TINY_MODEL["image"] | {"image_size": 18}},
-            "18 is not a multiple of patch_size 4",
-        ),
-        ({"cross": {"heads": 2, "anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
-        ({"image": TINY_MODEL["image"] | {"width": 32}}, "16 and 32"),
-        (
-            {"image": TINY_MODEL["image"] | {"width": 18, "position": 0.5}},
-            "18 is not a multiple of 4",
-        ),
-        ({"text": TINY_MODEL["text"] | {"max_tokens": 17}}, "17 is more than max_positions 16"),
+        ({"image": {"image_size": 18}}, "18 is not a multiple of patch_size 4"),
+        ({"cross": {"anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
+        ({"image": {"width": 32}}, "16 and 32"),
+        ({"image": {"width": 18, "position": 0.5}}, "18 is not a multiple of 4"),
+        ({"text": {"max_tokens": 17}}, "17 is more than max_positions 16"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(part, message):
     with pytest.raises(ValidationError, match=message):
-        ModelConfig.model_validate(TINY_MODEL | part)
+        tiny_config(**part)
 
 
 def model_with(**parts):
-    config = dict(TINY_MODEL)
-    for name, change in parts.items():
-        config[name] = TINY_MODEL[name] | change if isinstance(change, dict) else change
     torch.manual_seed(0)
-    return VLPModel(ModelConfig.model_validate(config))
+    return VLPModel(tiny_config(**parts))
 
 
 def outputs(model, seed=1):
@@ -277,20 +224,6 @@ def test_dropout_acts_in_training_alone():
     assert not torch.equal(first[1].states, other[1].states)
     assert 0 < (first[0].feature == 0).float().mean() < 1
     assert torch.allclose(first[0].feature.norm(dim=-1), torch.ones(3))
-
-
-@pytest.mark.parametrize("part", ["text", "cross"])
-def test_each_dropout_is_its_encoder_s(part):
-    dropping = model_with(**{part: DROPOUT[part]}).train()
-    (image, text, crossed), (same, other, across) = outputs(dropping, 1), outputs(dropping, 2)
-    assert torch.equal(image.states, same.states)
-    assert torch.equal(text.states, other.states) == (part == "cross")
-    assert not torch.equal(crossed.text, across.text)
-
-
-def test_dropout_of_all_is_refused():
-    with pytest.raises(ValidationError, match="less than 1"):
-        model_with(cross={"dropout": 1.0})
 
 
 @pytest.mark.parametrize("groups", [2, 3, 8])

@@ -1,7 +1,5 @@
 """Canonical correlation of both towers' features."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,15 +11,10 @@ from vlp.objectives.canonical_correlation import (
 
 
 def pairs(count=400, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shared = torch.randn(count, 3, generator=generator, dtype=torch.float64)
-    mixed = [
-        torch.cat([shared, torch.randn(count, 4, generator=generator, dtype=torch.float64)], 1)
-        @ torch.randn(7, channels, generator=generator, dtype=torch.float64)
-        + 5
-        for channels in (6, 5)
-    ]
-    return mixed[0], mixed[1]
+    torch.manual_seed(seed)
+    shared = torch.randn(count, 3).double()
+    sides = (torch.cat([shared, torch.randn(count, 4).double()], 1) for _ in range(2))
+    return tuple(side @ torch.randn(7, width).double() + 5 for side, width in zip(sides, (6, 5)))
 
 
 def solved(x, y, channels, shrinkage, parts=1):

@@ -1,7 +1,5 @@
 """What must hold for every loss, whatever it compares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -56,7 +54,6 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def inputs(name, dtype):
-    """Vectors of unit length."""
     random = torch.Generator().manual_seed(0)
     leaves = (torch.randn(ROWS, *shape, generator=random) for shape in LOSSES[name][1])
     return [normalize(leaf, dim=-1).to(dtype).requires_grad_() for leaf in leaves]

@@ -1,10 +1,7 @@
 """Masked language and image modelling, and the sums of losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 from vlp.objectives.loss import Loss, normalise
 from vlp.objectives.mim import MIMHead, mim_loss, patchify
@@ -61,34 +58,21 @@ def test_batch_without_masked_words_is_zero_and_differentiable():
     assert (head.dense.weight.grad == 0).all()
 
 
-def test_loss_is_float32_under_autocast():
-    states, embedding, labels = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([1, 2, 3])
-    head = MLMHead(4, 7)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = head(states, embedding)
-        loss = mlm_loss(logits, labels)
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        loss.total, F.cross_entropy(logits.float(), labels, reduction="sum"), atol=0, rtol=0
-    )
-
-
 @pytest.mark.parametrize("slots", [7, 20, 40])
 def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(slots):
-    states, labels = torch.randn(4, 10, 6, dtype=torch.float64), torch.full((4, 10), -100)
+    states, labels = torch.randn(4, 10, 6).double(), torch.full((4, 10), -100)
     labels[torch.tensor([0, 0, 1, 2, 2, 3, 3]), torch.tensor([1, 4, 9, 0, 3, 2, 9])] = 5
     valid, head = torch.tensor([True, True, True, False]), torch.randn(6, 11).double()
-    found = []
+    results = []
     for number in (None, slots):
-        given = states.clone().requires_grad_()
-        chosen, wanted = masked_positions(given, labels, valid, number)
+        leaf = states.clone().requires_grad_()
+        chosen, targets = masked_positions(leaf, labels, valid, number)
         assert len(chosen) == (number or 5)
         soft = (chosen.detach() @ head).softmax(-1)
-        loss = mlm_loss(chosen @ head, wanted, soft, 0.4)
+        loss = mlm_loss(chosen @ head, targets, soft, 0.4)
         loss.total.backward()
-        found.append((loss.total, loss.count, given.grad))
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other)
+        results.append((*loss, leaf.grad))
+    torch.testing.assert_close(*results)
 
 
 def test_slots_suffice_for_every_draw():
@@ -106,6 +90,8 @@ def test_patch_layout_is_that_of_a_patch_convolution():
 def test_refuses_images_of_broken_patches():
     with pytest.raises(ValueError, match="5 x 4 pixels are not whole patches of 2"):
         patchify(torch.zeros(1, 3, 5, 4), 2)
+    with pytest.raises(ValueError, match="do not fit images"):
+        mim_loss(torch.zeros(1, 4, 27), torch.zeros(1, 3, 4, 4), torch.zeros(1, 2, 2) > 0)
 
 
 def test_equals_the_loop_of_mim():
@@ -127,27 +113,8 @@ def test_equals_the_loop_of_mim():
     assert loss.count == count
 
 
-def test_only_masked_patches_of_real_rows_get_a_gradient():
-    prediction = torch.randn(2, 4, 12, requires_grad=True)
-    mask = torch.tensor([[[True, False], [False, True]]] * 2)
-    loss = mim_loss(prediction, torch.randn(2, 3, 4, 4), mask, torch.tensor([True, False]))
-    loss.total.backward()
-    touched = prediction.grad.abs().sum(-1) > 0
-    assert touched.tolist() == [[True, False, False, True], [False] * 4]
-
-
-def test_refuses_a_prediction_of_another_size():
-    with pytest.raises(ValueError, match="do not fit images"):
-        mim_loss(torch.zeros(1, 4, 27), torch.zeros(1, 3, 4, 4), torch.zeros(1, 2, 2) > 0)
-
-
-def test_head_is_one_linear_layer_and_a_mask_token():
+def test_masked_patches_are_replaced_by_the_mask_token():
     head = MIMHead(5, 2)
-    assert {name: tuple(p.shape) for name, p in head.named_parameters()} == {
-        "mask_token.token": (5,),
-        "pixels.weight": (12, 5),
-        "pixels.bias": (12,),
-    }
     patches, mask = torch.randn(2, 4, 5), torch.rand(2, 2, 2) < 0.5
     mask[0, 0, 0], mask[1, 1, 1] = True, False
     replaced = head.mask_token(patches, mask)
@@ -158,26 +125,11 @@ def test_head_is_one_linear_layer_and_a_mask_token():
 
 def test_sums_become_means_and_keep_their_gradient():
     x = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
-    losses = {
-        "itc": Loss(x.sum(), torch.tensor(3)),
-        "mlm": Loss((2 * x[:1]).sum(), torch.tensor(1)),
-    }
+    losses = {"itc": Loss(x.sum(), torch.tensor(3)), "mlm": Loss(2 * x[0], torch.tensor(1))}
+    losses["itm"] = Loss(0 * x[0], torch.tensor(0))
     means = normalise(losses)
-    assert list(means) == ["itc", "mlm"]
-    assert means["itc"].item() == 3
-    assert means["mlm"].item() == 2
+    assert {name: mean.item() for name, mean in means.items()} == {"itc": 3, "mlm": 2, "itm": 0}
     assert means["itc"].dtype == torch.float64
-    (means["itc"] + means["mlm"]).backward()
+    sum(means.values()).backward()
     torch.testing.assert_close(x.grad, torch.tensor([7 / 3, 1 / 3, 1 / 3], dtype=torch.float64))
-
-
-def test_a_loss_without_items_is_zero():
-    x = torch.tensor(5.0, requires_grad=True)
-    mean = normalise({"itm": Loss(x * 0, torch.tensor(0))})["itm"]
-    mean.backward()
-    assert mean == 0
-    assert x.grad == 0
-
-
-def test_nothing_to_do():
     assert normalise({}) == {}

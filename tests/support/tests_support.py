@@ -6,8 +6,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from vlp.config import merged
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
-from vlp.models.config import AnchorOptions
+from vlp.models.config import AnchorOptions, ModelConfig
 
 TINY_MODEL = {
     "text": {"vocab_size": 64, "width": 16, "layers": 1, "heads": 2, "intermediate": 32,
@@ -18,11 +19,22 @@ TINY_MODEL = {
     "embed_dim": 8,
 }  # fmt: skip
 
+POOLED_TOWER = {
+    "architecture": {"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 2,
+                     "num_heads": 2},
+    "patch_size": 14, "image_size": 56, "pool": 2,
+}  # fmt: skip
+
 CAPTIONS = [
     "a small red circle left of a blue square",
     "a large green triangle above a red star",
     "a blue cross at the top left",
 ]
+
+
+def tiny_config(**parts) -> ModelConfig:
+    """The configuration of `TINY_MODEL` with changes by part, such as `cross={"layers": 1}`."""
+    return ModelConfig.model_validate(merged(TINY_MODEL, parts))
 
 
 def tiny_text(max_tokens: int = 12) -> TextProcessor:

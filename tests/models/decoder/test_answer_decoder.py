@@ -1,17 +1,14 @@
 """The answer decoder: what it sees, where it starts, and what it writes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import tiny_config
 from torch.nn import functional
 
 from vlp.config import ConfigError
 from vlp.layers.causal import Past
-from vlp.models.config import ModelConfig
 from vlp.models.decoder import (
     AnswerDecoder,
     AnswerDecoderConfig,
@@ -32,9 +29,8 @@ WORDS = 24
 
 
 def model(layout="ace", layers=2):
-    values = {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": WORDS}}
-    values["cross"] = {**values["cross"], "layout": layout, "layers": layers}
-    return VLPModel(ModelConfig.model_validate(values)).double()
+    cross = {"layout": layout, "layers": layers}
+    return VLPModel(tiny_config(text={"vocab_size": WORDS}, cross=cross)).double()
 
 
 def decoder(of=None, seed=1, **options):
@@ -80,27 +76,19 @@ def parts():
 
 
 def written_out(made, words, states, mask, ids):
-    """The same layer by layer, with whole matrices and masks."""
     x = words(ids)
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     for layer in made.layers:
-        own, cross = layer.attention, layer.cross_attention
-        for attention, source, hidden in (
-            (own, None, later),
-            (cross, states, ~mask[:, None, None]),
+        for attention, norm, source, hidden in (
+            (layer.attention, layer.attention_norm, None, later),
+            (layer.cross_attention, layer.cross_norm, states, ~mask[:, None, None]),
         ):
             source = x if source is None else source
-            query, key, value = (
-                project(part).unflatten(-1, (2, 8)).transpose(1, 2)
-                for project, part in (
-                    (attention.query, x),
-                    (attention.key, source),
-                    (attention.value, source),
-                )
-            )
+            projected = attention.query(x), attention.key(source), attention.value(source)
+            query, key, value = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in projected)
             logits = (query @ key.mT / 8**0.5).masked_fill(hidden, -torch.inf)
             out = attention.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
-            x = (layer.attention_norm if attention is own else layer.cross_norm)(x + out)
+            x = norm(x + out)
         x = layer.feed_forward_norm(x + layer.feed_forward(x))
     return x
 
@@ -133,15 +121,6 @@ class TestDecoder:
         shared = decoder(of)
         states = shared(ids, shared.remember(torch.randn(1, 2, 16).double()), words)
         assert torch.equal(shared.logits(states, words), shared.head.bias.expand(1, 4, WORDS))
-
-    def test_select_repeats_rows(self, parts):
-        made, words, states, mask = parts
-        rows = torch.tensor([2, 0, 2])
-        ids = padded([[7], [8], [9]])
-        picked = made(ids, made.remember(states, mask).select(rows), words)
-        torch.testing.assert_close(
-            picked, made(ids, made.remember(states[rows], mask[rows]), words)
-        )
 
     def test_bf16_has_no_nan_and_finite_gradients(self, parts):
         made, words, states, mask = parts
@@ -183,36 +162,18 @@ class TestLikelihood:
         target = 0.7 * functional.one_hot(ids[:, 1:], WORDS) + 0.3 / WORDS
         torch.testing.assert_close(found.log_probability, (odds * target).sum((1, 2)))
 
-    def test_its_gradient_is_right(self, parts):
-        made, words, states, mask = parts
-        ids = padded(self.TEXTS)
-
-        def total(given):
-            found = answer_likelihood(made, made.remember(given, mask), ids, words, PAD)
-            return found.log_probability
-
-        assert torch.autograd.gradcheck(total, states[:, :, :].requires_grad_())
-
-    def test_a_row_of_padding_counts_nothing(self, parts):
-        made, words, states, mask = parts
-        ids = torch.full((3, 4), PAD)
-        ids[:, 0] = CLS
-        found = answer_likelihood(made, made.remember(states, mask), ids, words, PAD)
-        assert found.log_probability.tolist() == [0, 0, 0]
-        assert found.tokens.tolist() == [0, 0, 0]
-
 
 class TestGeneration:
     @pytest.mark.parametrize("beams", [1, 3])
     def test_the_cache_changes_nothing(self, parts, beams):
         made, words, states, mask = parts
         memory = made.remember(states, mask)
-        both = [
+        texts, again = (
             generate(made, memory, words, MARKS, 6, beams, cached=cached)
             for cached in (True, False)
-        ]
-        assert torch.equal(*both)
-        assert len(set(map(tuple, both[0].tolist()))) > 1
+        )
+        assert torch.equal(texts, again)
+        assert len(set(map(tuple, texts.tolist()))) > 1
 
     def test_enough_beams_find_the_likeliest_text(self, parts):
         made, words, states, mask = parts
@@ -238,15 +199,6 @@ class TestGeneration:
             assert said[: len(best)] == best
             assert set(said[len(best) :]) <= {SEP}
 
-    def test_specials_are_never_said(self, parts):
-        made, words, states, mask = parts
-        with torch.no_grad():
-            made.head.bias[: MASK + 1] = 50
-            made.head.bias[SEP] = -50
-        said = generate(made, made.remember(states, mask), words, MARKS, 4, 2)
-        assert said.shape == (3, 4)
-        assert (said > MASK).all()
-
 
 class TestRanking:
     @pytest.fixture
@@ -258,16 +210,10 @@ class TestRanking:
 
     def brute_force(self, parts, answers):
         made, words, states, mask = parts
-        odds = torch.stack(
-            [
-                answer_likelihood(
-                    made, made.remember(states, mask), one[one != PAD].expand(3, -1), words, PAD
-                ).log_probability
-                for one in answers
-            ],
-            1,
-        )
-        return odds
+        memory = made.remember(states, mask)
+        texts = [answer[answer != PAD].expand(3, -1) for answer in answers]
+        odds = [answer_likelihood(made, memory, ids, words, PAD) for ids in texts]
+        return torch.stack([part.log_probability for part in odds], 1)
 
     def rank(self, parts, answers, **options):
         made, words, states, mask = parts
@@ -371,9 +317,6 @@ class TestStart:
         assert "text encoder" in report.source
         own, theirs = made.embedding.state_dict(), of.text_encoder.embedding.state_dict()
         assert all(torch.equal(own[name], theirs[name]) for name in theirs)
-
-    def test_nothing_to_start_from(self):
-        of = model()
         assert start_decoder(decoder(of, start="none"), of) == []
 
     def test_the_last_layers_of_a_bert(self, monkeypatch):

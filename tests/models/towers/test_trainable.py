@@ -1,36 +1,26 @@
 """Frozen and partly frozen towers, and learning rates that fall from block to block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from pretraining_batch import batch
 from pydantic import ValidationError
-from tests_support import TINY_MODEL
+from tests_support import POOLED_TOWER, TINY_MODEL, tiny_config
 
-from vlp.config import ConfigError
-from vlp.models.config import ModelConfig
+from vlp.config import ConfigError, merged
 from vlp.models.towers import batch_norms, require_whole_batches
 from vlp.models.vlp import VLPModel
+from vlp.objectives.config import ObjectivesConfig
+from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
-from vlp.training.optimiser import parameter_groups
 
 DEEPER = {"layers": 3}
-DROPPING = {
-    "architecture": {
-        **{"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 3, "num_heads": 2},
-        "drop_path_rate": 0.9,
-    },
-    "patch_size": 14,
-    "image_size": 28,
-    "width": 16,
-}
+SMALL = {"name": "vit_small_patch14_reg4_dinov2", "embed_dim": 24, "depth": 3, "num_heads": 2}
+DROPPING = {"architecture": SMALL | {"drop_path_rate": 0.9}, "patch_size": 14, "image_size": 28}
 
 
 def model(text=(), image=()):
     torch.manual_seed(0)
-    own = {"text": DEEPER | dict(text), "image": DEEPER | dict(image)}
-    sizes = {**TINY_MODEL, **{side: TINY_MODEL[side] | own[side] for side in own}}
-    return VLPModel(ModelConfig.model_validate(sizes))
+    return VLPModel(tiny_config(text=DEEPER | dict(text), image=DEEPER | dict(image)))
 
 
 def trained(encoder):
@@ -110,13 +100,6 @@ def test_more_blocks_than_there_are_is_refused(side):
         model(**{side: {"trainable": 4}})
 
 
-def test_the_groups_are_those_of_weight_decay():
-    built = model()
-    plain = parameter_groups(built, 0.1)
-    assert {group["lr_scale"] for group in plain} == {1.0}
-    assert len(plain) == 2
-
-
 @pytest.mark.parametrize(
     ("image", "message"),
     [
@@ -126,9 +109,27 @@ def test_the_groups_are_those_of_weight_decay():
     ],
 )
 def test_mim_refuses_what_it_cannot_mask(image, message):
-    sizes = TINY_MODEL | {"image": TINY_MODEL["image"] | image}
+    sizes = merged(TINY_MODEL, {"image": image})
     data = {"sources": [{"path": "x"}], "vocabulary": "x", "canonical_streams": 1}
     with pytest.raises(ValidationError, match=message):
         PretrainConfig.model_validate({"model": sizes, "data": data})
     settings = {"model": sizes, "data": data, "objectives": {"mim": None}}
     PretrainConfig.model_validate(settings)
+
+
+def test_frozen_tower_runs_once_for_student_and_teacher():
+    config = tiny_config(image=POOLED_TOWER | {"trainable": 0})
+    objectives = {"mim": None, "itm": {"group": 4}, "teacher": {"queue": 8}}
+    losses = []
+    for stored in (False, True):
+        torch.manual_seed(0)
+        task = Pretraining(config, ObjectivesConfig.model_validate(objectives), "-")
+        passes = []
+        for model in (task.model, task.teacher.average.module["model"]):
+            embed = model.image_encoder.vit.patch_embed
+            embed.register_forward_hook(lambda _, pixels, __, to=passes: to.append(len(pixels[0])))
+        pixels = torch.randn(4, 3, 56, 56, generator=torch.Generator().manual_seed(5))
+        pixels = task.model.image_encoder.tower(pixels) if stored else pixels
+        losses.append(task(batch(4)._replace(pixels=pixels), 0).loss)
+        assert passes == [4]
+    assert torch.equal(*losses)

@@ -1,7 +1,5 @@
 """timm models as a configuration names them: `absolute: drop` works, or is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -49,13 +47,9 @@ def test_absolute_positions_are_dropped(name, options, positions):
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3)
 
 
-def test_what_has_nothing_to_drop_is_refused():
-    message = "model resnet18: ResNet has no layer of attention"
-    with pytest.raises(ConfigError, match=message):
+def test_what_timm_refuses_is_a_sentence():
+    with pytest.raises(ConfigError, match="model resnet18: ResNet has no layer of attention"):
         dropped("resnet18")
-
-
-def test_what_timm_asserts_is_a_sentence():
     config = BackboneConfig.model_validate({"name": "xcit_nano_12_p16_224"})
     with pytest.raises(ConfigError, match="model xcit_nano_12_p16_224: `patch_size` should divide"):
         create_backbone(config, img_size=56)
@@ -97,15 +91,10 @@ def named(name, roles=None, **options):
 
 
 def test_sizes_are_filled_in_and_options_win():
-    encodings = attention_encodings(
-        [named("learned-2d"), named("irpe-product", "qk"), named("alibi-2d", ratio="code")],
-        WIDTH,
-        HEADS,
-        GRID,
-    )
-    assert [type(one).__name__ for one in encodings] == ["RelativePosition", "DirectionalDistance"]
-    assert encodings[0].roles == ("query", "key")
-    assert (encodings[1].heads, encodings[1].grid, encodings[1].ratio) == (HEADS, GRID, "code")
+    positions = [named("learned-2d"), named("irpe-product", "qk"), named("alibi-2d", ratio="code")]
+    irpe, alibi = attention_encodings(positions, WIDTH, HEADS, GRID)
+    assert irpe.roles == ("query", "key")
+    assert (alibi.heads, alibi.grid, alibi.ratio) == (HEADS, GRID, "code")
 
 
 def later_tokens_matter(encodings):
@@ -113,12 +102,11 @@ def later_tokens_matter(encodings):
     attention = CausalAttention(WIDTH, HEADS, encodings).double()
     for table in attention.positions.parameters():
         torch.nn.init.normal_(table)
-    x = torch.randn(2, GRID[0] * GRID[1], WIDTH, dtype=torch.float64)
-    context, first = PositionContext(grid=GRID), None
-    for place in range(1, x.shape[1]):
-        changed = torch.cat([x[:, :place], torch.randn_like(x[:, place:])], 1)
-        first = attention(x, context) if first is None else first
-        if not torch.allclose(first[:, :place], attention(changed, context)[:, :place]):
+    x, context = torch.randn(2, GRID[0] * GRID[1], WIDTH).double(), PositionContext(grid=GRID)
+    expected = attention(x, context)
+    for row in range(1, x.shape[1]):
+        changed = torch.cat([x[:, :row], torch.randn_like(x[:, row:])], 1)
+        if not torch.allclose(expected[:, :row], attention(changed, context)[:, :row]):
             return True
     return False
 
@@ -137,14 +125,10 @@ def test_encodings_that_see_later_tokens_are_refused_and_do(position):
     assert later_tokens_matter(attention_encodings([position], WIDTH, HEADS, GRID))
 
 
-def test_bad_names_and_options_are_refused_by_name():
-    with pytest.raises(ConfigError, match="unknown position encoding 'sine'"):
-        on_tokens(named("sine"))
+def test_wrong_names_and_options_are_refused_by_name():
     with pytest.raises(ConfigError, match="anchor lies between an image and a text"):
         on_tokens(named("anchor"))
     with pytest.raises(ConfigError, match=r"sine-2d: .*colour"):
         create_encoding(named("sine-2d", colour=1), width=WIDTH)
     with pytest.raises(ConfigError, match=r"rope-axial: .*on='q'"):
         create_encoding(named("rope-axial", "q"), width=WIDTH, heads=HEADS)
-    with pytest.raises(ConfigError, match=r"sine-2d: .*width 6"):
-        create_encoding(named("sine-2d"), width=6)

@@ -1,7 +1,5 @@
 """The encoder-decoder for grids: no look ahead, encodings where they belong, greedy writing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,11 +26,8 @@ def model(*positions, **options):
 
 
 def question(rows=2, boxes=None):
-    boxes = (
-        torch.tensor([[1.0, 0, 2, 1], [0, 1, 1, 3]]).expand(rows, -1, -1)
-        if boxes is None
-        else boxes
-    )
+    boxes = torch.tensor([[1.0, 0, 2, 1], [0, 1, 1, 3]]) if boxes is None else boxes
+    boxes = boxes.expand(rows, -1, -1)
     return GridQuestion(torch.randint(TOKENS, (rows, LENGTH)), boxes, torch.arange(rows) % 2)
 
 
@@ -72,7 +67,7 @@ def test_every_input_cell_and_the_task_reach_every_logit():
 def test_objects_count_for_the_encoder_alone():
     with_objects, places_alone = model(*VITARC), model("sine-2d", "alibi-2d")
     asked, outputs = question(), templates()
-    moved = asked._replace(boxes=torch.tensor([[[0.0, 0, 4, 4]]]).expand(2, -1, -1))
+    moved = asked._replace(boxes=torch.tensor([[0.0, 0, 4, 4]]).expand(2, -1, -1))
     assert not torch.allclose(with_objects(asked, outputs), with_objects(moved, outputs))
     torch.testing.assert_close(places_alone(asked, outputs), places_alone(moved, outputs))
     encoded = with_objects.encode(asked)
@@ -96,9 +91,7 @@ def test_the_encoders_tokens_are_the_task_and_the_placed_cells():
 
 def test_the_decoder_may_have_encodings_of_its_own():
     made = model("sape", "sine-2d", decoder_positions=[{"name": "learned-2d"}])
-    assert [type(one).__name__ for one in made.encoder[0].attention.positions] == [
-        "SemanticPosition"
-    ]
+    assert len(made.encoder[0].attention.positions) == 1
     assert len(made.decoder[0].attention.positions) == 0
     assert type(made.decoder_places[0]).__name__ == "LearnedGridPosition"
     with pytest.raises(ConfigError, match=r"sape with .* sees later tokens"):
@@ -120,11 +113,8 @@ def test_greedy_writing_is_what_one_pass_says(positions):
 
 def test_without_objects_or_rows_there_is_an_answer():
     made = model(*VITARC)
-    assert made(question(boxes=torch.zeros(2, 0, 4)), templates()).isfinite().all()
-    nobody = GridQuestion(
-        torch.zeros(0, LENGTH).long(), torch.zeros(0, 0, 4), torch.zeros(0).long()
-    )
-    assert made(nobody, torch.zeros(0, LENGTH).long()).shape == (0, LENGTH, TOKENS)
+    assert made(question(boxes=torch.zeros(0, 4)), templates()).isfinite().all()
+    assert made(question(rows=0), templates(rows=0)).shape == (0, LENGTH, TOKENS)
 
 
 def test_what_does_not_fit_is_refused():
@@ -135,7 +125,7 @@ def test_what_does_not_fit_is_refused():
     made = model("sine-2d")
     with pytest.raises(ValueError, match=r"templates of 4 x 4 cells .* not \(2, 9\)"):
         made(question(), torch.zeros(2, 9).long())
-    outside = question(boxes=torch.tensor([[[3.0, 0, 2, 1]]]).expand(2, -1, -1))
+    outside = question(boxes=torch.tensor([[3.0, 0, 2, 1]]))
     with pytest.raises(ValueError, match=r"object box 0 of image 0 .*does not lie inside"):
         model(*VITARC)(outside, templates())
 

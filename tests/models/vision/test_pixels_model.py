@@ -1,7 +1,5 @@
 """The pixel transformer: likelihood that is one, no look ahead, and images drawn from it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from vlp.tasks.pixels.model import (
     PixelTransformer,
     ReformerLayer,
     SharedQueryAttention,
-    sequence_context,
 )
 from vlp.training.config import VisionConfig
 
@@ -72,12 +69,7 @@ def test_a_later_channel_never_changes_an_earlier_logit(name, options):
 
 @pytest.mark.parametrize(
     ("names", "options"),
-    [
-        (["fourier"], {}),
-        (["learned-1d"], {}),
-        (["sine-2d", "irpe-cross"], {}),
-        (["fourier"], REFORMER),
-    ],
+    [(["fourier"], {}), (["sine-2d", "irpe-cross"], {}), (["fourier"], REFORMER)],
 )
 def test_nats_are_the_chain_rule_by_hand(names, options):
     made, values = model(*names, **options), images()
@@ -107,15 +99,6 @@ def test_pixel_encodings_add_the_pixels_place_and_the_channels_colour():
     assert torch.allclose(added[0], added[1], atol=1e-6)
 
 
-def test_sequence_encodings_number_the_channels_and_have_no_colours():
-    places = PixelPlaces(config("learned-1d"), SIZE)
-    assert {name: tuple(p.shape) for name, p in places.named_parameters()} == {
-        "sequence.0.table": (LENGTH, 24)
-    }
-    x = torch.randn(1, LENGTH, 24)
-    torch.testing.assert_close(places(x), x + places.sequence[0].table)
-
-
 @pytest.mark.parametrize(
     ("position", "expected", "printed"),
     [
@@ -141,25 +124,21 @@ def test_the_papers_models_have_its_parameters(position, expected, printed):
     assert round(expected / 1e6, 1) == printed
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match=r"model.heads 5 do not divide model.width 24"):
-        PixelTransformer(config(heads=5), SIZE)
-    with pytest.raises(ConfigError, match="channel_width 24 leaves no channels"):
-        PixelTransformer(config(channel_width=24), SIZE)
-    with pytest.raises(ConfigError, match=r"sape with .* sees later tokens"):
-        PixelTransformer(config("sape"), SIZE)
-    with pytest.raises(ConfigError, match="unknown position encoding 'sine'"):
-        PixelTransformer(config("sine"), SIZE)
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ([], {"heads": 5}, r"model.heads 5 do not divide model.width 24"),
+        ([], {"channel_width": 24}, "channel_width 24 leaves no channels"),
+        (["sape"], {}, r"sape with .* sees later tokens"),
+        (["irpe-product"], REFORMER, "reformer has no place for irpe-product"),
+        ([], {"head_width": 5}, "head_width is of layer reformer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(names, options, message):
+    with pytest.raises(ConfigError, match=message):
+        PixelTransformer(config(*names, **options), SIZE)
     with pytest.raises(ValueError, match=r"not \(2, 4, 3, 3\)"):
         model()(torch.zeros(2, 4, 3, 3, dtype=torch.int64))
-    assert sequence_context(4).grid == (4, 12)
-
-
-def test_reformers_layers_refuse_what_they_have_no_place_for():
-    with pytest.raises(ConfigError, match="reformer has no place for irpe-product"):
-        PixelTransformer(config("irpe-product", **REFORMER), SIZE)
-    with pytest.raises(ConfigError, match="head_width is of layer reformer"):
-        PixelTransformer(config(head_width=5), SIZE)
 
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 2, 5
