@@ -1,19 +1,15 @@
 """One rank of test_benchmark_scale.py: collective calls of a step by engine.
 
-usage: collective_ranks.py ENGINE,... [RANKS]. With RANKS this one process pretends all of them.
-Prints a line of JSON per engine.
+usage: collective_ranks.py ENGINE,...; prints a line of JSON per engine.
 """
-
-from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import torch
 from tests_support import TINY_MODEL
 
-from benchmarks.scale import CollectiveTrace, pretended_ranks
+from benchmarks.scale import CollectiveTrace
 from benchmarks.step import random_batch
 from vlp import distributed
 from vlp.tasks.pretraining import Pretraining
@@ -25,8 +21,7 @@ from vlp.training.engines.environment import prepare_environment, start_deepspee
 ROWS = 4
 
 
-def main(name: str, ranks: int) -> None:
-    values = {"engine": name}
+def main(name, ranks):
     config = PretrainConfig.model_validate(
         {
             "model": TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 3}},
@@ -36,12 +31,12 @@ def main(name: str, ranks: int) -> None:
                 "itm": {"group": ROWS},
                 "teacher": {"queue": 8},
             },
-            "training": {"batch": ROWS * ranks, "precision": "float32"} | values,
+            "training": {"batch": ROWS * ranks, "precision": "float32", "engine": name},
         }
     )
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, "", log_every=10**6)
-    kind: Any = DdpEngine if name == "ddp" else DeepSpeedEngine
+    kind = DdpEngine if name == "ddp" else DeepSpeedEngine
     engine = kind(task, config.training)
     batch = random_batch(config.inputs, ROWS, 6)
     for step in (1, 2):  # engines are in their usual course from the second step on
@@ -55,12 +50,7 @@ def main(name: str, ranks: int) -> None:
 
 names = sys.argv[1].split(",")
 prepare_environment()
-if len(sys.argv) > 2:
-    with pretended_ranks(int(sys.argv[2])):
-        for name in names:
-            main(name, int(sys.argv[2]))
-else:
-    distributed.start(join=start_deepspeed if any(n.startswith("zero") for n in names) else None)
-    for name in names:
-        main(name, distributed.world_size())
-    distributed.end()
+distributed.start(join=start_deepspeed)
+for name in names:
+    main(name, distributed.world_size())
+distributed.end()

@@ -1,20 +1,10 @@
 """The benchmark beside ALBEF: equal sizes and losses of ours; its checkout is the user's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.albef import (
-    ALL,
-    ALL_ACE,
-    ANCHORED,
-    EQUAL,
-    OwnStep,
-    StepSizes,
-    variants,
-)
+from benchmarks.albef import ALL, ALL_ACE, ANCHORED, EQUAL, OwnStep, StepSizes, variants
 from benchmarks.step import random_batch
 
 SIZES = StepSizes(64, 1, 1, 2, image_size=32, rows=4, max_tokens=12, queue=8)

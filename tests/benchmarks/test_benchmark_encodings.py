@@ -1,7 +1,5 @@
 """The benchmark of encodings: its counts, its ratios, and the published code beside ours."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,21 +1,18 @@
 """The check of a GPU on a machine without one."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import CheckedFigure, Part, Setting, run_check
+from benchmarks.gpu import CheckedFigure, run_check
 
 CONFIG = Path(__file__).parents[2] / "configs/pretrain/base.yaml"
 
 
 @pytest.mark.nightly
-def test_every_part_runs_dry(tmp_path: Path) -> None:
+def test_every_part_runs_dry(tmp_path):
     assert run_check(CONFIG, tmp_path, dry=True) == 0
     lines = (tmp_path / "figures.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
@@ -30,12 +27,12 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     assert (tmp_path / "check.md").read_text().count("\n| ") == 2 + len(figures)
 
 
-def wrong(_: Setting) -> Iterator[CheckedFigure]:
+def wrong(_):
     """A result that is wrong."""
     yield CheckedFigure("one and one", 3, "", at_most=2)
 
 
-def failing(_: Setting) -> Iterator[CheckedFigure]:
+def failing(_):
     """A part that fails after its first figure."""
     yield CheckedFigure("first", 1, "")
     raise KeyError("second")
@@ -43,9 +40,7 @@ def failing(_: Setting) -> Iterator[CheckedFigure]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", [wrong, failing])
-def test_what_is_wrong_or_fails_ends_in_1(
-    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_or_fails_ends_in_1(part, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "PARTS", {"Z part": (part, 60)})
     assert run_check(CONFIG, tmp_path, dry=True, only="Z") == 1
     assert ("wrong: one and one: 3" in capsys.readouterr().err) == (part is wrong)

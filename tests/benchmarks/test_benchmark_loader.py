@@ -1,9 +1,6 @@
 """The loaders' benchmark: turns, what it refuses, and the whole command beside open_clip."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +20,13 @@ from vlp.config import ConfigError
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     make_shards(folder, 40, images=2, per_shard=20)
     return folder
 
 
-def test_shards_that_a_loader_would_wait_for_are_refused(shards: Path, tmp_path: Path) -> None:
+def test_shards_that_a_loader_would_wait_for_are_refused(shards, tmp_path):
     check_shards(shards, 8, 2)
     with pytest.raises(ConfigError, match="3 workers need as many shards"):
         check_shards(shards, 8, 3)
@@ -38,7 +35,7 @@ def test_shards_that_a_loader_would_wait_for_are_refused(shards: Path, tmp_path:
 
 
 @pytest.mark.parametrize("transforms", TRANSFORMS)
-def test_peers_get_the_same_samples(shards: Path, tmp_path: Path, transforms: str) -> None:
+def test_peers_get_the_same_samples(shards, tmp_path, transforms):
     save_vocabulary(shards, tmp_path, TOKENS)
     samples = list(samples_of(shards))
     assert len(samples) == 40
@@ -50,7 +47,7 @@ def test_peers_get_the_same_samples(shards: Path, tmp_path: Path, transforms: st
 
 
 @pytest.mark.parametrize("row", ["equal", "best"])
-def test_beside_open_clip(shards: Path, row: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_open_clip(shards, row, capsys):
     pytest.importorskip("open_clip_train", reason="open_clip_torch is not installed")
     arguments = ["--size", "64", "--batch", "8", "--rounds", "1", "--row", row]
     assert main(["loader", "--shards", str(shards), *arguments]) == 0

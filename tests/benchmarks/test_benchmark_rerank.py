@@ -1,7 +1,5 @@
 """The benchmark of re-ranking: both ways agree, and each computes in its precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests_support import TINY_MODEL

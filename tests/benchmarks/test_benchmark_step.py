@@ -1,7 +1,5 @@
 """The benchmark of ACE-RPE's overhead: what it compares, and its figures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 usage: run_commands.py FOLDER < {"PAGE": [["vlp", ...], ...]}   (JSON; a line of JSON per command comes out)
 """  # noqa: E501
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -18,7 +16,6 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import IO
 
 from made_shards import jpeg
 
@@ -53,39 +50,28 @@ if "/match" in offered:
 if "/search" in offered:
     print("search", len(page.predict("number 3 runs", api_name="/search")))
 """
-LAYER = "layers=1 heads=2 intermediate=64 width=24"
-TOWER = "{name: vit_small_patch14_dinov2, embed_dim: 24, depth: 2, num_heads: 2}"
+TOWER = '{"name":"vit_small_patch14_dinov2","embed_dim":24,"depth":2,"num_heads":2}'
 
+TINY = "training.steps=2 training.optimiser.warmup_steps=1"
 # What makes a command small: by a part of it, what is added.
 SMALLER = {
-    "from_towers.yaml": (
-        *("model.image.weights=null", f"model.image.architecture={TOWER}"),
-        *("model.image.image_size=56", "model.image.width=24", "data.vocabulary=words"),
-        *("model.image.pooled_layers=2", "objectives.contrastive.token.group=8"),
-        *("model.text.weights=null", "model.text.vocab_size=200"),
-        *(f"model.text.{pair}" for pair in LAYER.split()),
-        "model.text.trainable=all",
-        *("model.cross.weights=null", "model.cross.layers=1", "model.cross.heads=2"),
-        *("training.batch=8", "data.workers=0"),
-    ),
-    "flickr8k_small.yaml": (
-        *("model.image.image_size=32", "model.image.layers=1", "model.text.layers=1"),
-        *("model.cross.layers=1", "training.batch=16", "objectives.itm.group=8", "data.workers=0"),
-    ),
-    "scenes_tiny.yaml": (
-        "model.image.layers=1",
-        "model.cross.layers=1",
-        "training.batch=16",
-        "objectives.itm.group=8",
-        "data.workers=0",
-    ),
-    "scenes_vqa.yaml": ("training.batch=8", "task.data.workers=0"),
-    "vlp train": ("training.steps=2", "training.optimiser.warmup_steps=1"),
-    "vlp finetune": ("training.steps=2", "training.optimiser.warmup_steps=1"),
+    "from_towers.yaml": f"model.image.weights=null model.image.architecture={TOWER}"
+    " model.image.image_size=56 model.image.width=24 data.vocabulary=words"
+    " model.image.pooled_layers=2 objectives.contrastive.token.group=8 model.text.weights=null"
+    " model.text.vocab_size=200 model.text.layers=1 model.text.heads=2 model.text.intermediate=64"
+    " model.text.width=24 model.text.trainable=all model.cross.weights=null model.cross.layers=1"
+    " model.cross.heads=2 training.batch=8 data.workers=0",
+    "flickr8k_small.yaml": "model.image.image_size=32 model.image.layers=1 model.text.layers=1"
+    " model.cross.layers=1 training.batch=16 objectives.itm.group=8 data.workers=0",
+    "scenes_tiny.yaml": "model.image.layers=1 model.cross.layers=1 training.batch=16"
+    " objectives.itm.group=8 data.workers=0",
+    "scenes_vqa.yaml": "training.batch=8 task.data.workers=0",
+    "vlp train": TINY,
+    "vlp finetune": TINY,
 }
 
 
-def small_data() -> None:
+def small_data():
     """Write what the pages take as given, into the current folder."""
     for folder in ("photos", "images"):
         Path(folder).mkdir()
@@ -118,7 +104,7 @@ def small_data() -> None:
     Path("photo.jpg").write_bytes(jpeg(0))
 
 
-def demo_model() -> None:
+def demo_model():
     """Make the demo's folders, small: runs/demo with its shards and model."""
     made = "runs/demo/shards"
     words = f"vlp data vocabulary --shards {made}/train --size 200"
@@ -128,19 +114,19 @@ def demo_model() -> None:
     require([*train.split(), f"data.sources=[{{path: {made}/train}}]", "data.vocabulary=words"])
 
 
-def require(command: list[str]) -> None:
+def require(command):
     """Run a command that the pages take as done."""
     code, said = in_child(command)
     assert code == 0, f"{command}: {said}"
 
 
-def in_child(command: list[str]) -> tuple[int, str]:
+def in_child(command):
     """Run a command in a process of its own, which has all modules already; its code and output."""
     with tempfile.TemporaryFile("w+b") as said:
         return ended(start([*command, *added(" ".join(command))], said), said)
 
 
-def start(command: list[str], said: IO[bytes]) -> int:
+def start(command, said):
     """Start a command in a process of its own; returns its number."""
     child = os.fork()
     if child == 0:
@@ -158,14 +144,14 @@ def start(command: list[str], said: IO[bytes]) -> int:
     return child
 
 
-def ended(child: int, said: IO[bytes]) -> tuple[int, str]:
+def ended(child, said):
     """Wait for the end of a process; its code and what it said."""
     status = os.waitpid(child, 0)[1]
     said.seek(0)
     return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
 
 
-def asked(command: list[str]) -> tuple[int, str]:
+def asked(command):
     """Serve a page, ask it as a program would, and end it with Ctrl-C; its code and its answers."""
     port = str(free_port())
     with tempfile.TemporaryFile("w+b") as said:
@@ -177,12 +163,14 @@ def asked(command: list[str]) -> tuple[int, str]:
     return code or answers.returncode, answers.stdout + answers.stderr[-2000:] + shown
 
 
-def added(command: str) -> list[str]:
+def added(command):
     """Return the options that make a command small."""
-    return [more for part, options in SMALLER.items() if part in command for more in options]
+    return [
+        more for part, options in SMALLER.items() if part in command for more in options.split()
+    ]
 
 
-def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
+def run(folder, pages):
     """Run the commands of each page and print what became of each."""
     for module in MODULES:
         importlib.import_module(module)

@@ -1,7 +1,5 @@
 """`constraints.txt` pins every package that pyproject.toml names to a version that it allows."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_dependency_is_pinned_to_a_version_that_it_allows() -> None:
+def test_every_dependency_is_pinned_to_a_version_that_it_allows():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = [Requirement(line) for group in groups for line in group]

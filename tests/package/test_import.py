@@ -1,7 +1,5 @@
 """`import vlp` is light: quick, quiet and alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,14 +34,6 @@ def test_import_is_quick_and_reaches_nothing():
     ).stdout.splitlines()
     assert float(seconds) < 1.0
     assert heavy == "[]"
-
-
-def test_public_names_are_there():
-    import vlp
-
-    assert callable(vlp.load)
-    assert "anchor" in vlp.list_positions()
-    assert not hasattr(vlp, "nothing")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

@@ -1,7 +1,5 @@
 """The Python lines of the page on using a model run, in their order, with tiny model folders."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

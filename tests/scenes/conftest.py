@@ -1,9 +1,5 @@
 """Hand-made scenes, small enough to check by eye."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from vlp.scenes.graph import PLACES, Obj, Scene
@@ -15,10 +11,10 @@ BOXES = {
 
 
 @pytest.fixture(scope="session")
-def make_scene() -> Callable[..., Scene]:
+def make_scene():
     """`make_scene("small red circle top left", ...)`: objects in the middle of their places."""
 
-    def make(*described: str, key: str = "hand-made") -> Scene:
+    def make(*described, key="hand-made"):
         objects = []
         for words in described:
             size, colour, shape, place = words.split(" ", 3)

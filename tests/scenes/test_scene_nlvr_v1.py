@@ -1,7 +1,5 @@
 """Three boxes in NLVR v1's manner, and what is said of them."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from itertools import pairwise
@@ -26,7 +24,7 @@ COUNT = (
 NOUN = r"(?:(yellow|blue|black) )?(item|object|circle|square|triangle|block)s?"
 
 
-def _holds(how, word, found) -> bool | None:
+def _holds(how, word, found):
     number = NUMBERS.index(word) if word in NUMBERS else 1 if word == "a" else int(word)
     if word == "a":
         return found >= 1
@@ -41,11 +39,11 @@ def _holds(how, word, found) -> bool | None:
     return found == number
 
 
-def _fits(item, colour, noun) -> bool:
+def _fits(item, colour, noun):
     return colour in (None, item.colour) and noun in ("item", "object", "block", item.shape)
 
 
-def _true(text: str, boxes) -> bool | None:
+def _true(text, boxes):
     """What a reader makes of some kinds of statement; "unread" of the others."""
     items = [item for box in boxes for item in box]
     if found := re.fullmatch(rf"there (?:is|are) {COUNT} {NOUN}", text):
@@ -55,12 +53,12 @@ def _true(text: str, boxes) -> bool | None:
     if found := re.fullmatch(touching, text):
         how, word, colour, noun, place = found.groups()
 
-        def walls(item) -> list[str]:
+        def walls(item):
             edges = {"left": item.x, "top": item.y, "right": SIDE - item.x - item.size,
                      "bottom": SIDE - item.y - item.size}  # fmt: skip
             return [wall for wall, away in edges.items() if away == 0]
 
-        def there(item) -> bool:
+        def there(item):
             if wall := re.search("left|right|top|bottom|roof|base", place):
                 return {"roof": "top", "base": "bottom"}.get(wall[0], wall[0]) in walls(item)
             return len(walls(item)) > (1 if "corner" in place else 0)

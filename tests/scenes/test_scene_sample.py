@@ -1,18 +1,30 @@
 """Scenes: a function of index and seed, told apart, in splits that never meet."""
 
-from __future__ import annotations
-
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
+from boxes_by_hand import centre_distance
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlp.scenes.captions import captions
-from vlp.scenes.graph import PLACES, Obj, Scene, holds, main_relation, relation_holds
+from vlp.scenes.graph import (
+    PLACES,
+    Meaning,
+    Obj,
+    ObjectPhrase,
+    Scene,
+    holds,
+    main_relation,
+    relation_holds,
+    subjects,
+    truth,
+)
 from vlp.scenes.negatives import SWAP_KINDS, swap_pair
+from vlp.scenes.render import cover_box, render
 from vlp.scenes.sample import (
+    PALETTE,
     SPLITS,
     ambiguous_share,
     content,
@@ -40,20 +52,13 @@ def test_objects_lie_apart_inside_the_image_and_their_place(index, size):
     scene = sample_scene(1, index, image_size=size)
     for obj in scene.objects:
         x, y, width, height = obj.box
-        assert x >= 0
-        assert y >= 0
-        assert x + width <= size
-        assert y + height <= size
+        assert min(x, y) >= 0
+        assert max(x + width, y + height) <= size
         column, row = int((x + width / 2) * 3 / size), int((y + height / 2) * 3 / size)
         assert PLACES[3 * row + column] == obj.place
     for one, other in combinations(scene.objects, 2):
-        across = min(one.box[0] + one.box[2], other.box[0] + other.box[2]) > max(
-            one.box[0], other.box[0]
-        )
-        down = min(one.box[1] + one.box[3], other.box[1] + other.box[3]) > max(
-            one.box[1], other.box[1]
-        )
-        assert not (across and down)
+        ends = [min(one.box[a] + one.box[a + 2], other.box[a] + other.box[a + 2]) for a in (0, 1)]
+        assert not all(ends[a] > max(one.box[a], other.box[a]) for a in (0, 1))
         assert one.place != other.place
         assert (one.colour, one.shape) != (other.colour, other.shape)
 
@@ -68,7 +73,7 @@ def test_the_same_graph_at_every_image_size(index):
         assert tuple(4 * value for value in one.box) == other.box
 
 
-def _share(scenes) -> float:
+def _share(scenes):
     """Every caption against every other scene."""
     fits = [
         any(holds(caption.meaning, other, lenient=True) for other in scenes if other is not scene)
@@ -99,13 +104,12 @@ UNSEEN = {
 }
 
 
-def _families(scene) -> set:
+def _families(scene):
     """Direction and shapes of each pair, straight from the boxes."""
     found = set()
     for one, other in combinations(scene.objects, 2):
-        right = abs(other.box[0] + other.box[2] / 2 - one.box[0] - one.box[2] / 2)
-        down = abs(other.box[1] + other.box[3] / 2 - one.box[1] - one.box[3] / 2)
-        direction = "horizontal" if right >= down else "vertical"
+        right, down = (centre_distance(one.box, words, other.box) for words in ("left", "above"))
+        direction = "horizontal" if abs(right) >= abs(down) else "vertical"
         found.add((direction, frozenset({one.shape, other.shape})))
     return found
 
@@ -135,57 +139,131 @@ def test_swapping_a_pair_stays_in_its_family():
 
 def test_contents_of_train_and_val_never_meet_whatever_the_seeds():
     train = {content(sample_scene(seed, index)) for seed in (0, 1) for index in range(800)}
-    val = {content(sample_scene(seed, index, "val")) for seed in (0, 7) for index in range(200)}
-    assert not train & val
-
-
-@pytest.mark.parametrize("split", ["swaps", "unseen"])
-def test_held_out_splits_have_their_pairs(split):
-    for index in range(40):
-        scene = sample_scene(2, index, split)
-        assert len(scene.objects) >= 2
-        assert held_out_pairs(scene, split)
+    scenes = [sample_scene(seed, index, "val") for seed in (0, 7) for index in range(200)]
+    assert not train & {content(scene) for scene in scenes}
+    for scene in scenes[:50]:
+        turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])
+        assert (content(turned), split_of(turned)) == (content(scene), "val")
 
 
 positions = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 24))
 
 
-def _scene(first: tuple[int, int, int], second: tuple[int, int, int], scale: float = 1) -> Scene:
+def _scene(first, second):
     objects = tuple(
-        Obj(
-            "circle",
-            "red",
-            "small",
-            (round(x * scale, 2), round(y * scale, 2), round(w * scale, 2), round(w * scale, 2)),
-            "top",
-        )
-        for x, y, w in (first, second)
+        Obj("circle", "red", "small", (x, y, w, w), "top") for x, y, w in (first, second)
     )
-    return Scene("two", round(64 * scale), objects, (0, 0, 0), ((0, 0, 0),) * 2)
+    return Scene("two", 64, objects, (0, 0, 0), ((0, 0, 0),) * 2)
 
 
 @given(positions, positions)
 def test_relations_are_read_off_the_centres(first, second):
     scene = _scene(first, second)
-    right = (second[0] + second[2] / 2) - (first[0] + first[2] / 2)
-    down = (second[1] + second[2] / 2) - (first[1] + first[2] / 2)
-    assert relation_holds(scene, 0, "left", 1) == (right >= 8)
-    assert relation_holds(scene, 0, "right", 1) == (right <= -8)
-    assert relation_holds(scene, 0, "above", 1) == (down >= 8)
-    assert relation_holds(scene, 0, "below", 1) == (down <= -8)
-    assert relation_holds(scene, 0, "above", 1, lenient=True) == (down > 0)
+    for relation in ("left", "right", "above", "below"):
+        distance = centre_distance(scene.objects[0].box, relation, scene.objects[1].box)
+        assert relation_holds(scene, 0, relation, 1) == (distance >= 8)
+        assert relation_holds(scene, 0, relation, 1, lenient=True) == (distance > 0)
 
 
 def test_main_relation_is_the_longer_axis():
-    assert main_relation(_scene((0, 0, 10), (30, 20, 10)), 0, 1) == "left"
-    assert main_relation(_scene((0, 0, 10), (20, 30, 10)), 0, 1) == "above"
-    assert main_relation(_scene((20, 30, 10), (0, 0, 10)), 0, 1) == "below"
-    assert main_relation(_scene((30, 20, 10), (0, 0, 10)), 0, 1) == "right"
+    for x, y, there, back in ((30, 20, "left", "right"), (20, 30, "above", "below")):
+        assert main_relation(_scene((0, 0, 10), (x, y, 10)), 0, 1) == there
+        assert main_relation(_scene((x, y, 10), (0, 0, 10)), 0, 1) == back
 
 
-def test_contents_do_not_depend_on_the_order_of_objects():
-    for index in range(50):
-        scene = sample_scene(0, index)
-        turned = scene._replace(objects=scene.objects[::-1], tints=scene.tints[::-1])
-        assert content(turned) == content(scene)
-        assert split_of(turned) == split_of(scene)
+RED_CIRCLE = ObjectPhrase(shape="circle", colour="red")
+
+
+def test_each_noun_needs_an_object_of_its_own(make_scene):
+    scene = make_scene("small red circle top left", "large red square right")
+    assert holds(Meaning((ObjectPhrase(colour="red"), ObjectPhrase(colour="red"))), scene)
+    assert not holds(Meaning((RED_CIRCLE, RED_CIRCLE)), scene)
+
+
+def test_relations_bind_the_nouns(make_scene):
+    scene = make_scene("small red circle left", "small blue square right")
+    nouns = (RED_CIRCLE, ObjectPhrase(shape="square"))
+    assert truth(Meaning(nouns, ((0, "left", 1),)), scene) is True
+    assert truth(Meaning(nouns, ((0, "right", 1),)), scene) is False
+    assert truth(Meaning(nouns[::-1], ((0, "left", 1),)), scene) is False
+    assert truth(Meaning(nouns[::-1], ((1, "left", 0),)), scene) is True
+
+
+def test_vague_claims_are_neither_true_nor_false(make_scene):
+    scene = make_scene("small red circle top left")
+    for place, value in (("top", None), ("left", None), ("bottom", False), ("top left", True)):
+        assert truth(Meaning((ObjectPhrase(colour="red", place=place),)), scene) is value
+    moved = make_scene("small red circle left", "small blue square right")
+    red, blue = moved.objects
+    # Nearly level: three pixels higher is neither 'above' nor surely not above.
+    nearly = moved._replace(objects=(red, blue._replace(box=(46.0, 28.0, 14.0, 14.0))))
+    meaning = Meaning((RED_CIRCLE, ObjectPhrase(shape="square")), ((0, "above", 1),))
+    assert truth(meaning, nearly) is None
+
+
+def before(scene, first, second, relation, lenient):
+    distance = centre_distance(scene.objects[first].box, relation, scene.objects[second].box)
+    return distance > 0 if lenient else distance >= 8
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_subjects_against_trying_every_assignment(lenient):
+    answers = set()
+    for index in range(60):
+        scene = sample_scene(3, index)
+        if len(scene.objects) < 3:
+            continue
+        obj = scene.objects[index % 3]
+        for relation in ("left", "above"):
+            nouns = (ObjectPhrase(), ObjectPhrase(size=obj.size), ObjectPhrase(colour=obj.colour))
+            meaning = Meaning(nouns, ((0, relation, 1), (1, relation, 2)))
+            expected = {
+                a
+                for a, b, c in permutations(range(3))
+                if (scene.objects[b].size, scene.objects[c].colour) == (obj.size, obj.colour)
+                and before(scene, a, b, relation, lenient)
+                and before(scene, b, c, relation, lenient)
+            }
+            assert subjects(meaning, scene, lenient) == sorted(expected)
+            answers.add(bool(expected))
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_boxes_are_tight_around_their_objects(size):
+    for index in range(40):
+        scene = sample_scene(0, index, image_size=size)
+        pixels = np.asarray(render(scene)).astype(int)
+        changed = np.abs(pixels - np.array(scene.background)).max(axis=-1) > 8
+        for obj in scene.objects:
+            x, y, width, height = obj.box
+            left, top = int(x), int(y)
+            right, bottom = int(np.ceil(x + width)), int(np.ceil(y + height))
+            rows, columns = np.nonzero(changed[top:bottom, left:right])
+            # The point of a star or triangle fades out within its last pixel.
+            assert max(columns.min(), rows.min()) <= 1
+            assert columns.max() >= right - left - 2
+            assert rows.max() >= bottom - top - 2
+            changed[top:bottom, left:right] = False
+        assert not changed.any()
+
+
+def test_objects_have_the_colour_they_are_called():
+    names, values = list(PALETTE), np.array(list(PALETTE.values()))
+    for index in range(40):
+        scene = sample_scene(5, index)
+        pixels = np.asarray(render(scene)).astype(int)
+        for obj in scene.objects:
+            x, y, width, height = obj.box
+            middle = pixels[int(y + height / 2), int(x + width / 2)]  # inside every shape
+            assert names[np.abs(values - middle).sum(axis=1).argmin()] == obj.colour
+
+
+def test_a_curtain_hides_its_place_only(make_scene):
+    scene = make_scene("small red circle top left")
+    covered = np.asarray(render(scene._replace(cover="bottom right")))
+    x, y, width, height = cover_box("bottom right", 64)
+    assert (x + width, y + height) == pytest.approx((64, 64))
+    changed = (np.asarray(render(scene)) != covered).any(axis=-1)
+    assert changed[44:, 44:].all()
+    assert changed[42:, 42:].sum() == changed.sum()

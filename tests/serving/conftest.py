@@ -1,9 +1,5 @@
 """A tiny model folder as training writes it, with weights in every table."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +13,7 @@ from vlp.models.vlp import VLPModel
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = ModelConfig.model_validate(TINY_MODEL)
     model = VLPModel(config)
@@ -30,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photo(tmp_path_factory):
     file = tmp_path_factory.mktemp("photo") / "photo.png"
     levels = np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)
     Image.fromarray(levels).save(file)

@@ -1,7 +1,5 @@
 """Exported programs give what the model gives, for other batches than they were traced with."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from pathlib import Path

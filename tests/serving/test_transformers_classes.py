@@ -1,22 +1,21 @@
 """transformers' classes compute, save and load exactly what `vlp.load` does."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from safetensors.torch import load_file
 
 import vlp
 from vlp.config import ConfigError
+from vlp.tasks.vqa.task import VqaConfig, build
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["a red circle", "a small blue square", "a star"]
@@ -34,7 +33,7 @@ for folder in folders:
 """
 
 
-def in_clean_process(imports: str, *arguments: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def in_clean_process(imports, *arguments):
     """Logits and log-odds of each folder, in a process that reaches no hub."""
     ran = subprocess.run(
         [sys.executable, "-c", PROBE.format(imports=imports, texts=TEXTS), *arguments],
@@ -180,15 +179,6 @@ def test_zero_shot_classification(folder, photo, model, processor):
     assert {one["label"]: one["score"] for one in found} == pytest.approx(wanted, rel=1e-5)
 
 
-def test_threads_get_the_same(model, processor, photo, expected):
-    def ask(_):
-        with torch.no_grad():
-            return model(**processor(images=photo, text=TEXTS)).logits_per_image
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(torch.equal(found, expected[0]) for found in pool.map(ask, range(16)))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, "float64"])
 def test_types_of_weights(folder, inputs, expected, dtype):
     model = vlp.VlpModel.from_pretrained(folder, dtype=dtype, device_map="cpu")
@@ -198,23 +188,16 @@ def test_types_of_weights(folder, inputs, expected, dtype):
     assert model.model.anchor_threshold.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "bfloat"}, "dtype 'bfloat' is none of float32"),
-        ({"device": "nowhere"}, "device 'nowhere' cannot be used here; there are cpu"),
-    ],
-)
-def test_impossible_places_are_named(folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        vlp.load(folder, **options)
-
-
 def test_options_of_from_pretrained(folder):
     changed = vlp.VlpModel.from_pretrained(folder, feature_dropout=0.5)
     assert changed.model.feature_dropout.p == 0.5
-    half = vlp.VlpModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    half = vlp.VlpModel.from_pretrained(
+        folder, torch_dtype=torch.bfloat16, attn_implementation="flash_attention_2"
+    )
     assert half.dtype == torch.bfloat16
+    for options in ({"dtype": "bfloat"}, {"device": "nowhere"}):
+        with pytest.raises(ValueError, match=r"bfloat|nowhere"):
+            vlp.load(folder, **options)
     with pytest.raises(TypeError, match="no argument 'revison'"):
         vlp.VlpModel.from_pretrained(folder, revison="main")
     with pytest.raises(FileNotFoundError, match=r"no model folder \./nowhere"):
@@ -259,29 +242,19 @@ def test_accelerate_fills_an_empty_model_from_a_folder(folder, inputs, model):
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_a_part_of_a_section_leaves_the_rest(folder, auto):
+def test_a_part_of_a_section_leaves_the_rest(folder, model, auto):
     from transformers import AutoModel
 
-    read = (AutoModel if auto else vlp.VlpModel).from_pretrained
-    own, found = (
-        read(folder).config.sizes,
-        read(folder, cross={"options": {"anchor": {"threshold": 0.3}}}),
-    )
-    assert found.model.anchor_threshold == pytest.approx(0.3)
-    cross = own.cross.model_copy(update={"options": {"anchor": {"threshold": 0.3}}})
-    assert found.config.sizes == own.model_copy(update={"cross": cross})
+    options = {"anchor": {"threshold": 0.3}}
+    kind = AutoModel if auto else vlp.VlpModel
+    changed = kind.from_pretrained(folder, cross={"options": options})
+    assert changed.model.anchor_threshold == pytest.approx(0.3)
+    sizes = model.config.sizes
+    cross = sizes.cross.model_copy(update={"options": options})
+    assert changed.config.sizes == sizes.model_copy(update={"cross": cross})
     config = vlp.VlpConfig.from_pretrained(folder, temperature=0.5)
     both = vlp.VlpModel.from_pretrained(folder, config=config, feature_dropout=0.5)
     assert (both.config.temperature, both.config.feature_dropout) == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("kind", ["sdpa", "eager", "flash_attention_2"])
-def test_an_implementation_of_attention_is_ignored(folder, kind, inputs, expected):
-    from transformers import AutoModel
-
-    model = AutoModel.from_pretrained(folder, attn_implementation=kind)
-    with torch.no_grad():
-        assert torch.equal(model.match(**inputs), expected[1])
 
 
 def test_a_trainer_loads_what_it_saved(folder, processor, photo, tmp_path):
@@ -327,3 +300,80 @@ def test_a_revision_is_asked_of_the_hub(monkeypatch, folder):
         ("owner/name", {"revision": "v1"}),
         ("owner/name", {"revision": "v2", "token": "secret"}),
     ]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder as `vlp finetune vqa` leaves it, with a decoder far from its start."""
+    shards = write_shards(tmp_path_factory.mktemp("vqa"), coloured(12))
+    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT, "max_answer": 6}
+    config = VqaConfig.model_validate({"data": data, "decoder": {"layers": 2}})
+    task, _ = build(config, toy_parts(), 4, 0, "float32")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weights in task.decoder.parameters():
+            weights.add_(torch.randn_like(weights) * 0.2)
+    place = tmp_path_factory.mktemp("tuned") / "model"
+    task.save_model(place, task.state_dict())
+    return place, task.eval(), shards
+
+
+def test_answers_are_the_tasks(tuned, tmp_path):
+    folder, task, shards = tuned
+    data = task.dataset([shards])
+    batch = data.collate([data.make(data.items.read(number), number) for number in range(5)])
+    model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
+    inputs = {"pixel_values": batch.pixels, "input_ids": batch.text_ids}
+    inputs |= {"attention_mask": batch.attention_mask.long(), "word_mask": batch.word_mask}
+    with torch.no_grad():
+        expected = task.predict(batch)
+    best = [rows[0].answer for rows in model.answer(**inputs)]
+    assert best == expected
+    assert list(model.config.id2label.values()) == list(task.answers)
+    logits = model(**inputs).logits
+    assert logits.shape == (5, len(task.answers))
+    assert (logits.sigmoid() <= 1).all()
+    (two,) = model.answer(**{name: one[:1] for name, one in inputs.items()}, top_k=2)
+    assert two[0].score >= two[1].score > 0
+    (every,) = model.answer(**{name: one[:1] for name, one in inputs.items()}, top_k=50)
+    assert len(every) == len(task.answers)
+    with pytest.raises(TypeError, match="no argument 'bogus'"):
+        vlp.VlpForQuestionAnswering.from_pretrained(folder, bogus=3)
+    model.save_pretrained(tmp_path)
+    again = vlp.VlpForQuestionAnswering.from_pretrained(tmp_path)
+    assert torch.equal(again(**inputs).logits, logits)
+
+
+def test_auto_classes_find_both_models(tuned):
+    from transformers import AutoModel
+    from transformers import AutoModelForVisualQuestionAnswering as Answering
+
+    assert isinstance(AutoModel.from_pretrained(tuned[0]), vlp.VlpModel)
+    assert isinstance(Answering.from_pretrained(tuned[0]), vlp.VlpForQuestionAnswering)
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+def test_a_device_map_of_one_device_is_taken(tuned, device_map):
+    model = vlp.VlpForQuestionAnswering.from_pretrained(tuned[0], device_map=device_map)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_one_image_and_several_questions(tuned, photo):
+    folder, task, _ = tuned
+    model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
+    processor = vlp.VlpProcessor.from_pretrained(folder)
+    questions, encoded = ["what colour ?", "how many ?"], []
+    model.task.model.image_encoder.register_forward_pre_hook(
+        lambda _, arguments: encoded.append(len(arguments[0]))
+    )
+    found = model.answer(**processor(images=photo, text=questions))
+    assert encoded == [1]
+    each = model(**processor(images=[photo, photo], text=questions)).logits
+    torch.testing.assert_close(model(**processor(images=photo, text=questions)).logits, each)
+    assert found[0][0].answer in task.answers
+    one = model(**processor(images=[photo, photo], text=questions[0])).logits
+    torch.testing.assert_close(one, each[:1].expand(2, -1))
+    with pytest.raises(ValueError, match="2 images and 3 texts make no pairs"):
+        model.answer(**processor(images=[photo, photo], text=["a", "b", "c"]))
+    longer = processor.tokenizer(["what colour " * 9], return_tensors="pt")
+    assert len(model.answer(**processor(images=photo), **longer)) == 1

@@ -1,7 +1,5 @@
 """The names and shapes of an ALBEF state dict, as its authors' code stores them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -46,7 +44,7 @@ class Sizes(NamedTuple):
 TINY = Sizes(128, 64, 32, 50, 16, 4, 4, 2, 2, 2, 8)
 
 
-def albef_shapes(sizes: Sizes, kind: str = "pretrain") -> dict[str, tuple[int, ...]]:
+def albef_shapes(sizes, kind="pretrain"):
     """Name -> shape of every tensor; `kind` is `pretrain` or `retrieval`."""
     student = _encoders(sizes, "text_encoder", "visual_encoder", kind)
     projections = {"vision_proj": sizes.embed, "text_proj": sizes.embed}
@@ -65,7 +63,7 @@ def albef_shapes(sizes: Sizes, kind: str = "pretrain") -> dict[str, tuple[int, .
     return shapes
 
 
-def albef_tensors(sizes: Sizes = TINY, kind: str = "pretrain", temp: float = 0.02):
+def albef_tensors(sizes=TINY, kind="pretrain", temp=0.02):
     """A random state dict, float64 where ALBEF's has floats."""
     state: dict[str, Tensor] = {}
     for name, shape in albef_shapes(sizes, kind).items():
@@ -81,7 +79,7 @@ def albef_tensors(sizes: Sizes = TINY, kind: str = "pretrain", temp: float = 0.0
     return state
 
 
-def _encoders(sizes: Sizes, text: str, image: str, kind: str) -> dict[str, tuple[int, ...]]:
+def _encoders(sizes, text, image, kind):
     width, wide = sizes.width, sizes.intermediate
     square, expand, contract = (width, width), (wide, width), (width, wide)
     special = {

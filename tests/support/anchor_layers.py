@@ -1,38 +1,15 @@
 """Attention layers with ACE-RPE and random paths, and their outputs and gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
-from vlp.positions.anchor_field import AnchorField, with_prefix
+from vlp.positions.anchor_field import with_prefix
 
 
-def layer_and_field(
-    grid: tuple[int, int] = (2, 3),
-    words: int = 5,
-    heads: int = 2,
-    channels: int = 4,
-    groups: int = 3,
-    rows: int = 2,
-    **options: Any,
-) -> tuple[Attention, AnchorField]:
-    """Make an attention whose tables are not zero, and paths that need not be consistent.
-
-    Args:
-        grid: of patches.
-        words: of a text, of which some are padding.
-        heads: attention heads.
-        channels: of a head.
-        groups: of anchors.
-        rows: pairs.
-        options: of position encoding `anchor`.
-    """
+def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2, **options):
+    """An attention whose tables are not zero, and paths that need not be consistent."""
     width = heads * channels
     position = create_position("anchor", width=width, heads=heads, groups=groups, **options)
     for parameter in position.parameters():
@@ -44,24 +21,11 @@ def layer_and_field(
     return layer, with_prefix(path, path, real)
 
 
-def outputs_and_gradients(
-    layer: Attention,
-    field: AnchorField,
-    kernel: bool,
-    text_queries: bool = True,
-    wrap: Callable[[Attention], Callable[..., Tensor]] = lambda layer: layer,
-) -> dict[str, Tensor]:
-    """Run a layer where its weights are; the last row of a masked text is all padding.
+def outputs_and_gradients(layer, field, kernel, text_queries=True, wrap=lambda layer: layer):
+    """The output, `out`, and gradients by name of states, parameters and paths.
 
-    Args:
-        layer: of `layer_and_field`.
-        field: its paths; those that require a gradient must be read in this direction.
-        kernel: False keeps to the explicit path on a GPU, too.
-        text_queries: text asks and image answers, else the other way, with padded keys.
-        wrap: what compiles the layer, if anything.
-
-    Returns:
-        The output, `out`, and gradients by name of states, parameters and paths.
+    The last row of a masked text is all padding. kernel: False keeps to the explicit path on a GPU,
+    too; text_queries: else image queries, with padded keys; wrap: compiles the layer.
     """
     layer.zero_grad()
     layer.fused = None if kernel else False

@@ -1,26 +1,21 @@
 """Small files in the layouts of benchmarks, and what a converter made of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from vlp.data.shards.shard_reader import RawSample, ShardIndex
+from vlp.data.shards.shard_reader import ShardIndex
 
 
-def photo(width: int = 12, height: int = 8, kind: str = "jpeg") -> bytes:
+def photo(width=12, height=8, kind="jpeg"):
     stream = io.BytesIO()
     Image.new("RGB", (width, height), (90, 60, 200)).save(stream, kind)
     return stream.getvalue()
 
 
-def tar_of(path: Path, files: Mapping[str, bytes], mode: str = "w") -> Path:
+def tar_of(path, files, mode="w"):
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         for name, content in files.items():
             info = tarfile.TarInfo(name)
@@ -29,17 +24,17 @@ def tar_of(path: Path, files: Mapping[str, bytes], mode: str = "w") -> Path:
     return path
 
 
-def lines_of(path: Path, rows: Iterable[Any]) -> Path:
+def lines_of(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def json_of(path: Path, content: Any) -> Path:
+def json_of(path, content):
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
-def samples_of(folder: Path) -> dict[str, RawSample]:
+def samples_of(folder):
     index = ShardIndex.open(folder)
     read = [
         index.read(shard, number)
@@ -49,10 +44,10 @@ def samples_of(folder: Path) -> dict[str, RawSample]:
     return {sample.key: sample for sample in read}
 
 
-def said_of(sample: RawSample) -> dict[str, Any]:
+def said_of(sample):
     return json.loads(sample.annotation.to_json())
 
 
-def failures_of(folder: Path) -> dict[str, list[str]]:
+def failures_of(folder):
     failures = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["failures"]
     return {kind: one["ids"] for kind, one in failures.items()}

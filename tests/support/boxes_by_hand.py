@@ -1,6 +1,4 @@
-"""Random boxes, and their overlap in plain Python."""
-
-from __future__ import annotations
+"""Random boxes, and their overlap and directions in plain Python."""
 
 import torch
 
@@ -21,3 +19,10 @@ def slow_giou(one, other):
 
 def random_boxes(*shape):
     return torch.cat([torch.rand(*shape, 2), 0.05 + 0.5 * torch.rand(*shape, 2)], -1).double()
+
+
+def centre_distance(one, words, other):
+    """How far a box (x, y, width, height) lies in the direction of the words, such as "left of"."""
+    right, down = (other[a] + other[a + 2] / 2 - one[a] - one[a + 2] / 2 for a in (0, 1))
+    distance = {"left": right, "right": -right, "above": down, "over": down}
+    return distance.get(words.replace("to the ", "").removesuffix(" of"), -down)

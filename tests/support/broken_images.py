@@ -1,23 +1,14 @@
 """Encoded images, good ones and such as are broken on purpose."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 
-def photo(
-    kind: str = "png",
-    size: tuple[int, int] = (20, 16),
-    seed: int = 0,
-    mode: str = "RGB",
-    **how: Any,
-) -> bytes:
+def photo(kind="png", size=(20, 16), seed=0, mode="RGB", **how):
     """An encoded image of smooth noise."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
@@ -26,20 +17,20 @@ def photo(
     return stream.getvalue()
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
+def chunk(kind, content):
     """A PNG chunk with the right checksum."""
     check = zlib.crc32(kind + content)
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
 
 
-def packed_zeros(count: int) -> bytes:
+def packed_zeros(count):
     """So many zeros, compressed as PNG does, without holding them."""
     packer = zlib.compressobj(1)
     parts = [packer.compress(bytes(min(2**20, count - done))) for done in range(0, count, 2**20)]
     return b"".join(parts) + packer.flush()
 
 
-def png_of(width: int, height: int, *chunks: bytes, zeros: int = 1000) -> bytes:
+def png_of(width, height, *chunks, zeros=1000):
     """A PNG of any size in its header, and so many bytes of black in it."""
     return (
         b"\x89PNG\r\n\x1a\n"
@@ -50,7 +41,7 @@ def png_of(width: int, height: int, *chunks: bytes, zeros: int = 1000) -> bytes:
     )
 
 
-def bombs() -> dict[str, bytes]:
+def bombs():
     """Small files of every format whose headers announce more pixels than memory holds."""
     jpeg = bytearray(photo("jpeg"))
     place = jpeg.index(b"\xff\xc0")
@@ -75,7 +66,7 @@ def bombs() -> dict[str, bytes]:
     }
 
 
-def _webp_of(width: int, height: int) -> bytes:
+def _webp_of(width, height):
     """An animation: a still image that is smaller than its canvas is refused as damaged."""
     frame = photo("webp", lossless=True)[12:]
     extent = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]

@@ -1,11 +1,8 @@
 """Tars and JSON that are broken on purpose; the random damages are functions of their seed."""
 
-from __future__ import annotations
-
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,13 +15,7 @@ from vlp.data.shards.shard_reader import ShardIndex, index_folder
 END = bytes(1024)
 
 
-def header(
-    name: bytes | str,
-    size: int,
-    kind: bytes = b"0",
-    link: bytes = b"",
-    size_field: bytes | None = None,
-) -> bytes:
+def header(name, size, kind=b"0", link=b"", size_field=None):
     """One 512-byte tar header whose checksum is right, whatever its fields say."""
     name = name.encode() if isinstance(name, str) else name
     block = bytearray(512)
@@ -39,7 +30,7 @@ def header(
     return checked(block)
 
 
-def checked(block: bytes | bytearray) -> bytes:
+def checked(block):
     """A header with the checksum of its other bytes."""
     block = bytearray(block)
     block[148:156] = b" " * 8
@@ -47,12 +38,12 @@ def checked(block: bytes | bytearray) -> bytes:
     return bytes(block)
 
 
-def member(name: bytes | str, content: bytes, kind: bytes = b"0", link: bytes = b"") -> bytes:
+def member(name, content, kind=b"0", link=b""):
     """A header and its content, filled up to whole blocks."""
     return header(name, len(content), kind, link) + content + bytes(-len(content) % 512)
 
 
-def pax(records: dict[str, str | bytes], kind: bytes = b"x") -> bytes:
+def pax(records, kind=b"x"):
     """An extended header that says `records` of the member behind it."""
     body = b""
     for key, value in records.items():
@@ -65,12 +56,12 @@ def pax(records: dict[str, str | bytes], kind: bytes = b"x") -> bytes:
     return member("././@PaxHeader", body, kind)
 
 
-def tar(*parts: bytes) -> bytes:
+def tar(*parts):
     """The parts and the end of a tar."""
     return b"".join(parts) + END
 
 
-def plain_tar(samples: Iterable[tuple[str, dict[str, bytes]]]) -> bytes:
+def plain_tar(samples):
     """A tar of samples, each a key and its files by extension."""
     return tar(
         *(
@@ -87,13 +78,8 @@ GOOD = member("good.png", PNG) + member("good.json", JSON)
 FINE = member("fine.png", PNG) + member("fine.json", JSON)
 
 
-def found(folder: Path, content: bytes | None) -> list[str]:
-    """What each sample of `0.tar` gives: its key, or the kind of what is wrong.
-
-    Args:
-        folder: holds it.
-        content: written to it first, if there is any.
-    """
+def found(folder, content):
+    """Write `0.tar`, if there is content; each of its samples' key, or kind of error."""
     if content is not None:
         (folder / "0.tar").write_bytes(content)
     index_folder(folder)
@@ -113,12 +99,12 @@ def found(folder: Path, content: bytes | None) -> list[str]:
 Damage = Callable[[np.random.Generator, bytes], bytes]
 
 
-def cut(rng: np.random.Generator, data: bytes) -> bytes:
+def cut(rng, data):
     """Ends anywhere."""
     return data[: int(rng.integers(len(data)))]
 
 
-def flip_bits(rng: np.random.Generator, data: bytes) -> bytes:
+def flip_bits(rng, data):
     """One to eight bits changed anywhere."""
     changed = bytearray(data)
     for place in rng.integers(len(data), size=int(rng.integers(1, 9))):
@@ -126,7 +112,7 @@ def flip_bits(rng: np.random.Generator, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def overwrite(rng: np.random.Generator, data: bytes) -> bytes:
+def overwrite(rng, data):
     """A run of other bytes: zeros, ones or noise."""
     length = int(rng.integers(1, 700))
     start = int(rng.integers(len(data)))
@@ -134,19 +120,19 @@ def overwrite(rng: np.random.Generator, data: bytes) -> bytes:
     return (data[:start] + filling + data[start + length :])[: len(data)]
 
 
-def drop(rng: np.random.Generator, data: bytes) -> bytes:
+def drop(rng, data):
     """A run of bytes missing."""
     start = int(rng.integers(len(data)))
     return data[:start] + data[start + int(rng.integers(1, 700)) :]
 
 
-def repeat(rng: np.random.Generator, data: bytes) -> bytes:
+def repeat(rng, data):
     """A run of bytes twice."""
     start, length = int(rng.integers(len(data))), int(rng.integers(1, 1500))
     return data[: start + length] + data[start:]
 
 
-def insert(rng: np.random.Generator, data: bytes) -> bytes:
+def insert(rng, data):
     """Noise in between."""
     start = int(rng.integers(len(data)))
     return data[:start] + rng.bytes(int(rng.integers(1, 700))) + data[start:]
@@ -155,13 +141,13 @@ def insert(rng: np.random.Generator, data: bytes) -> bytes:
 BYTES: tuple[Damage, ...] = (cut, flip_bits, overwrite, drop, repeat, insert)
 
 
-def drop_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+def drop_blocks(rng, data):
     """Whole blocks of a tar missing."""
     start = 512 * int(rng.integers(len(data) // 512))
     return data[:start] + data[start + 512 * int(rng.integers(1, 4)) :]
 
 
-def swap_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+def swap_blocks(rng, data):
     """Two blocks of a tar in each other's place."""
     first, second = 512 * np.sort(rng.integers(len(data) // 512, size=2))
     one, other = data[first : first + 512], data[second : second + 512]
@@ -170,7 +156,7 @@ def swap_blocks(rng: np.random.Generator, data: bytes) -> bytes:
     return data[:first] + other + data[first + 512 : second] + one + data[second + 512 :]
 
 
-def zero_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+def zero_blocks(rng, data):
     """A hole, as a crash of the machine leaves it."""
     start = 512 * int(rng.integers(len(data) // 512))
     length = 512 * int(rng.integers(1, 5))
@@ -182,7 +168,7 @@ _SIZES += (b"\xff" * 10 + b"\xfc\0", b"99999999999\0", b"\x80" + b"\xff" * 11, b
 _KINDS = b"0\x001234567xgLKNSVMAXZ~\xff"
 
 
-def lying_header(rng: np.random.Generator, data: bytes) -> bytes:
+def lying_header(rng, data):
     """A header whose name, size or kind is another, under a right checksum."""
     starts = [place for place in range(0, len(data), 512) if data[place + 257 :][:5] == b"ustar"]
     start = starts[int(rng.integers(len(starts)))]
@@ -200,7 +186,7 @@ def lying_header(rng: np.random.Generator, data: bytes) -> bytes:
 TARS: tuple[Damage, ...] = (*BYTES, drop_blocks, swap_blocks, zero_blocks, lying_header)
 
 
-def splice_json(rng: np.random.Generator, data: bytes) -> bytes:
+def splice_json(rng, data):
     """JSON in which one value is another: of another kind, absurd, or no JSON at all."""
     tree = json.loads(data)
     places = list(_places(tree, ()))
@@ -219,7 +205,7 @@ ABSURD = (
 )  # fmt: skip
 
 
-def _places(tree: Any, path: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
+def _places(tree, path):
     if path:
         yield path
     children: Iterable[tuple[Any, Any]] = ()
@@ -231,7 +217,7 @@ def _places(tree: Any, path: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
         yield from _places(value, (*path, key))
 
 
-def _with(tree: Any, path: Sequence[Any], value: Any) -> Any:
+def _with(tree, path, value):
     if not path:
         return value
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
@@ -239,7 +225,7 @@ def _with(tree: Any, path: Sequence[Any], value: Any) -> Any:
     return copy
 
 
-def full_annotation(number: int, captions: list[str], **more: Any) -> bytes:
+def full_annotation(number, captions, **more):
     """The JSON of a sample that has something of every kind."""
     word = {"caption": 0, "index": 1, "word": "red", "kind": "colour", "box": [1, 2, 3, 4]}
     return Annotation(
@@ -255,13 +241,13 @@ def full_annotation(number: int, captions: list[str], **more: Any) -> bytes:
     ).to_json()
 
 
-def index_columns(folder: Path) -> dict[str, np.ndarray]:
+def index_columns(folder):
     """What `index.npz` holds, by name."""
     with np.load(folder / "index.npz") as found:
         return dict(found)
 
 
-def change_index(folder: Path, **changed: Any) -> None:
+def change_index(folder, **changed):
     """Write an index again with other columns; None leaves one out."""
     columns = index_columns(folder) | changed
     kept = {name: column for name, column in columns.items() if column is not None}

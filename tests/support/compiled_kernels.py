@@ -1,11 +1,8 @@
 """Kernels compiled by Triton for GPUs that are not there, and the registers that they take."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,21 +20,10 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-def compile_kernel(
-    function: Any,
-    constants: Mapping[str, Any],
-    types: Mapping[str, str],
-    arch: int,
-    even: Collection[str] = (),
-) -> Compiled:
-    """Compile a Triton kernel for a GPU.
+def compile_kernel(function, constants, types, arch, even=()):
+    """Compile a Triton kernel for a GPU of compute capability `arch` / 10.
 
-    Args:
-        function: the kernel.
-        constants: by name, also ones that it has not, and options of the compiler.
-        types: of arguments, such as `*bf16`; others are `i32`.
-        arch: compute capability times 10.
-        even: integers that are multiples of 16, as pointers are.
+    types: of arguments, such as `*bf16`, else `i32`; even: integers that are multiples of 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -66,18 +52,8 @@ def compile_kernel(
     return Compiled(*(int(re.findall(rf"{what}:(\d+)", told)[0]) for what in ("REG", "STACK")))
 
 
-def anchor_kernel(
-    kernel: str, asking: str, mode: str = "contextual", width: int = 64, arch: int = 90
-) -> Compiled:
-    """Compile a kernel of ACE-RPE's attention in bf16, with eight groups, for `TOKENS`.
-
-    Args:
-        kernel: `forward`, `backward` or `path`.
-        asking: the side that asks, `text` or `image`.
-        mode: `contextual` or `bias`.
-        width: channels of a head.
-        arch: compute capability times 10.
-    """
+def anchor_kernel(kernel, asking, mode="contextual", width=64, arch=90):
+    """Compile kernel `forward`, `backward` or `path` in bf16, with eight groups, for `TOKENS`."""
     from vlp.positions import anchor_kernels as anchor_attention_triton
 
     queries, keys = TOKENS[asking]

@@ -1,12 +1,8 @@
 """Triton's kernels run by its interpreter, on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from vlp.positions import anchor, anchor_attention, anchor_kernels
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted():
     """Run second copies of the kernels: Triton reads TRITON_INTERPRET where one is decorated.
 
     Where there is a GPU the kernels stay as they are.
@@ -62,10 +58,10 @@ def interpreted() -> Iterator[None]:
             delattr(owner, name)
 
 
-def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
+def _rounded(convert):
     """Round float32 to the nearest bfloat16, as a GPU does; the interpreter cuts it off."""
 
-    def rounded(x: Any, kind: Any, into: Any, rounding_mode: Any) -> Any:
+    def rounded(x, kind, into, rounding_mode):
         if (kind, into) == (triton.language.float32, triton.language.bfloat16):
             bits = np.ascontiguousarray(x).view(np.uint32)
             up = 0x7FFF + ((bits >> 16) & 1)

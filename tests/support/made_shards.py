@@ -1,11 +1,8 @@
 """Shards with images that can be told apart, and copies of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
 
@@ -18,24 +15,24 @@ from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.shards.tar import read_members
 
 
-def photo(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
+def photo(seed, size=(96, 72)):
     """Soft blobs: like a photograph, most of it is in low frequencies."""
     rng = np.random.default_rng(seed)
     blobs = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
     return blobs.resize(size, Image.Resampling.BICUBIC)
 
 
-def encoded(image: Image.Image, kind: str = "jpeg", **options: int) -> bytes:
+def encoded(image, kind="jpeg", **options):
     stream = BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
 
 
-def jpeg(seed: int, **options: int) -> bytes:
+def jpeg(seed, **options):
     return encoded(photo(seed), **options)
 
 
-def write(folder: Path, samples: Mapping[str, bytes], per_shard: int = 4) -> Path:
+def write(folder, samples, per_shard=4):
     """JPEG samples by key; the nth image of a folder is called n."""
     with ShardWriter(folder, per_shard) as writer:
         for number, (key, data) in enumerate(samples.items()):
@@ -46,7 +43,7 @@ def write(folder: Path, samples: Mapping[str, bytes], per_shard: int = 4) -> Pat
     return folder
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+def write_tar(path, members):
     """A tar of another maker: any names, with times and users."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
@@ -56,13 +53,13 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
             archive.addfile(info, BytesIO(content))
 
 
-def cut(path: Path) -> None:
+def cut(path):
     """Cut a tar off inside its last member."""
     members, _ = read_members(path)
     path.write_bytes(path.read_bytes()[: members[-1].offset + 1])
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder):
     """As builders write it, as far as `verify` reads it."""
     shards = [
         {
@@ -75,12 +72,12 @@ def write_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({"title": "made", "shards": shards}))
 
 
-def run(*arguments: object) -> int:
+def run(*arguments):
     """A command, in this process."""
     return main([*map(str, arguments), "--processes", "1"])
 
 
-def images_of(tar: Path, count: int) -> dict[str, bytes]:
+def images_of(tar, count):
     """The first images of a plain tar by their name without extension."""
     found: dict[str, bytes] = {}
     with tarfile.open(tar) as archive:
@@ -93,6 +90,6 @@ def images_of(tar: Path, count: int) -> dict[str, bytes]:
     return found
 
 
-def listed(path: Path) -> list[str]:
+def listed(path):
     """The keys of a take-down list."""
     return [line for line in path.read_text().splitlines() if not line.startswith("#")]

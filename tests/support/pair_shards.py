@@ -1,14 +1,9 @@
 """Shards of claims, and a tiny model folder, that tests of downstream tasks share."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from tests_support import TINY_MODEL, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
@@ -19,7 +14,7 @@ from vlp.scenes.render import encode_png, render
 from vlp.scenes.snli_ve import sample_triple
 
 
-def tiny_folder(folder: Path, **cross: object) -> Path:
+def tiny_folder(folder, **cross):
     """A model folder of width 16 and 16 px images, its position tables not zero."""
     text = tiny_text()
     config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
@@ -34,7 +29,7 @@ def tiny_folder(folder: Path, **cross: object) -> Path:
     return folder
 
 
-def entailment_shards(folder: Path, count: int = 12) -> Path:
+def entailment_shards(folder, count=12):
     """Hypotheses of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
@@ -43,7 +38,7 @@ def entailment_shards(folder: Path, count: int = 12) -> Path:
     return folder
 
 
-def statement_shards(folder: Path, count: int = 8) -> Path:
+def statement_shards(folder, count=8):
     """Statements about two images of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
@@ -53,7 +48,7 @@ def statement_shards(folder: Path, count: int = 8) -> Path:
     return folder
 
 
-def annotated_shards(folder: Path, annotations: list[Annotation], image: bytes) -> Path:
+def annotated_shards(folder, annotations, image):
     """One sample an annotation, all of one image."""
     with ShardWriter(folder, samples_per_shard=3) as writer:
         for number, annotation in enumerate(annotations):

@@ -1,7 +1,5 @@
 """Random batches of pretraining for the tiny model."""
 
-from __future__ import annotations
-
 import torch
 
 from vlp.data.stream.batch import Batch
@@ -9,11 +7,11 @@ from vlp.data.stream.batch import Batch
 ROWS, TOKENS = 8, 12
 
 
-def batch(rows: int = ROWS, seed: int = 0) -> Batch:
+def batch(rows=ROWS, seed=0):
     """Pairs of noise with 3 to 9 words, of which some are masked."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.rand(*shape, generator=generator)
 
     lengths = 5 + (random(rows, 1) * 7).long()

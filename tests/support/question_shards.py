@@ -1,9 +1,6 @@
 """Shards of small plain images with questions and captions, and a small model for them."""
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -27,20 +24,20 @@ TEXTS = [
 AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
 
 
-def photo(colour: str = "red", side: int = 16) -> bytes:
+def photo(colour="red", side=16):
     """A PNG of one colour."""
     data = io.BytesIO()
     Image.new("RGB", (side, side), COLOURS[colour]).save(data, "PNG")
     return data.getvalue()
 
 
-def question(number: int | str, text: str, answers: dict[str, int], **extra: str) -> Question:
+def question(number, text, answers, **extra):
     """A question with answers and how many gave them."""
     given = [Answer(answer=answer, count=count) for answer, count in answers.items()]
     return Question(id=str(number), question=text, answers=given, **extra)
 
 
-def write_shards(folder: Path, samples: list[tuple[bytes, Annotation]], per_shard: int = 4) -> Path:
+def write_shards(folder, samples, per_shard=4):
     """Samples 0, 1, ... in shards of a few."""
     with ShardWriter(folder, samples_per_shard=per_shard) as writer:
         for number, (data, annotation) in enumerate(samples):
@@ -48,41 +45,31 @@ def write_shards(folder: Path, samples: list[tuple[bytes, Annotation]], per_shar
     return folder
 
 
-def coloured(count: int = 12) -> list[tuple[bytes, Annotation]]:
+def coloured(count=12):
     """Images of one colour with two questions and two captions each."""
-    made = []
+    samples = []
     for number in range(count):
         colour = list(COLOURS)[number % 3]
-        made.append(
-            (
-                photo(colour),
-                Annotation(
-                    source="toy",
-                    image_id=str(number),
-                    captions=[f"a {colour} picture", f"a plain {colour} one"],
-                    questions=[
-                        question(
-                            10 * number, "what colour is it?", {colour: 10},
-                            answer_type="other", question_type="what",
-                        ),
-                        question(
-                            10 * number + 1, "is it red?",
-                            {"yes" if colour == "red" else "no": 7, "left": 3},
-                            answer_type="yes/no",
-                        ),
-                    ],
-                ),
-            )
-        )  # fmt: skip
-    return made
+        captions = [f"a {colour} picture", f"a plain {colour} one"]
+        kinds = {"answer_type": "other", "question_type": "what"}
+        red = {"yes" if colour == "red" else "no": 7, "left": 3}
+        questions = [
+            question(10 * number, "what colour is it?", {colour: 10}, **kinds),
+            question(10 * number + 1, "is it red?", red, answer_type="yes/no"),
+        ]
+        annotation = Annotation(
+            source="toy", image_id=str(number), captions=captions, questions=questions
+        )
+        samples.append((photo(colour), annotation))
+    return samples
 
 
-def toy_text(max_tokens: int = 12) -> TextProcessor:
+def toy_text(max_tokens=12):
     """A vocabulary of all words here."""
     return TextProcessor(train_wordpiece(TEXTS, 90), max_tokens)
 
 
-def toy_parts(heads: bool = True, seed: int = 0) -> Loaded:
+def toy_parts(heads=True, seed=0):
     """An untrained model of width 16 and what prepares its inputs."""
     text = toy_text()
     values = {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": text.vocab_size}}

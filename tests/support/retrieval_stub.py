@@ -1,9 +1,6 @@
 """A stand-in for a model: features and match scores are given, so every rank is known."""
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +12,13 @@ from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextTokens
 
 
-def png(colour: tuple[int, int, int]) -> bytes:
+def png(colour):
     buffer = io.BytesIO()
     Image.new("RGB", (4, 4), colour).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def write_numbered(folder: Path, captions: list[int], samples_per_shard: int = 3) -> None:
+def write_numbered(folder, captions, samples_per_shard=3):
     """Image i is a colour that says i and has captions[i] captions 'i.k'."""
     with ShardWriter(folder, samples_per_shard=samples_per_shard) as writer:
         for number, count in enumerate(captions):
@@ -42,7 +39,7 @@ class StubModel(torch.nn.Module):
 
     match_is_trained = True
 
-    def __init__(self, image, text, match, first) -> None:
+    def __init__(self, image, text, match, first):
         super().__init__()
         self.image, self.text, self.scores = image, text, match
         self.first = torch.as_tensor(first)
@@ -78,17 +75,17 @@ class StubITMScorer:
 
     reads_padding = False
 
-    def __init__(self, model: StubModel) -> None:
+    def __init__(self, model):
         self.model = model
 
-    def prepare_texts(self, text: StubFeatures) -> StubTexts:
+    def prepare_texts(self, text):
         return StubTexts(text.number)
 
-    def prepare_image(self, image: StubFeatures) -> int:
+    def prepare_image(self, image):
         (number,) = image.number.tolist()
         return number
 
-    def match(self, image: int, texts: StubTexts) -> torch.Tensor:
+    def match(self, image, texts):
         self.model.calls.append(len(texts.number))
         return self.model.scores[image, texts.number]
 
@@ -104,7 +101,7 @@ class Stub(NamedTuple):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
 
-def make_stub(captions: list[int], levels: int = 0) -> Stub:
+def make_stub(captions, levels=0):
     """Random unit features; with `levels`, coarse ones in which scores often tie."""
     generator = torch.Generator().manual_seed(7)
     texts = sum(captions)

@@ -1,60 +1,45 @@
 """A web server for a folder of shards that can be told to fail."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 from vlp.data.config import DataConfig
 from vlp.data.pretrain import PretrainData
-from vlp.data.shards.remote import DEFAULT_OUTAGES, CachedFile, OutageConfig, RemoteFolder
-from vlp.data.stream.batch import Batch, Inputs, PatchMasking
+from vlp.data.shards.remote import DEFAULT_OUTAGES, CachedFile, RemoteFolder
+from vlp.data.stream.batch import Inputs, PatchMasking
 
 MB = 10**6
 
 
 class ShardServer:
-    """What was asked for, and what to do about it.
+    """Requests by file name, and how many of the next ones fail."""
 
-    fails: by file name, how many requests are answered with `status`; halves: those whose answer
-    breaks off in the middle; stalls: those whose answer stops in the middle until `go` is set;
-    others: those that are answered with other bytes of that length; down_until: the time
-    (monotonic) before which every request is answered with `status`; wants: user info and query
-    without which nothing is given; seconds: that a shard takes.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.asked: Counter[str] = Counter()
-        self.fails: Counter[str] = Counter()
-        self.status = 500
-        self.halves: Counter[str] = Counter()
-        self.stalls: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
-        self.down_until = 0.0
-        self.go = threading.Event()
-        self.wants: tuple[str, str] | None = None
-        self.seconds = 0.0
-        self.url = ""
+    def __init__(self, folder):
+        self.folder, self.url = folder, ""
+        self.asked = Counter()
+        self.fails, self.status = Counter(), 500
+        self.halves = Counter()  # answers that break off in the middle
+        self.stalls, self.go = Counter(), threading.Event()  # stop in the middle until `go`
+        self.others = Counter()  # answers of other bytes of that length
+        self.down_until = 0.0  # monotonic time before which every answer is `status`
+        self.wants = None  # user info and query without which the answer is 401
+        self.seconds = 0.0  # that a shard takes
 
 
 @contextmanager
-def serve(folder: Path) -> Iterator[ShardServer]:
+def serve(folder):
     """Serve a folder on a port of this machine for as long as the context lasts."""
     told = ShardServer(folder)
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             path, _, query = self.path.partition("?")
             name = path.rpartition("/")[2]
             told.asked[name] += 1
@@ -91,16 +76,16 @@ def serve(folder: Path) -> Iterator[ShardServer]:
                 told.go.wait(30)
             self.wfile.write(content[half:])
 
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.send_error(405)
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format, *args):
             pass
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
-        def handle_error(self, request: object, client_address: object) -> None:
+        def handle_error(self, request, client_address):
             pass  # a client that was killed
 
     server = Server(("127.0.0.1", 0), Handler)
@@ -115,21 +100,19 @@ def serve(folder: Path) -> Iterator[ShardServer]:
         server.server_close()
 
 
-def file_of(
-    server: ShardServer, number: int, outages: OutageConfig = DEFAULT_OUTAGES
-) -> CachedFile:
+def file_of(server, number, outages=DEFAULT_OUTAGES):
     name = f"shard-{number:06d}.tar"
     size = (server.folder / name).stat().st_size
     return CachedFile(RemoteFolder(server.url, outages), name, size)
 
 
-def content(handle: int) -> bytes:
+def content(handle):
     data = os.pread(handle, MB, 0)
     os.close(handle)
     return data
 
 
-def manifest(server: ShardServer, *wrong: int) -> None:
+def manifest(server, *wrong):
     rows = []
     for number, path in enumerate(sorted(server.folder.glob("*.tar"))):
         digest = sha256(path.read_bytes() + b"x" * (number in wrong)).hexdigest()
@@ -137,21 +120,9 @@ def manifest(server: ShardServer, *wrong: int) -> None:
     (server.folder / "manifest.json").write_text(json.dumps({"shards": rows}))
 
 
-def batches(
-    path: str, vocabulary: Path, cache: dict[str, Any] | None, **options: Any
-) -> Iterator[tuple[Batch, int]]:
-    config = DataConfig(
-        **(
-            {
-                "sources": ({"path": path},),
-                "vocabulary": str(vocabulary),
-                "canonical_streams": 2,
-                "shuffle_window": 4,
-                "workers": 0,
-                "cache": cache,
-            }
-            | options
-        )
-    )
+def batches(path, vocabulary, cache, **options):
+    values = {"sources": ({"path": path},), "vocabulary": str(vocabulary), "cache": cache}
+    values |= {"canonical_streams": 2, "shuffle_window": 4, "workers": 0}
+    config = DataConfig(**(values | options))
     inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
     return PretrainData(config, inputs, 4, 3).batches(stop_after=14)

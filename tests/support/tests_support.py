@@ -1,10 +1,7 @@
 """Small models and vocabularies that several tests share."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 from vlp.config import merged
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -32,17 +29,17 @@ CAPTIONS = [
 ]
 
 
-def tiny_config(**parts) -> ModelConfig:
+def tiny_config(**parts):
     """The configuration of `TINY_MODEL` with changes by part, such as `cross={"layers": 1}`."""
     return ModelConfig.model_validate(merged(TINY_MODEL, parts))
 
 
-def tiny_text(max_tokens: int = 12) -> TextProcessor:
+def tiny_text(max_tokens=12):
     """A WordPiece vocabulary of a few words."""
     return TextProcessor(train_wordpiece(CAPTIONS, 64), max_tokens)
 
 
-def launch_script(name: str) -> ModuleType:
+def launch_script(name):
     """A script of `launch/`, run by its path, as a module."""
     file = Path(__file__).resolve().parents[2] / "launch" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -1,9 +1,6 @@
 """The page in Chromium: one click on an example answers in every tab, on a desktop and a phone."""
 
-from __future__ import annotations
-
 import shutil
-import socket
 import time
 from urllib.parse import urlsplit
 
@@ -15,6 +12,7 @@ from question_shards import AUGMENT, toy_parts
 from evaluation.page.gradio_page import serve
 from evaluation.page.session import TryIt
 from vlp.tasks.vqa import task as vqa
+from vlp.training.engines.environment import free_port
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
@@ -48,9 +46,7 @@ def address(tmp_path_factory, scene_shards):
     config = vqa.VqaConfig.model_validate({"data": data, "decoder": {"layers": 1}})
     task, _ = vqa.build(config, toy_parts(seed=3), 8, 0, "float32")
     task.save_model(folder, task.state_dict())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     blocks = serve(TryIt(folder, [scene_shards], device="cpu"), port=port, block=False)
     yield f"http://127.0.0.1:{port}"
     blocks.close()
@@ -81,7 +77,7 @@ def seen(request, browser, address):
     assert hosts <= {"127.0.0.1", None}, "the page fetches nothing from elsewhere"
 
 
-def overflow(page) -> int:
+def overflow(page):
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
 

@@ -1,7 +1,5 @@
 """Models of other libraries in the suite: features as their own libraries give them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -28,14 +26,13 @@ TOWER = {
 SEEN = TOWER | {"image_size": 32, "patch_size": 16}
 
 
-def tokenizer(kind: str):
+def tokenizer(kind):
     """A tokenizer of whole words; SigLIP's tells no padding, as the real one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     marks = ["<pad>", "<unk>", "<s>", "</s>"]
-    made = Tokenizer(
-        models.WordLevel({w: n for n, w in enumerate([*marks, *WORDS])}, unk_token="<unk>")
-    )
+    ids = {word: number for number, word in enumerate([*marks, *WORDS])}
+    made = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
@@ -47,7 +44,7 @@ def tokenizer(kind: str):
     )  # fmt: skip
 
 
-def saved(kind: str, folder):
+def saved(kind, folder):
     """A tiny random model with its processor."""
     torch.manual_seed(5)
     text = TOWER | {"vocab_size": 4 + len(WORDS), "max_position_embeddings": 16}
@@ -101,6 +98,8 @@ def test_similarities_are_those_of_transformers(other, image):
         ours = seen.feature @ said.feature.T / loaded.model.temperature()
     bias = getattr(model, "logit_bias", torch.zeros(1)).detach()
     torch.testing.assert_close(ours + bias, theirs.logits_per_image, atol=1e-4, rtol=1e-4)
+    assert loaded.text.count_cut([]) == 0
+    assert loaded.text.count_cut(["a blue square", "a " * 20]) == 1
     cut = int(loaded.text(TEXTS).attention_mask.sum(1).max())
     assert (cut == 16) == (model.config.model_type == "siglip"), "SigLIP reads its padding"
     few = (part[:, :cut] for part in loaded.text(TEXTS))
@@ -115,8 +114,7 @@ def test_a_suite_judges_them_beside_our_own(other, model_folder, scene_shards, t
     out = tmp_path / "out"
     command = ["suite", "--model", *models, "--shards", str(scene_shards), "--out", str(out)]
     assert main([*command, "--limit", "6"]) == 0
-    told = capsys.readouterr().out
-    assert "R@1" in told
+    assert "R@1" in capsys.readouterr().out
     content = json.loads((out / "all.json").read_text())
     assert [one["name"] for one in content["results"]] == ["retrieval", "foils"] * 2
     assert content["failures"] == []
@@ -188,39 +186,17 @@ def test_models_that_are_not_what_their_name_says_are_refused(tmp_path):
         text_config=TOWER | words | special | {"encoder_hidden_size": 16}, vision_config=SEEN
     )
     images = transformers.BlipImageProcessor(size={"height": 32, "width": 32})
-    for folder, model, processor in (
-        (
-            tmp_path / "blip",
-            transformers.BlipForImageTextRetrieval(config),
-            transformers.BlipProcessor(images, tokenizer("towers")),
-        ),
-        (
-            tmp_path / "naflex",
-            transformers.Siglip2Model(
-                transformers.Siglip2Config(
-                    text_config=TOWER | words,
-                    vision_config=TOWER | {"num_patches": 16, "patch_size": 8},
-                )
-            ),
-            transformers.Siglip2Processor(
-                transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16),
-                tokenizer("siglip"),
-            ),
-        ),
-    ):
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    transformers.BlipForImageTextRetrieval(config).save_pretrained(tmp_path / "blip")
+    transformers.BlipProcessor(images, tokenizer("towers")).save_pretrained(tmp_path / "blip")
+    patches = TOWER | {"num_patches": 16, "patch_size": 8}
+    config = transformers.Siglip2Config(text_config=TOWER | words, vision_config=patches)
+    images = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
+    transformers.Siglip2Model(config).save_pretrained(tmp_path / "naflex")
+    transformers.Siglip2Processor(images, tokenizer("siglip")).save_pretrained(tmp_path / "naflex")
     with pytest.raises(EvaluationError, match=r"lack these weights, .*logit_scale"):
         other_model(f"transformers:{tmp_path}/blip").load()
     with pytest.raises(EvaluationError, match="spatial_shapes"):
         other_model(f"transformers:{tmp_path}/naflex").load()
-
-
-def test_long_texts_are_counted(other):
-    folder, *_ = other
-    text = other_model(f"transformers:{folder}").load().text
-    assert text.count_cut([]) == 0
-    assert text.count_cut(["a blue square", "a " * 20]) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("open_clip") is None, reason="needs open_clip")

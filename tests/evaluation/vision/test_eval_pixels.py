@@ -1,7 +1,5 @@
 """Bits per dimension of test images, real ones too."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

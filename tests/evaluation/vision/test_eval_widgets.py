@@ -1,7 +1,5 @@
 """Captions of widgets are judged widget by widget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,14 +16,8 @@ def task():
     torch.manual_seed(0)
     config = WidgetsConfig.model_validate(
         {
-            "model": {
-                "width": 16,
-                "heads": 2,
-                "layers": 1,
-                "decoder_layers": 1,
-                "intermediate": 16,
-                "positions": [{"name": "learned-4d"}],
-            },
+            "model": {"width": 16, "heads": 2, "layers": 1, "decoder_layers": 1, "intermediate": 16,
+                      "positions": [{"name": "learned-4d"}]},
             "data": {
                 "screens": {"kind": "generated", "train": 40, "test": 9},
                 "vocabulary_size": 300,
@@ -33,7 +25,7 @@ def task():
             },
             "java": False,
         }
-    )
+    )  # fmt: skip
     return build(config, 8, 0, "float32")[0]
 
 
@@ -47,7 +39,7 @@ def answers(monkeypatch, task, what):
     return evaluate(task, EvalOptions())
 
 
-def test_right_answers_are_perfect(monkeypatch, task) -> None:
+def test_right_answers_are_perfect(monkeypatch, task):
     figures = answers(monkeypatch, task, lambda screen, both: both[1])
     for name in ("bleu1", "bleu4", "rouge_l", "exact"):
         assert figures[name] == pytest.approx(100, abs=1e-4)
@@ -55,7 +47,7 @@ def test_right_answers_are_perfect(monkeypatch, task) -> None:
     assert "meteor" not in figures
 
 
-def test_seen_and_unseen_places_make_up_the_whole(monkeypatch, task) -> None:
+def test_seen_and_unseen_places_make_up_the_whole(monkeypatch, task):
     """Counted one by one, from the boxes of both parts."""
     figures = answers(monkeypatch, task, lambda screen, both: "open the home tab")
     train, test = (open_screens(task.config.data.screens, part) for part in ("train", "test"))
@@ -76,7 +68,7 @@ def test_seen_and_unseen_places_make_up_the_whole(monkeypatch, task) -> None:
     assert figures["exact"] == pytest.approx(100 * exact / len(said))
 
 
-def test_a_model_is_judged_by_what_it_generates(task) -> None:
+def test_a_model_is_judged_by_what_it_generates(task):
     kept = task.training
     figures = evaluate(task, EvalOptions(limit=4))
     assert task.training == kept

@@ -1,7 +1,5 @@
 """The last blocks of a ViT, trained from stored outputs of its first ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
