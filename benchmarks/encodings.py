@@ -155,10 +155,7 @@ class _Runner:
     def step(self, training: bool) -> None:
         """Do one training step, or one forward pass."""
         self.model.train(training)
-        with (
-            torch.set_grad_enabled(training),
-            torch.autocast(self.device.type, torch.bfloat16),
-        ):
+        with torch.set_grad_enabled(training), torch.autocast(self.device.type, torch.bfloat16):
             out = self.model(self.pixels)
         if training:
             out.float().square().mean().backward()

@@ -144,8 +144,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
             elementwise=3 * (patches + words) * channels,
         ),
         LayerFlops(
-            "ACE-RPE: distance and path",
-            elementwise=entries * path_steps(shape.grid, options),
+            "ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, options)
         ),
         LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
     ]

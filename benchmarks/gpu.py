@@ -34,15 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import harness
-from benchmarks.step import (
-    WARM_UP,
-    WITH,
-    WITHOUT,
-    Trainee,
-    added_share,
-    random_batch,
-    variants,
-)
+from benchmarks.step import WARM_UP, WITH, WITHOUT, Trainee, added_share, random_batch, variants
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Slots
@@ -274,21 +266,13 @@ class WatchedData(Generic[T]):
 
 def watched_config(config: PretrainConfig, rows: int) -> PretrainConfig:
     """Return a configuration for `watched_steps`, with `rows` pairs in a batch."""
-    changes = {
-        "batch": rows,
-        "steps": 1000,
-        "log_every": LOG_EVERY,
-        "trackers": (),
-    }
+    changes = {"batch": rows, "steps": 1000, "log_every": LOG_EVERY, "trackers": ()}
     training = config.training.model_copy(update=changes)
     return config.model_copy(update={"training": training})
 
 
 def watched_steps(
-    config: PretrainConfig,
-    task: Any,
-    batch: Slots,
-    watch: Callable[[], AbstractContextManager[T]],
+    config: PretrainConfig, task: Any, batch: Slots, watch: Callable[[], AbstractContextManager[T]]
 ) -> list[T]:
     """Train on one batch; return the yields of `watch` contexts: ordinary steps, then a logged one.
 

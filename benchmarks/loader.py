@@ -344,11 +344,7 @@ class LoaderTurns(NamedTuple):
 
 
 def take_turns(
-    sides: Mapping[str, Side],
-    batches: int,
-    samples: int,
-    rounds: int,
-    cores: int,
+    sides: Mapping[str, Side], batches: int, samples: int, rounds: int, cores: int
 ) -> dict[str, LoaderTurns]:
     """Start every side and let them receive batches in turn, the first round uncounted.
 

@@ -181,11 +181,7 @@ def model_checksum(folder: Path) -> str:
 
 
 def run_job(
-    job: Job,
-    folder: Path | OtherModel,
-    device: str | None,
-    workers: int | None,
-    progress: bool,
+    job: Job, folder: Path | OtherModel, device: str | None, workers: int | None, progress: bool
 ) -> Result:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)

@@ -12,10 +12,7 @@ from vlp.tasks.caption.metrics import CaptionToolError
 from vlp.tasks.vision_only import load_task
 
 
-def evaluate_folder(
-    folder: str | Path,
-    options: EvalOptions = EvalOptions(),
-) -> dict[str, float]:
+def evaluate_folder(folder: str | Path, options: EvalOptions = EvalOptions()) -> dict[str, float]:
     """Evaluate a model folder of `train_vision.py`: figures by name, shares in percent.
 
     options: `limit` samples are spread evenly over the test part. Without a `precision`, grids and

@@ -19,10 +19,7 @@ from vlp.tasks.classification.task import Classification
 BATCH = 256
 
 
-def evaluate(
-    task: Classification,
-    options: EvalOptions,
-) -> dict[str, float]:
+def evaluate(task: Classification, options: EvalOptions) -> dict[str, float]:
     """Compute top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats."""
     config = task.config.data
     images = open_labelled(config.test, task.classes)

@@ -28,10 +28,7 @@ from vlp.tasks.detection.task import DetectionTask
 BATCH = 16
 
 
-def evaluate(
-    task: DetectionTask,
-    options: EvalOptions,
-) -> dict[str, float]:
+def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
     """Compute COCO's figures in percent on `data.test` (`vlp.tasks.detection.metrics.FIGURES`).
 
     The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
@@ -52,11 +49,7 @@ def evaluate(
 
 
 def _at_size(
-    task: DetectionTask,
-    images: ObjectImages,
-    size: int,
-    options: EvalOptions,
-    device: torch.device,
+    task: DetectionTask, images: ObjectImages, size: int, options: EvalOptions, device: torch.device
 ) -> dict[str, float]:
     numbers = evenly_spread(len(images), options.limit)
     truth: list[ImageTruth] = []
@@ -80,11 +73,7 @@ def _at_size(
 
 
 def _read(
-    images: ObjectImages,
-    size: int,
-    data: DetectionDataConfig,
-    numbers: Sequence[int],
-    block: int,
+    images: ObjectImages, size: int, data: DetectionDataConfig, numbers: Sequence[int], block: int
 ) -> list[tuple[ImageTruth, Tensor]]:
     """Read the truth and the pixels of a block's images, in any process."""
     found = []

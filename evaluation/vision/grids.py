@@ -12,13 +12,7 @@ from evaluation.options import EvalOptions
 from evaluation.samples import evenly_spread
 from evaluation.work_sharding import evaluating, inference
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
-from vlp.tasks.grids.data import (
-    GridDataConfig,
-    GridSample,
-    collate_grids,
-    grid_sample,
-    open_grids,
-)
+from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
 from vlp.tasks.grids.task import Grids, question_of
 
 TOKENS = 2**14  # of one batch
@@ -32,10 +26,7 @@ class _Question(NamedTuple):
     sample: GridSample
 
 
-def evaluate(
-    task: Grids,
-    options: EvalOptions,
-) -> dict[str, float]:
+def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
     """Compute the percent of templates that greedy decoding gets wholly right, border included.
 
     `original/TASK` is of the unmodified test pairs, `exact/TASK` of `data.variants` variants of

@@ -19,10 +19,7 @@ COLOURS = ("red", "green", "blue")
 TOKENS = 2**14  # of one batch
 
 
-def evaluate(
-    task: Pixels,
-    options: EvalOptions,
-) -> dict[str, float]:
+def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
     """Compute exact bits per dimension of test images: `bits_per_dim`, mean over `bits_red`, ..."""
     config = task.config.data
     images = open_labelled(config.test, config.classes)

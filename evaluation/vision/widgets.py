@@ -23,10 +23,7 @@ LINES = 100
 """Lines per side of the screen; boxes are equal if equal in the tables of `learned-4d`."""
 
 
-def evaluate(
-    task: Widgets,
-    options: EvalOptions,
-) -> dict[str, float]:
+def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
     """Compute BLEU-1 to 4, ROUGE-L, CIDEr and METEOR, times 100 as in the paper, and more.
 
     `exact` is the share of captions equal to a reference. `cider_seen` and `cider_unseen` (Table 4)

@@ -43,13 +43,7 @@ PATTERNS = (
     "N0 with N1 B10",
     "a picture of N0 R01 N1",
 )
-PLACE_PATTERNS = (
-    "N0 P0",
-    "there is N0 P0",
-    "P0 there is N0",
-    "P0 , N0",
-    "a picture of N0 P0",
-)
+PLACE_PATTERNS = ("N0 P0", "there is N0 P0", "P0 there is N0", "P0 , N0", "a picture of N0 P0")
 DISTANCE_PATTERNS = (
     "N0 and N1 are A01",
     "N0 and N1 , A01",

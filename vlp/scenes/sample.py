@@ -287,11 +287,7 @@ MAX_ATTEMPTS = 200
 
 
 def distinct_scenes(
-    seed: int,
-    count: int,
-    split: Split = "val",
-    image_size: int = 64,
-    variety: Variety = FULL,
+    seed: int, count: int, split: Split = "val", image_size: int = 64, variety: Variety = FULL
 ) -> Iterator[Scene]:
     """Draw scenes 0 .. count - 1 of a split with captions that tell them apart.
 

@@ -150,10 +150,7 @@ def exported_program(part: ExportPart) -> ExportedProgram:
     """Trace a part for batches of any size."""
     batch = Dim("batch", min=1)
     return torch.export.export(
-        part.module,
-        (),
-        part.inputs,
-        dynamic_shapes={name: {0: batch} for name in part.inputs},
+        part.module, (), part.inputs, dynamic_shapes={name: {0: batch} for name in part.inputs}
     )
 
 
