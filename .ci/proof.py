@@ -139,18 +139,18 @@ class Proof:
                 name, words = line.split(" | ")
                 pool.submit(self._try, f"evaluate {name}", self._evaluate, words, after=tiny)
 
-    def _try(self, name: str, part: Any, *given: Any, after: Future[Any] | None = None) -> None:
+    def _try(self, name: str, part: Any, *arguments: Any, after: Future[Any] | None = None) -> None:
         """Run a part and keep its figures; say what fails, and go on."""
         if after is not None:
             after.result()
-        started = time.monotonic()
+        start = time.monotonic()
         try:
-            for section, figures in part(name, *given).items():
+            for section, figures in part(name, *arguments).items():
                 self.figures.setdefault(section, {}).update(figures)
         except Exception as error:
             self.failed.append(name)
             print(f"FAILED: {name}: {error}", flush=True)
-        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
 
     def demo(self, name: str) -> dict[str, Any]:
         """Return the tables of `make demo`, with threads and ranks of its own."""
@@ -181,8 +181,12 @@ class Proof:
         command += [f"output={self.folder / name}", "training.epochs=null", "training.log_every=1"]
         command += [f"training.steps={steps}", "training.batch=16", "training.precision=float32"]
         labelled = ["task.data.train=@labelled", "task.data.test=@labelled"]
-        own = [w for each in overrides for w in (labelled if each == "@labelled" else [each])]
-        return [*command, *OF_KIND[kind], *own]
+        settings = [
+            w
+            for override in overrides
+            for w in (labelled if override == "@labelled" else [override])
+        ]
+        return [*command, *OF_KIND[kind], *settings]
 
     def _resume(self, name: str) -> dict[str, Any]:
         """A run killed between checkpoints of its first epoch, resumed; as it is uninterrupted."""
@@ -205,12 +209,14 @@ class Proof:
 
     def _logged(self, name: str) -> dict[str, Any]:
         """Return every logged figure by step, of a repeated step the last, and hash the weights."""
-        found: dict[str, dict[int, Any]] = {}
+        values: dict[str, dict[int, Any]] = {}
         for line in (self.folder / name / "log.jsonl").read_text().splitlines():
             row = json.loads(line)
             for key in sorted(row.keys() - TIMES):
-                found.setdefault(f"{name}: {key}", {})[row["step"]] = row[key]
-        losses = {key: [value for _, value in sorted(of.items())] for key, of in found.items()}
+                values.setdefault(f"{name}: {key}", {})[row["step"]] = row[key]
+        losses = {
+            key: [value for _, value in sorted(by_step.items())] for key, by_step in values.items()
+        }
         keys = (self.folder / name / "config.yaml").read_text().replace(str(self.folder), "")
         weights = {name: _weights(self.folder / name / "model")}
         return {"losses": losses, "weights": weights, "interface": {f"{name}: keys": keys}}
@@ -218,12 +224,14 @@ class Proof:
     def _vlp(self, name: str, *words: str, kill_at: int = 0) -> None:
         """Run `vlp WORDS` in a process of its own; kill it when so many steps are logged."""
         model, shards = self.folder / "pretrain scenes_tiny/model", self.folder / "shards"
-        given = [re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in words]
-        self._start(name, _command, given, kill_at=kill_at)
+        command = [
+            re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in words
+        ]
+        self._start(name, _command, command, kill_at=kill_at)
 
-    def _start(self, name: str, part: Any, given: Any, kill_at: int = 0) -> None:
+    def _start(self, name: str, part: Any, argument: Any, kill_at: int = 0) -> None:
         output, log = self.folder / f"{name}.txt", self.folder / name / "log.jsonl"
-        process = self._context.Process(target=part, args=(given, str(output)))
+        process = self._context.Process(target=part, args=(argument, str(output)))
         process.start()
         while kill_at and process.is_alive():
             if log.exists() and log.read_text().count("\n") >= kill_at:
@@ -231,8 +239,8 @@ class Proof:
             time.sleep(0.02)
         process.join()
         if process.exitcode != (-9 if kill_at else 0):
-            said = output.read_text(errors="replace")[-1500:]
-            raise RuntimeError(f"exit code {process.exitcode}\n{said}")
+            message = output.read_text(errors="replace")[-1500:]
+            raise RuntimeError(f"exit code {process.exitcode}\n{message}")
 
 
 def _entry(words: list[str]) -> Any:
@@ -252,14 +260,16 @@ def _command(words: list[str], output: str) -> None:
 def _write_help(path: str, output: str) -> None:
     """Write the help of `vlp` and of every command below it."""
     texts: dict[str, str] = {}
-    waiting: list[list[str]] = [[]]
-    while waiting:
-        words, said = waiting.pop(), io.StringIO()
-        with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
+    pending: list[list[str]] = [[]]
+    while pending:
+        words, text = pending.pop(), io.StringIO()
+        with redirect_stdout(text), redirect_stderr(text), suppress(SystemExit):
             _entry([*words, "--help"])
-        texts[" ".join(["vlp", *words])] = said.getvalue()
-        below = said.getvalue().partition("\nCommands:\n")[2]
-        waiting += [[*words, name] for name in re.findall(r"^  ([\w-]+)", below, re.MULTILINE)]
+        texts[" ".join(["vlp", *words])] = text.getvalue()
+        subcommands = text.getvalue().partition("\nCommands:\n")[2]
+        pending += [
+            [*words, name] for name in re.findall(r"^  ([\w-]+)", subcommands, re.MULTILINE)
+        ]
     Path(path).write_text(json.dumps(texts))
 
 
@@ -270,9 +280,9 @@ def _write_images(shards: Path) -> None:
 
     rng = np.random.default_rng(0)
     for number in range(120):
-        place = shards / f"labelled/{number % 4}/{number}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place)
+        path = shards / f"labelled/{number % 4}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     (shards / "arc").mkdir()
     for task, change in {"67a3c6ac": np.fliplr, "74dd1130": np.transpose}.items():
         grids = [rng.integers(1, 9, (4, 4)) for _ in range(4)]
@@ -289,7 +299,9 @@ def _weights(folder: Path) -> str:
     """Hash a model folder's tensors, whatever their names and order."""
     from safetensors.numpy import load_file
 
-    tensors = [each for path in folder.glob("*.safetensors") for each in load_file(path).values()]
+    tensors = [
+        tensor for path in folder.glob("*.safetensors") for tensor in load_file(path).values()
+    ]
     return _hash(
         "".join(sorted(_hash(f"{t.shape}".encode() + t.tobytes()) for t in tensors)).encode()
     )
@@ -297,7 +309,7 @@ def _weights(folder: Path) -> str:
 
 def _tables(name: str, folder: Path) -> dict[str, Any]:
     """Return every number of a folder's JSON files, and a hash of each file of ranks."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
 
     def walk(node: Any, path: str) -> None:
         if isinstance(node, dict):
@@ -305,17 +317,17 @@ def _tables(name: str, folder: Path) -> dict[str, Any]:
             for key, value in node.items():
                 walk(value, f"{path} {row} {key}".replace("  ", " "))
         elif isinstance(node, list):
-            for each in node:
-                walk(each, path)
+            for item in node:
+                walk(item, path)
         elif isinstance(node, int | float):
-            found.setdefault(path, []).append(node)
+            numbers.setdefault(path, []).append(node)
 
     for path in sorted(folder.glob("*.json")):
         walk(json.loads(path.read_text()), f"{name}: {path.stem}")
     for path in sorted(folder.glob("*.jsonl")):
         rows = [json.loads(line).get("ranks") for line in path.read_text().splitlines()]
-        found[f"{name}: {path.stem}"] = _hash(json.dumps(rows, sort_keys=True).encode())
-    return found
+        numbers[f"{name}: {path.stem}"] = _hash(json.dumps(rows, sort_keys=True).encode())
+    return numbers
 
 
 def _list(value: Any) -> list[Any]:
@@ -324,30 +336,30 @@ def _list(value: Any) -> list[Any]:
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
     """Print what differs between two proofs; returns the exit code."""
-    asides, wrong, equal = list[str](), list[str](), 0
+    intended, wrong, equal = list[str](), list[str](), 0
     for section, figures in old.items():
-        now = new.get(section)
-        if now is None:
+        current = new.get(section)
+        if current is None:
             print(f"not compared: {section}")
         elif section == "interface":
-            for name in sorted({*figures, *now}):
-                texts = [each.get(name, "").splitlines() for each in (figures, now)]
+            for name in sorted({*figures, *current}):
+                texts = [names.get(name, "").splitlines() for names in (figures, current)]
                 diff = difflib.unified_diff(*texts, name, name, lineterm="", n=0)
-                asides += [line for line in diff if not line.startswith("@@")]
+                intended += [line for line in diff if not line.startswith("@@")]
         else:
-            same = {name: value for name, value in figures.items() if now.get(name) == value}
+            same = {name: value for name, value in figures.items() if current.get(name) == value}
             equal += sum(len(_list(value)) for value in same.values())
-            asides += [f"new: {section}: {name}" for name in now if name not in figures]
+            intended += [f"new: {section}: {name}" for name in current if name not in figures]
             for name in figures.keys() - same.keys():
-                watched = "statistics/" in name and name not in now
+                is_statistic = "statistics/" in name and name not in current
                 pairs = [
-                    (x, y) for x, y in zip(_list(figures[name]), _list(now.get(name))) if x != y
+                    (x, y) for x, y in zip(_list(figures[name]), _list(current.get(name))) if x != y
                 ]
                 first = f"{pairs[0][0]!r} -> {pairs[0][1]!r}" if pairs else "another length"
                 text = f"{section}: {name}: {first}"
-                (asides if watched else wrong).append(text)
-    if asides:
-        print("\n== interface and names, which may change on purpose", *asides, sep="\n")
+                (intended if is_statistic else wrong).append(text)
+    if intended:
+        print("\n== interface and names, which may change on purpose", *intended, sep="\n")
     if wrong:
         print("\n== figures that differ", *sorted(wrong), sep="\n")
     print(f"\nproof: {equal} figures equal" + (f", {len(wrong)} series differ" if wrong else ""))
@@ -360,21 +372,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/proof.json"))
     parser.add_argument("--against", type=Path, help="an earlier proof to compare with")
     parser.add_argument("--quick", action="store_true", help="leave the demo out")
-    chosen = parser.parse_args()
-    old = json.loads(chosen.against.read_text()) if chosen.against else None
+    options = parser.parse_args()
+    old = json.loads(options.against.read_text()) if options.against else None
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "TOKENIZERS_PARALLELISM": "false"}
-    started = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vlp-proof-") as folder:
         proof = Proof(Path(folder))
         proof.all_but_demo()
-        if not chosen.quick:
+        if not options.quick:
             proof._try("demo", proof.demo)
     # NaN, which is no number that equals itself, is read again as text.
     new = json.loads(json.dumps(proof.figures), parse_constant=str)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
-    print(f"{chosen.out}: {time.monotonic() - started:.0f} s")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+    print(f"{options.out}: {time.monotonic() - start:.0f} s")
     code = compare(old, new) if old is not None else 0
     if proof.failed:
         print(f"proof: FAILED: {', '.join(proof.failed)}")

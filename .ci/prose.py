@@ -52,7 +52,7 @@ def is_narrative(name: str) -> bool:
 def main(paths: list[str]) -> None:
     """Print the counts of all Python files below some paths."""
     names, narrative, words, lines, comments = 0, Counter[str](), 0, 0, 0
-    phrases, places = Counter[str](), []
+    phrases, locations = Counter[str](), []
     for path in sorted(file for root in paths for file in Path(root).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -62,20 +62,20 @@ def main(paths: list[str]) -> None:
             names += 1
             if is_narrative(name):
                 narrative[name] += 1
-                places.append(f"{path}:{line}: {name}")
+                locations.append(f"{path}:{line}: {name}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 prose = ast.get_docstring(node) or ""
                 words += len(prose.split())
                 for phrase, pattern in PHRASES.items():
                     # `None` is a value, `none` at a sentence's start is prose.
-                    found = len(re.findall(pattern, prose.replace("None", "")))
-                    phrases[phrase] += found
-                    if found:
+                    hits = len(re.findall(pattern, prose.replace("None", "")))
+                    phrases[phrase] += hits
+                    if hits:
                         line = getattr(node, "lineno", 1)
-                        places.append(f"{path}:{line}: {phrase!r} in its docstring")
+                        locations.append(f"{path}:{line}: {phrase!r} in its docstring")
     if paths != DEFAULT:
-        print(*places, sep="\n")
+        print(*locations, sep="\n")
     total = sum(narrative.values())
     print(f"narrative words: {1000 * total / max(1, names):.1f} of 1,000 bound names ({names:,})")
     print("  " + ", ".join(f"{name} {count}" for name, count in narrative.most_common(24)))

@@ -58,16 +58,16 @@ def _check(folder: Path) -> int:
     _wait_for_step(run / "log.jsonl", KILL_AFTER, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    print(f"== killed; checkpoints: {', '.join(kept)}; resuming", flush=True)
+    checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
+    print(f"== killed; checkpoints: {', '.join(checkpoints)}; resuming", flush=True)
 
-    again = [*launcher, "--master_port", str(free_port()), *script, "--resume"]
-    subprocess.run(again, env=environment, check=True)
+    resume = [*launcher, "--master_port", str(free_port()), *script, "--resume"]
+    subprocess.run(resume, env=environment, check=True)
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     print(f"== resumed at {report['resumed_at_steps']}, ended {report['ended']}", flush=True)
     _tool("evaluation", "retrieval", "--model", run / "model", "--shards", shards / "val")
-    good = report["resumed_at_steps"] == [CHECKPOINT_EVERY] and report["ended"] == "finished"
-    return 0 if good else 1
+    passed = report["resumed_at_steps"] == [CHECKPOINT_EVERY] and report["ended"] == "finished"
+    return 0 if passed else 1
 
 
 def _wait_for_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:

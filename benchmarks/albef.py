@@ -124,7 +124,7 @@ def variants(sizes: StepSizes, precision: Precision = "float32") -> dict[str, Pr
     }
 
 
-class OwnStep:
+class OurStep:
     """A task with its optimiser, a full queue, and the teacher's share at its height."""
 
     def __init__(self, config: PretrainConfig, batch: Batch, device: torch.device) -> None:
@@ -137,9 +137,9 @@ class OwnStep:
 
     def losses(self) -> dict[str, float]:
         """Return the losses of the batch by name; nothing is trained."""
-        found = self.trainee.task(self.batch, 1).losses
+        losses = self.trainee.task(self.batch, 1).losses
         self.trainee.task.after_skip()
-        return {name: float(loss) for name, loss in found.items()}
+        return {name: float(loss) for name, loss in losses.items()}
 
     def step(self) -> float:
         """Train once; return the seconds."""
@@ -165,8 +165,8 @@ class AlbefStep:
     def losses(self) -> dict[str, float]:
         """Return the losses of the batch by name; weights stay, teacher and queue move."""
         names = ("mlm", "contrastive", "itm")
-        found = self.model(self.pixels, self.text, alpha=ALPHA)
-        return {name: float(loss.detach()) for name, loss in zip(names, found)}
+        losses = self.model(self.pixels, self.text, alpha=ALPHA)
+        return {name: float(loss.detach()) for name, loss in zip(names, losses)}
 
     def step(self) -> float:
         """Train once, as the loop of its `Pretrain.py` does; return the seconds."""
@@ -185,9 +185,9 @@ def import_albef(folder: Path) -> types.ModuleType:
     if not (folder / "models" / "model_pretrain.py").is_file():
         raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
     with ExitStack() as stack:
-        for place, stand_ins in STAND_INS.items():
+        for module, stand_ins in STAND_INS.items():
             # By dictionary, as a missing name cannot be patched as an attribute.
-            names = vars(importlib.import_module(f"transformers.{place}"))
+            names = vars(importlib.import_module(f"transformers.{module}"))
             stack.enter_context(mock.patch.dict(names, stand_ins))
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
         return importlib.import_module("models.model_pretrain")
@@ -227,7 +227,7 @@ class FormerPreTrainedModel(nn.Module):
         return (1.0 - mask[:, None, None, :].to(self.dtype)) * torch.finfo(self.dtype).min
 
 
-def _in_one_chunk(
+def _call_unchunked(
     forward: Callable[..., Tensor], chunk_size: int, dimension: int, *inputs: Tensor
 ) -> Tensor:
     assert chunk_size == 0
@@ -245,7 +245,7 @@ def _undocumented(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
 STAND_INS: dict[str, dict[str, Any]] = {
     "modeling_utils": {
         "PreTrainedModel": FormerPreTrainedModel,
-        "apply_chunking_to_forward": _in_one_chunk,
+        "apply_chunking_to_forward": _call_unchunked,
         "find_pruneable_heads_and_indices": _never,
         "prune_linear_layer": _never,
     },
@@ -323,26 +323,26 @@ def measure(
     """Time all tasks by turns; losses are those before the first step. No folder: ours alone."""
     configs = variants(sizes, precision)
     batch = random_batch(configs[ALL].inputs, sizes.rows, caption_lengths(sizes.rows)).to(device)
-    tasks: dict[str, OwnStep | AlbefStep] = {}
+    tasks: dict[str, OurStep | AlbefStep] = {}
     if folder is not None:
         tasks[ALBEF] = AlbefStep(folder, sizes, batch, device)
-    tasks |= {name: OwnStep(config, batch, device) for name, config in configs.items()}
+    tasks |= {name: OurStep(config, batch, device) for name, config in configs.items()}
     losses = {name: task.losses() for name, task in tasks.items()}
     steps = {name: task.step for name, task in tasks.items()}
     return Speeds(losses, harness.interleave(steps, turns, warm_up=2))
 
 
-def table(found: Speeds) -> str:
+def table(speeds: Speeds) -> str:
     """Lay out a line a task: medians with quartiles, and the ratio to the first; then losses."""
     rows, losses = [], []
-    for name, seconds in found.seconds.items():
+    for name, seconds in speeds.seconds.items():
         low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-        less, ratio, more = np.quantile(found.ratios(name), (0.25, 0.5, 0.75))
+        less, ratio, more = np.quantile(speeds.ratios(name), (0.25, 0.5, 0.75))
         spread = f"{ratio:.2f} ({less:.2f}-{more:.2f})"
         rows.append([name, f"{1e3 * middle:.0f}", f"{1e3 * low:.0f}-{1e3 * high:.0f}", spread])
-        parts = ", ".join(f"{part} {loss:.3f}" for part, loss in found.losses[name].items())
+        parts = ", ".join(f"{part} {loss:.3f}" for part, loss in speeds.losses[name].items())
         losses.append(f"{name}: {parts}")
-    head = ["step", "ms", "quartiles", f"times as fast as {next(iter(found.seconds))}"]
+    head = ["step", "ms", "quartiles", f"times as fast as {next(iter(speeds.seconds))}"]
     return "\n".join([harness.table(head, rows), "", *losses])
 
 
@@ -371,21 +371,21 @@ def albef(
     default's objectives and clipping; "layout ace" is the default's layout, in which patches attend
     to words, too.
     """
-    place = harness.chosen_device(device)
-    if place.type == "cpu":
+    torch_device = harness.select_device(device)
+    if torch_device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
     sizes = StepSizes(
         width, image_layers, text_layers, cross_layers, image_size, rows, max_tokens, queue
     )
-    found = measure(albef, sizes, turns, place, precision)
-    print(table(found), end="\n\n")
+    speeds = measure(albef, sizes, turns, torch_device, precision)
+    print(table(speeds), end="\n\n")
     figures = []
-    for name in found.seconds:
+    for name in speeds.seconds:
         key = f"albef/{name.replace(',', '').replace(' ', '_')}"
-        figures.append(Figure(key, statistics.median(found.seconds[name]), "s"))
-        figures.append(Figure(f"{key}/speed", statistics.median(found.ratios(name)), "x"))
-    harness.print_figures(figures, place)
+        figures.append(Figure(key, statistics.median(speeds.seconds[name]), "s"))
+        figures.append(Figure(f"{key}/speed", statistics.median(speeds.ratios(name)), "x"))
+    harness.print_figures(figures, torch_device)
 
 
 COMMANDS = (albef,)

@@ -79,13 +79,13 @@ class PublishedIRPE(PositionEncoding):
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         """Return the terms of the logits, of queries (B, heads, T, channels) already scaled."""
-        found = None
+        terms = None
         if self.key is not None:
-            found = self.key(query * self.scale)
+            terms = self.key(query * self.scale)
         if self.query is not None:
-            own = self.query(key * self.scale).transpose(2, 3)
-            found = own if found is None else found + own
-        return found
+            key_terms = self.query(key * self.scale).transpose(2, 3)
+            terms = key_terms if terms is None else terms + key_terms
+        return terms
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """Return the term of the output, of attention weights (B, heads, T, T)."""
@@ -198,13 +198,13 @@ def measure(
         peaks[name] = harness.peak_memory(partial(_two_steps, name, size, rows, device), device)
     for name in names:
         runners[name] = _Runner(name, size, rows, device)
-    taken = harness.interleave({name: runners[name].turn for name in names}, rounds, 1)
+    turns = harness.interleave({name: runners[name].turn for name in names}, rounds, 1)
     return {
         name: VariantTimes(
             macs(name, size),
             sum(parameter.numel() for parameter in runners[name].model.parameters()),
             peaks[name],
-            {part: [turn[part] for turn in taken[name]] for part in PARTS},
+            {part: [turn[part] for turn in turns[name]] for part in PARTS},
         )
         for name in names
     }
@@ -216,21 +216,21 @@ def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
         runner.step(training=True)
 
 
-def ratio(found: dict[str, VariantTimes], name: str, part: str) -> float:
+def ratio(times: dict[str, VariantTimes], name: str, part: str) -> float:
     """Return the throughput of a variant as a share of plain's: the median over rounds."""
-    pairs = zip(found["plain"].seconds[part], found[name].seconds[part])
-    return statistics.median(plain / own for plain, own in pairs)
+    pairs = zip(times["plain"].seconds[part], times[name].seconds[part])
+    return statistics.median(plain / variant for plain, variant in pairs)
 
 
-def table(found: dict[str, VariantTimes], rows: int) -> str:
+def table(times: dict[str, VariantTimes], rows: int) -> str:
     """Lay out one row for each variant."""
     head = ["", "parameters", "MACs (M)", "train img/s", "of plain", "infer img/s", "of plain"]
     lines = []
-    for name, own in found.items():
-        line = [name, f"{own.parameters / 1e6:.2f}M", f"{own.macs / 1e6:.0f}"]
-        for part, taken in own.seconds.items():
-            line += [f"{rows / statistics.median(taken):.1f}", f"{ratio(found, name, part):.1%}"]
-        lines.append([*line, f"{own.peak / 2**20:.0f}"])
+    for name, variant in times.items():
+        line = [name, f"{variant.parameters / 1e6:.2f}M", f"{variant.macs / 1e6:.0f}"]
+        for part, seconds in variant.seconds.items():
+            line += [f"{rows / statistics.median(seconds):.1f}", f"{ratio(times, name, part):.1%}"]
+        lines.append([*line, f"{variant.peak / 2**20:.0f}"])
     return harness.table([*head, "peak MiB"], lines)
 
 
@@ -258,22 +258,24 @@ def encodings(
             VARIANTS.update(published_variants(published))
         except OSError as error:
             raise ConfigError(str(error)) from error
-    place = harness.chosen_device(device)
-    on_gpu = place.type == "cuda"
+    torch_device = harness.select_device(device)
+    on_gpu = torch_device.type == "cuda"
     rows = rows or (64 if on_gpu else 4)
-    known = list(VARIANTS)
-    names = only.split(",") if only else known
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {', '.join(known)}")
+    available = list(VARIANTS)
+    names = only.split(",") if only else available
+    if unknown := sorted(set(names) - set(available)):
+        raise ConfigError(
+            f"unknown variants {', '.join(unknown)}; there are {', '.join(available)}"
+        )
     for size in map(int, sizes.split(",")):
-        found = measure(names, size, rows, rounds, place)
-        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(found, rows)}\n", flush=True)
+        times = measure(names, size, rows, rounds, torch_device)
+        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(times, rows)}\n", flush=True)
         figures = [
-            Figure(f"encodings/{size}/{name}/{part}", 100 * ratio(found, name, part), "%")
-            for name in list(found)[1:]
+            Figure(f"encodings/{size}/{name}/{part}", 100 * ratio(times, name, part), "%")
+            for name in list(times)[1:]
             for part in PARTS
         ]
-        harness.print_figures(figures, place)
+        harness.print_figures(figures, torch_device)
 
 
 COMMANDS = (encodings,)

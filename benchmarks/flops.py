@@ -73,17 +73,17 @@ class Shape(NamedTuple):
 def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """Count the model without position encodings, FLOPs per pair."""
     text, image, cross = config.text, config.image, config.cross
-    width, words, places = text.width, shape.tokens, 1 + shape.patches
+    width, words, patches = text.width, shape.tokens, 1 + shape.patches
     text_layer = _layer(width, text.intermediate, words)
-    image_layer = _layer(width, image.intermediate, places)
-    both = cross.layout == "ace"
+    image_layer = _layer(width, image.intermediate, patches)
+    two_streams = cross.layout == "ace"
     output = cross.layout == "albef"
-    streams = [(words, places), (places, words)] if both else [(words, places)]
+    streams = [(words, patches), (patches, words)] if two_streams else [(words, patches)]
     layers = products = 0.0
-    for own, other in streams:
-        self_attention = _layer(width, cross.intermediate, own)
-        layers += self_attention.layers + 2 * width**2 * ((1 + output) * own + 2 * other)
-        products += self_attention.products + _attention(own, other, width)
+    for queries, keys in streams:
+        self_attention = _layer(width, cross.intermediate, queries)
+        layers += self_attention.layers + 2 * width**2 * ((1 + output) * queries + 2 * keys)
+        products += self_attention.products + _attention(queries, keys, width)
     embedding = 2 * shape.patches * 3 * image.patch_size**2 * width
     projection = 2 * width * config.embed_dim
     return [

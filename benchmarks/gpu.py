@@ -134,8 +134,8 @@ def rates(setting: Setting) -> Iterator[CheckedFigure]:
 
 def versions() -> list[str]:
     """List versions of packages, CUDA and cuDNN."""
-    found = [f"{package} {version(package)}" for package in ("torch", "deepspeed", "timm")]
-    return [*found, f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    packages = [f"{package} {version(package)}" for package in ("torch", "deepspeed", "timm")]
+    return [*packages, f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
 
 
 def losses(setting: Setting) -> Iterator[CheckedFigure]:
@@ -144,21 +144,23 @@ def losses(setting: Setting) -> Iterator[CheckedFigure]:
     torch.backends.cudnn.allow_tf32 = False
     batch = random_batch(setting.config.inputs, ROWS, 3)
 
-    def step(place: torch.device, how: Compile) -> tuple[float, Tensor]:
+    def step(device: torch.device, how: Compile) -> tuple[float, Tensor]:
         torch.manual_seed(0)
         task = _task(setting)
-        compile_task(task.to(place), how, place, setting.backend)
-        loss = task(batch.to(place), 1).loss
+        compile_task(task.to(device), how, device, setting.backend)
+        loss = task(batch.to(device), 1).loss
         loss.backward()
         gradients = [p.grad.flatten().cpu() for p in task.parameters() if p.grad is not None]
         return float(loss.detach()), torch.cat(gradients)
 
     loss, gradient = step(torch.device("cpu"), "none")
     for how in WAYS:
-        here, found = step(setting.device, how)
+        device_loss, device_gradient = step(setting.device, how)
         name = f"a step, {how}"
-        yield CheckedFigure(f"{name}: loss from a CPU's", abs(here - loss) / abs(loss), "", 1e-4)
-        error = float((found - gradient).norm() / gradient.norm())
+        yield CheckedFigure(
+            f"{name}: loss from a CPU's", abs(device_loss - loss) / abs(loss), "", 1e-4
+        )
+        error = float((device_gradient - gradient).norm() / gradient.norm())
         yield CheckedFigure(f"{name}: gradient from a CPU's", error, "", 1e-3)
 
 
@@ -178,11 +180,11 @@ def waits(setting: Setting) -> Iterator[CheckedFigure]:
         yield waits_figure(f"waits for the device in one {name} step", step, promise, device)
 
 
-def waits_figure(name: str, found: list[str], promise: int, device: torch.device) -> CheckedFigure:
+def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device) -> CheckedFigure:
     """Print waits, return how many; forms for a CPU read numbers, which costs nothing there."""
-    print(f"{name}:", *found, sep="\n  ")
+    print(f"{name}:", *waits, sep="\n  ")
     on_gpu = device.type == "cuda"
-    return CheckedFigure(name, len(found), "", at_most=promise if on_gpu else None)
+    return CheckedFigure(name, len(waits), "", at_most=at_most if on_gpu else None)
 
 
 @contextmanager
@@ -191,34 +193,36 @@ def counted_waits(device: torch.device) -> Iterator[list[str]]:
 
     On a GPU PyTorch warns of them, with file and line; elsewhere every number that is read is one.
     """
-    found: list[str] = []
+    waits: list[str] = []
     if device.type != "cuda":
-        with _Reads(found):
-            yield found
+        with _Reads(waits):
+            yield waits
         return
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
     warning = "called a synchronizing CUDA operation"
-    found += [f"{one.filename}:{one.lineno}" for one in caught if warning in str(one.message)]
+    waits += [
+        f"{record.filename}:{record.lineno}" for record in records if warning in str(record.message)
+    ]
 
 
 class _Reads(TorchDispatchMode):
     """Notes operations that hand a number of the device to the CPU."""
 
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, reads: list[str]) -> None:
         super().__init__()
-        self.found = found
+        self.reads = reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.found.append(str(func))
+            self.reads.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -258,9 +262,9 @@ class WatchedData(Generic[T]):
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
         for number in range(2 * LOG_EVERY, 2 * LOG_EVERY + LOG_EVERY):
-            with self.watch() as found:
+            with self.watch() as record:
                 yield self.batch, self.rows * (number + 1)
-            self.steps.append(found)
+            self.steps.append(record)
         raise EnoughSteps
 
 
@@ -336,15 +340,15 @@ def _rank(
 
 def _resumed(setting: Setting, kind: str, folder: Path) -> CheckedFigure:
     engine = _engine(setting, kind, folder)
-    home = folder / kind
-    home.mkdir(exist_ok=True)
+    snapshot = folder / kind
+    snapshot.mkdir(exist_ok=True)
     _train(setting, engine, 0, STEPS // 2)
-    write_snapshot(engine, home)
+    write_snapshot(engine, snapshot)
     expected = _train(setting, engine, STEPS // 2, STEPS)
-    again = _engine(setting, kind, folder)
-    again.load(home if again.rank == 0 else None)
-    found = _train(setting, again, STEPS // 2, STEPS)
-    error = max(float((found[name] - value).abs().max()) for name, value in expected.items())
+    restored = _engine(setting, kind, folder)
+    restored.load(snapshot if restored.rank == 0 else None)
+    resumed = _train(setting, restored, STEPS // 2, STEPS)
+    error = max(float((resumed[name] - value).abs().max()) for name, value in expected.items())
     name = f"{'DDP' if kind == 'ddp' else f'ZeRO-{kind}'}, ranks: {engine.world_size}"
     return CheckedFigure(f"{name}: weights after a resume", error, "", 1e-5)
 
@@ -400,13 +404,13 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
     rate = product_rate(setting)
     trainee = Trainee(setting.config, device)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(device)
-    few = setting.rows[0]  # all that counts grows with the pairs
+    small = setting.rows[0]  # all that counts grows with the pairs
     with FlopCounterMode(display=False) as counter:
-        trainee.step(random_batch(setting.config.inputs, few, WORDS).to(device))
+        trainee.step(random_batch(setting.config.inputs, small, WORDS).to(device))
     compile_task(trainee.task, how, device, setting.backend)
     trainee.run(batch, WARM_UP)
     seconds = min(trainee.run(batch, 1 if setting.dry else 10) for _ in range(1 + on_gpu))
-    share = 100 * counter.get_total_flops() * rows / few / seconds / rate
+    share = 100 * counter.get_total_flops() * rows / small / seconds / rate
     name = f"pretraining, {rows} pairs, {how}"
     yield CheckedFigure(name, rows / seconds, "pairs/s")
     yield CheckedFigure(f"{name}: of the product rate", share, "%")
@@ -415,9 +419,9 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
         peak = torch.cuda.max_memory_allocated(device)
     yield CheckedFigure(f"{name}: peak memory", peak / 2**30, "GiB")
     if on_gpu:  # what counts them on a CPU is no part of a whole graph
-        with counted_waits(device) as found:
+        with counted_waits(device) as waits:
             trainee.run(batch, 1)
-        yield waits_figure(f"{name}: waits for the device", found, 0, device)
+        yield waits_figure(f"{name}: waits for the device", waits, 0, device)
     with profile(activities=harness.activities(device)) as profiler:
         trainee.run(batch, 1)
     stem = f"{how}_{rows}"
@@ -458,14 +462,14 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
             name: Trainee(config, setting.device, how, setting.backend)
             for name, config in configs.items()
         }
-        runs = {name: partial(each.run, batch, burst) for name, each in trainees.items()}
-        taken = {
+        runs = {name: partial(trainee.run, batch, burst) for name, trainee in trainees.items()}
+        seconds_by_name = {
             name: np.array(seconds)
             for name, seconds in harness.interleave(runs, rounds, warm_up=1).items()
         }
         name = f"ACE-RPE, {rows} pairs, {'as written' if how == 'none' else how}"
-        both = taken[WITH], taken[WITHOUT]
-        added, (low, high) = added_share(*both)
+        pair = seconds_by_name[WITH], seconds_by_name[WITHOUT]
+        added, (low, high) = added_share(*pair)
         print(f"{name}: {added:+.2%} [{low:+.2%}, {high:+.2%}]")
         yield CheckedFigure(f"{name}: added time of a step", 100 * added, "%")
         yield CheckedFigure(f"{name}: the same, least of 95 %", 100 * low, "%")
@@ -503,29 +507,31 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     if not dry and not torch.cuda.is_available():
         print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
         return 2
-    chosen = [name for name in PARTS if name.startswith(only)]
-    if not chosen:
+    selected = [name for name in PARTS if name.startswith(only)]
+    if not selected:
         raise ConfigError(f"--only {only}: the parts are {', '.join(PARTS)}")
     out.mkdir(parents=True, exist_ok=True)
-    place, rows = torch.device("cpu" if dry else "cuda"), (4,) if dry else (32, 64, 128)
+    device, rows = torch.device("cpu" if dry else "cuda"), (4,) if dry else (32, 64, 128)
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    found: dict[str, list[CheckedFigure]] = {}
+    figures_by_part: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
-    for name in chosen:
+    for name in selected:
         part, limit = PARTS[name]
         changes = _TINY if dry or name[0] == "B" else ()
         loaded = harness.load_pretraining(config, None, *changes, public=False)
-        setting, began = Setting(loaded, rows, place, dry, out), time.monotonic()
-        found[name], failure = _in_process(name, part, limit, setting)
+        setting, start = Setting(loaded, rows, device, dry, out), time.monotonic()
+        figures_by_part[name], failure = _in_process(name, part, limit, setting)
         if failure:
             failures[name] = failure
-        print(f"{name}: {failure or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
-    figures = [(name, figure) for name, each in found.items() for figure in each]
+        print(f"{name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
+    figures = [
+        (name, figure) for name, part_figures in figures_by_part.items() for figure in part_figures
+    ]
     head, rows_ = (
         ["part", "figure", "most", "measured", "holds"],
         [[name, *figure.cells()] for name, figure in figures],
     )
-    title = "dry run: figures of speed mean nothing" if dry else harness.device_name(place)
+    title = "dry run: figures of speed mean nothing" if dry else harness.device_name(device)
     lines = [f"# {title}, {time.strftime('%Y-%m-%d')}", "", ", ".join(versions()), ""]
     lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows_)]
     lines += [f"\n{name}: {failure}" for name, failure in failures.items()]
@@ -538,10 +544,10 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         ),
     )
     print(f"\n{harness.table(head, rows_)}\n\nwritten to {out}")
-    wrong = [figure for _, figure in figures if not figure.holds]
-    for figure in wrong:
+    failing = [figure for _, figure in figures if not figure.holds]
+    for figure in failing:
         print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
-    return 1 if wrong or failures else 0
+    return 1 if failing or failures else 0
 
 
 def _in_process(
@@ -568,13 +574,16 @@ def _in_process(
 
 def _run(part: Part, setting: Setting, figures: Path, log: Path) -> None:
     """Run a part in this process, its output to a log."""
-    with log.open("w", encoding="utf-8") as output, figures.open("a", encoding="utf-8") as found:
+    with (
+        log.open("w", encoding="utf-8") as output,
+        figures.open("a", encoding="utf-8") as figure_file,
+    ):
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
             for figure in part(setting):
-                found.write(json.dumps(figure._asdict()) + "\n")
-                found.flush()
+                figure_file.write(json.dumps(figure._asdict()) + "\n")
+                figure_file.flush()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

@@ -32,7 +32,7 @@ class Figure(NamedTuple):
     unit: str
 
 
-def chosen_device(name: str | None) -> torch.device:
+def select_device(name: str | None) -> torch.device:
     """Return the device of `--device`."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -79,10 +79,10 @@ def synchronize(device: torch.device) -> None:
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Measure the wall time of one call."""
     synchronize(device)
-    started = time.perf_counter()
+    start = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 def interleave(
@@ -92,11 +92,11 @@ def interleave(
 
     The order alternates, so that a slow moment of the machine is shared.
     """
-    taken: dict[str, list[T]] = {name: [] for name in works}
+    results: dict[str, list[T]] = {name: [] for name in works}
     for number in range(warm_up + rounds):
         for name in list(works)[:: 1 if number % 2 else -1]:
-            taken[name].append(works[name]())
-    return {name: each[warm_up:] for name, each in taken.items()}
+            results[name].append(works[name]())
+    return {name: values[warm_up:] for name, values in results.items()}
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
@@ -117,8 +117,8 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
         work()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = peak = 0
+    live = peak = 0
     for _, size in changes:
-        held += size
-        peak = max(peak, held)
+        live += size
+        peak = max(peak, live)
     return peak

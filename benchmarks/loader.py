@@ -143,7 +143,7 @@ def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
 ImageTransform = Callable[[bytes], Tensor]
 
 
-def _own_image(size: int) -> ImageTransform:
+def _our_image(size: int) -> ImageTransform:
     transform, rng = TrainTransform(PLAIN, Preprocessing(size)), np.random.default_rng(0)
     return lambda data: transform.levels(JpegImage(data, "a sample"), rng, "")
 
@@ -167,7 +167,7 @@ def _resized_crop(size: int) -> v2.RandomResizedCrop:
     return v2.RandomResizedCrop(size, scale=CROP, interpolation=v2.InterpolationMode.BICUBIC)
 
 
-TRANSFORMS = {OURS: _own_image, "pillow": _pillow_image, "torchvision": _torchvision_image}
+TRANSFORMS = {OURS: _our_image, "pillow": _pillow_image, "torchvision": _torchvision_image}
 
 
 class Prepare:
@@ -302,10 +302,10 @@ class Stream:
     def turn(self, batches: int) -> Turn:
         """Receive some batches."""
         self._signal(signal.SIGCONT)
-        started, cpu = time.perf_counter(), self._cpu()
+        start, cpu = time.perf_counter(), self._cpu()
         for _ in range(batches):
             next(self._batches)
-        turn = Turn(time.perf_counter() - started, self._cpu() - cpu)
+        turn = Turn(time.perf_counter() - start, self._cpu() - cpu)
         self._signal(signal.SIGSTOP)
         return turn
 
@@ -362,13 +362,13 @@ def take_turns(
         for name, start in sides.items():
             streams[name] = Stream(start)
         turns = {name: partial(stream.turn, batches) for name, stream in streams.items()}
-        taken = harness.interleave(turns, rounds, warm_up=1)
+        results = harness.interleave(turns, rounds, warm_up=1)
     finally:
         for stream in streams.values():
             stream.close()
         os.sched_setaffinity(0, all_cores)
         torch.set_num_threads(threads)
-    return {name: LoaderTurns(samples, taken[name]) for name in streams}
+    return {name: LoaderTurns(samples, results[name]) for name in streams}
 
 
 def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 128) -> None:
@@ -434,9 +434,9 @@ def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, S
     }
 
 
-def ratios(found: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
+def ratios(turns: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
     """Return by rounds a side's samples per CPU second over another's."""
-    return [other.cpu / own.cpu for other, own in zip(found[to].turns, found[name].turns)]
+    return [b.cpu / a.cpu for b, a in zip(turns[to].turns, turns[name].turns)]
 
 
 def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str, LoaderTurns]:
@@ -445,18 +445,18 @@ def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str
     return take_turns(sides, batches, batches * settings.batch, rounds, settings.workers)
 
 
-def report(title: str, found: dict[str, LoaderTurns], workers: int) -> None:
+def report(title: str, turns: dict[str, LoaderTurns], workers: int) -> None:
     """Print a line for each side, then its figures; ratios are to the first side."""
-    rows, figures, first = [], [], next(iter(found))
-    for name, own in found.items():
-        each = ratios(found, name, first)
-        low, middle, high = np.quantile(each, (0.25, 0.5, 0.75))
-        milliseconds = 1000 * statistics.median(turn.cpu for turn in own.turns) / own.samples
-        numbers = [own.rate / workers, milliseconds, middle, low, high]
+    rows, figures, first = [], [], next(iter(turns))
+    for name, side in turns.items():
+        side_ratios = ratios(turns, name, first)
+        low, middle, high = np.quantile(side_ratios, (0.25, 0.5, 0.75))
+        milliseconds = 1000 * statistics.median(turn.cpu for turn in side.turns) / side.samples
+        numbers = [side.rate / workers, milliseconds, middle, low, high]
         rows.append([name, str(workers), *(f"{number:.2f}" for number in numbers)])
-        place = f"loader/{title}/{workers}_workers/{name}"
-        figures.append(Figure(f"{place}/rate", own.rate / workers, "samples/s/core"))
-        figures.append(Figure(f"{place}/ratio", statistics.median(each), "x"))
+        prefix = f"loader/{title}/{workers}_workers/{name}"
+        figures.append(Figure(f"{prefix}/rate", side.rate / workers, "samples/s/core"))
+        figures.append(Figure(f"{prefix}/ratio", statistics.median(side_ratios), "x"))
     head = [title, "workers", "samples/s/core", "CPU ms/sample", f"times {first}"]
     print(harness.table([*head, "quartiles", ""], rows), end="\n\n", flush=True)
     harness.print_figures(figures, torch.device("cpu"))

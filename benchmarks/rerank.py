@@ -46,7 +46,7 @@ _NOISE = 1.5
 """Noise of a caption's feature against its image's; the nearest of both directions then overlap."""
 LAYOUTS = ("text", "albef", "ace")
 LOOP, OURS = "plain loop", "ours"
-_SHELF = "a shelf of texts"
+_BUCKET = "a shelf of texts"
 _Compared = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
 """A query, its scores by a loop, and by ours."""
 
@@ -105,9 +105,9 @@ class StandIns:
     def text(self, index: int, tokens: int) -> TextFeatures:
         """Return one caption's features, a single row, padded to `tokens`."""
         block, row = self.collection.text_place[index]
-        found = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
-        states, feature, *rest = found
-        states, *rest = (_padded(field, self.length(index), tokens) for field in (states, *rest))
+        fields = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
+        states, feature, *rest = fields
+        states, *rest = (_pad(field, self.length(index), tokens) for field in (states, *rest))
         return TextFeatures(states, feature, *rest)
 
     def length(self, index: int) -> int:
@@ -150,7 +150,7 @@ class StandIns:
         rows, tokens = self._rows(block, len(self.lengths)), int(self.text_widths[block])
         first = block * self.batch
         length = torch.from_numpy(self.lengths[first : first + rows]).to(self.device)[:, None]
-        place = torch.arange(tokens, device=self.device)
+        position = torch.arange(tokens, device=self.device)
         return Block(
             TextFeatures(
                 states=(states := self._random(generator, rows, tokens, self.width)),
@@ -158,8 +158,8 @@ class StandIns:
                 tokens=functional.normalize(
                     self._random(generator, rows, tokens, self.embed_dim), dim=-1
                 ),
-                attention_mask=place < length,
-                word_mask=(place > 0) & (place < length - 1),
+                attention_mask=position < length,
+                word_mask=(position > 0) & (position < length - 1),
             )
         )
 
@@ -170,7 +170,7 @@ class StandIns:
         return torch.randn(*shape, generator=generator, device=self.device)
 
 
-def _padded(field: Tensor, length: int, tokens: int) -> Tensor:
+def _pad(field: Tensor, length: int, tokens: int) -> Tensor:
     short = (0, tokens - length)
     return functional.pad(field[:, :length], (0, 0, *short) if field.ndim == 3 else short)
 
@@ -213,17 +213,17 @@ class _Timer:
         self.device = device
         self._spent: dict[str, tuple[float, int]] = {}
 
-    def __call__(self, what: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
+    def __call__(self, name: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.perf_counter()
         result = work(*arguments)
         harness.synchronize(self.device)
-        seconds, before = self._spent.get(what, (0.0, 0))
-        self._spent[what] = seconds + time.perf_counter() - began, before + times
+        seconds, before = self._spent.get(name, (0.0, 0))
+        self._spent[name] = seconds + time.perf_counter() - start, before + times
         return result
 
-    def mean(self, what: str) -> float:
+    def mean(self, name: str) -> float:
         """Return the seconds of one time."""
-        seconds, times = self._spent[what]
+        seconds, times = self._spent[name]
         return seconds / times
 
 
@@ -252,8 +252,8 @@ class _Set:
         images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
         longest = self.model.config.text.max_tokens
         return (
-            ImageFeatures(*_stacked([self.stand_ins.image(each) for each in images])),
-            TextFeatures(*_stacked([self.stand_ins.text(each, longest) for each in texts])),
+            ImageFeatures(*_stack([self.stand_ins.image(index) for index in images])),
+            TextFeatures(*_stack([self.stand_ins.text(index, longest) for index in texts])),
         )
 
     @torch.no_grad()
@@ -272,21 +272,22 @@ class _Set:
         batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
         return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
 
-    def shelves_of(self, image: int) -> list[CandidatePairs]:
+    def buckets_of(self, image: int) -> list[CandidatePairs]:
         """Return all pairs of an image, by shelf of texts."""
         rows = np.flatnonzero(self.pairs.image == image)
-        mine = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
-        groups = self.scorer.groups(mine)
+        image_pairs = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
+        groups = self.scorer.groups(image_pairs)
         return [
-            CandidatePairs(*(side[groups == one] for side in mine)) for one in np.unique(groups)
+            CandidatePairs(*(side[groups == group] for side in image_pairs))
+            for group in np.unique(groups)
         ]
 
     def rank(self, to: Direction, query: int, scores: NDArray[np.float32]) -> int:
         """Rank of a query's right candidate by new scores of its nearest."""
-        one = slice(query, query + 1)
+        rows = slice(query, query + 1)
         near = self.near[to]
-        found = Search(near.ranks[one], near.nearest[one], near.scores[one])
-        return int(reranked_ranks(found, scores[None], self.right[to][one])[0])
+        nearest = Search(near.ranks[rows], near.nearest[rows], near.scores[rows])
+        return int(reranked_ranks(nearest, scores[None], self.right[to][rows])[0])
 
 
 def measure(
@@ -306,11 +307,11 @@ def measure(
     timer, draw = _Timer(device), np.random.default_rng(1)
     *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
-    for pairs in whole.shelves_of(idle):  # the first calls of a process are slow
+    for pairs in whole.buckets_of(idle):  # the first calls of a process are slow
         whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
     if device.type == "cuda":  # and there the first of each shape
         _take_turns(whole, _Timer(device), images, texts, idle)
-    return _extrapolated(whole, timer, _take_turns(whole, timer, images, texts, idle))
+    return _extrapolate(whole, timer, _take_turns(whole, timer, images, texts, idle))
 
 
 def _take_turns(
@@ -349,23 +350,23 @@ def _run_loop(
 def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
     """Score an image by text; shelves serve many images and are timed apart."""
     scores: dict[int, float] = {}
-    for pairs in whole.shelves_of(image):
-        timer(_SHELF, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
-        found = timer(OURS, len(pairs.text), whole.ours, pairs)
-        scores |= dict(zip(pairs.text.tolist(), found.tolist()))
+    for pairs in whole.buckets_of(image):
+        timer(_BUCKET, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
+        pair_scores = timer(OURS, len(pairs.text), whole.ours, pairs)
+        scores |= dict(zip(pairs.text.tolist(), pair_scores.tolist()))
     return scores
 
 
-def _extrapolated(whole: _Set, timer: _Timer, compared: list[_Compared]) -> RerankTimes:
+def _extrapolate(whole: _Set, timer: _Timer, compared: list[_Compared]) -> RerankTimes:
     sizes = whole.sizes
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
     seconds = {LOOP: sum(queries[to] * timer.mean(to) for to in DIRECTIONS)}
     shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.images))
-    mine = len(whole.pairs.text)
-    seconds[OURS] = mine * timer.mean(OURS) + shelves * timer.mean(_SHELF)
-    both = min(sizes.nearest, sizes.images) * sizes.texts
-    both += min(sizes.nearest, sizes.texts) * sizes.images
-    pairs = {LOOP: both, OURS: mine}
+    our_pairs = len(whole.pairs.text)
+    seconds[OURS] = our_pairs * timer.mean(OURS) + shelves * timer.mean(_BUCKET)
+    loop_pairs = min(sizes.nearest, sizes.images) * sizes.texts
+    loop_pairs += min(sizes.nearest, sizes.texts) * sizes.images
+    pairs = {LOOP: loop_pairs, OURS: our_pairs}
     return RerankTimes(
         seconds=seconds,
         pair={way: 1e3 * seconds[way] / pairs[way] for way in pairs},
@@ -389,21 +390,21 @@ def inversion(scores: NDArray[np.float32], others: NDArray[np.float32]) -> float
     return float((ordered - np.minimum.accumulate(ordered)).max() / scores.std())
 
 
-def _stacked(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+def _stack(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*features)]
 
 
-def table(layout: str, found: RerankTimes) -> str:
+def table(layout: str, times: RerankTimes) -> str:
     """Lay out a line for each way, and how far both agree."""
     rows = []
-    for way, pairs in found.pairs.items():
-        minutes = f"{found.seconds[way] / 60:.1f}"
-        faster = "" if way == OURS else f"{found.speedup():.1f} x"
-        rows.append([way, str(pairs), f"{found.pair[way]:.2f}", minutes, faster])
+    for way, pairs in times.pairs.items():
+        minutes = f"{times.seconds[way] / 60:.1f}"
+        faster = "" if way == OURS else f"{times.speedup():.1f} x"
+        rows.append([way, str(pairs), f"{times.pair[way]:.2f}", minutes, faster])
     head = [f"layout {layout}", "pairs", "ms a pair", "minutes", "ours is"]
     return (
-        f"{harness.table(head, rows)}\nscores differ by {found.difference:.1e} deviations at most, "
-        f"orders by {found.inversion:.1e}; {found.same_ranks:.0%} of ranks are the same"
+        f"{harness.table(head, rows)}\nscores differ by {times.difference:.1e} deviations at most, "
+        f"orders by {times.inversion:.1e}; {times.same_ranks:.0%} of ranks are the same"
     )
 
 
@@ -427,20 +428,23 @@ def rerank(
     padded to `max_tokens`. Ours is what `vlp evaluate retrieval` runs. ALBEF's evaluation knows
     float32 alone: --loop-precision float32 beside --precision bf16.
     """
-    sizes, place = Sizes(images, texts, nearest, rounds, match_batch), harness.chosen_device(device)
+    sizes, torch_device = (
+        Sizes(images, texts, nearest, rounds, match_batch),
+        harness.select_device(device),
+    )
     for layout in layouts.split(","):
         changed = f"model.cross.layout={layout}"
         model = harness.load_pretraining(config, overrides, changed).model
-        found = measure(model, sizes, place, precision, loop_precision)
-        print(table(layout, found), end="\n\n", flush=True)
+        times = measure(model, sizes, torch_device, precision, loop_precision)
+        print(table(layout, times), end="\n\n", flush=True)
         name = f"rerank/{layout}"
         figures = [
-            Figure(f"{name}/speedup", found.speedup(), "x"),
-            Figure(f"{name}/pair", found.pair[OURS], "ms"),
-            Figure(f"{name}/difference", found.difference, "deviations"),
-            Figure(f"{name}/same_ranks", 100 * found.same_ranks, "%"),
+            Figure(f"{name}/speedup", times.speedup(), "x"),
+            Figure(f"{name}/pair", times.pair[OURS], "ms"),
+            Figure(f"{name}/difference", times.difference, "deviations"),
+            Figure(f"{name}/same_ranks", 100 * times.same_ranks, "%"),
         ]
-        harness.print_figures(figures, place)
+        harness.print_figures(figures, torch_device)
 
 
 COMMANDS = (rerank,)

@@ -78,7 +78,7 @@ class Scale(NamedTuple):
         sizes = np.full(self.shards, self.shard_samples)
         return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
 
-    def random_place(self) -> int:
+    def random_start(self) -> int:
         """Return a random number of samples in the first epoch, at which a run may have stopped."""
         batches = self.sampler().batches_in_epoch(0, self.batch)
         return int(np.random.default_rng(SEED).integers(1, batches)) * self.batch
@@ -130,14 +130,14 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     # A sparse file: unwritten parts take no space.
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
     sampler = scale.sampler()
-    for consumed in (0, scale.random_place()):
+    for consumed in (0, scale.random_start()):
         for _, shard in read_at_once(sampler, scale.batch, consumed, rank, scale.ranks):
             first = shard * scale.shard_samples
             table[first : first + scale.shard_samples] = rows
     table.flush()
 
 
-def start_one(folder: Path, scale: Scale, rank: int) -> Start:
+def start_rank(folder: Path, scale: Scale, rank: int) -> Start:
     """Run one rank with one worker until its first batch, in a separate process."""
     # A spawned process spawns in its turn; a rank forks its workers.
     multiprocessing.set_start_method("fork", force=True)
@@ -156,7 +156,7 @@ def start_one(folder: Path, scale: Scale, rank: int) -> Start:
     data = PretrainData(config, inputs, scale.batch, SEED, text)
     data.sampler.share(0, rank, scale.ranks)
     seconds, added = [], 0
-    for consumed in (0, scale.random_place()):
+    for consumed in (0, scale.random_start()):
         started = time.perf_counter()
         batches = data.batches(consumed, rank, scale.ranks)
         batch, _ = next(batches)
@@ -179,7 +179,7 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
     """Compute statistics of the first epoch's order from `lookups` random (batch, rank) pairs."""
     sampler, rng = scale.sampler(), np.random.default_rng(SEED)
     batches = sampler.batches_in_epoch(0, scale.batch)
-    each = scale.batch // scale.ranks
+    per_rank = scale.batch // scale.ranks
     per_stream = scale.batch // scale.streams
     distances = []
     for _ in range(lookups):
@@ -187,9 +187,9 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
         slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
         for number, element in enumerate(slots):
             assert element is not None  # no batch but the last has empty slots
-            comes = batch * scale.batch + rank * each + number
-            lies = element.shard * scale.shard_samples + element.position
-            distances.append(abs(comes - lies) / scale.samples)
+            epoch_position = batch * scale.batch + rank * per_rank + number
+            corpus_position = element.shard * scale.shard_samples + element.position
+            distances.append(abs(epoch_position - corpus_position) / scale.samples)
     whole = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
     counts = Counter(element.shard for element in whole if element is not None)
     pairs = sum(count * (count - 1) for count in counts.values())
@@ -207,11 +207,11 @@ def shards_of_node(scale: Scale) -> int:
 
     def opened(node: int) -> int:
         windows = range(sampler.windows_in_epoch(0))
-        each = (sampler.shards_of_window(0, window, node, nodes) for window in windows)
-        return len({shard for shards in each for shard in shards})
+        window_shards = (sampler.shards_of_window(0, window, node, nodes) for window in windows)
+        return len({shard for shards in window_shards for shard in shards})
 
-    some = np.random.default_rng(SEED).permutation(nodes)[:8]
-    return round(np.mean([opened(int(node)) for node in some]))
+    sampled = np.random.default_rng(SEED).permutation(nodes)[:8]
+    return round(np.mean([opened(int(node)) for node in sampled]))
 
 
 class CollectiveTrace(TorchDispatchMode):
@@ -304,20 +304,20 @@ def scale(
     """
     size = Scale(shards, shard_samples, ranks, ranks_per_node, streams, batch, window)
     mixed = mixing(size)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        make_corpus(Path(place), size, ranks // 2)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        make_corpus(Path(scratch), size, ranks // 2)
         # A separate process has the memory of one rank alone.
         alone = Executor(1, fresh=True)
-        [start] = alone.map(partial(start_one, Path(place), size), [ranks // 2])
+        [start] = alone.map(partial(start_rank, Path(scratch), size), [ranks // 2])
     figures = [
         Figure("scale/index_open", start.opened, "s"),
         Figure("scale/first_batch", start.first, "s"),
         Figure("scale/resume", start.resumed, "s"),
         Figure("scale/order_memory", start.added / 1e6, "MB"),
         *(
-            Figure(f"scale/{name}{of}", value, "")
-            for name, both in mixed._asdict().items()
-            for of, value in zip(("", "_of_uniform_shuffle"), both)
+            Figure(f"scale/{name}{suffix}", value, "")
+            for name, pair in mixed._asdict().items()
+            for suffix, value in zip(("", "_of_uniform_shuffle"), pair)
         ),
         Figure("scale/node_shards", shards_of_node(size), "shards an epoch"),
     ]

@@ -46,8 +46,8 @@ _CLS = 2
 
 def caption_lengths(rows: int, seed: int = 0) -> list[int]:
     """Draw words of captions, [CLS] and [SEP] not counted, as long as COCO's."""
-    drawn = SHORTEST + np.random.default_rng(seed).gamma(SHAPE, SCALE, rows)
-    return (drawn.astype(int) - 2).tolist()
+    lengths = SHORTEST + np.random.default_rng(seed).gamma(SHAPE, SCALE, rows)
+    return (lengths.astype(int) - 2).tolist()
 
 
 def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
@@ -57,13 +57,13 @@ def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: in
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
-    of_row = torch.tensor(words).clamp(max=inputs.max_tokens - 2).expand(rows)[:, None]
+    lengths = torch.tensor(words).clamp(max=inputs.max_tokens - 2).expand(rows)[:, None]
     columns = torch.arange(inputs.max_tokens).expand(rows, -1)
-    attention, real = columns < of_row + 2, (columns > 0) & (columns <= of_row)
+    attention, real = columns < lengths + 2, (columns > 0) & (columns <= lengths)
     ids = (5 + random(rows, inputs.max_tokens) * (inputs.vocab_size - 5)).long()
     ids = torch.where(attention, ids, 0)
     ids[:, 0] = _CLS
-    chosen = real & (random(rows, inputs.max_tokens) < (inputs.word_masking or 0.0))
+    masked = real & (random(rows, inputs.max_tokens) < (inputs.word_masking or 0.0))
     ratio = inputs.patch_masking.ratio if inputs.patch_masking else 0.0
     return Batch(
         pixels=random(rows, 3, inputs.image_size, inputs.image_size) * 2 - 1,
@@ -71,7 +71,7 @@ def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: in
         attention_mask=attention,
         word_mask=real,
         mlm_ids=ids,
-        mlm_labels=torch.where(chosen, ids, -100),
+        mlm_labels=torch.where(masked, ids, -100),
         mim_mask=random(rows, *inputs.grid) < ratio,
         image_ids=torch.arange(rows),
         uniform=random(rows, 2).double(),
@@ -185,12 +185,12 @@ def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
     teacher = data["objectives"]["teacher"]
     if teacher:
         teacher["queue"] = min(teacher["queue"], QUEUE)
-    rest = tuple(name for name in config.model.cross.position if name != "anchor")
-    found = {}
-    for name, position in ((WITH, config.model.cross.position), (WITHOUT, rest)):
+    others = tuple(name for name in config.model.cross.position if name != "anchor")
+    configs = {}
+    for name, position in ((WITH, config.model.cross.position), (WITHOUT, others)):
         data["model"]["cross"]["position"] = position
-        found[name] = PretrainConfig.model_validate(data)
-    return found
+        configs[name] = PretrainConfig.model_validate(data)
+    return configs
 
 
 def measure_overhead(
@@ -219,7 +219,7 @@ def measure_overhead(
     trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
     timed = harness.interleave(turns, steps, WARM_UP)
-    medians = {name: median_parts(taken) for name, taken in timed.items()}
+    medians = {name: median_parts(turns_of_name) for name, turns_of_name in timed.items()}
     passes: dict[str, dict[str, float]] = defaultdict(dict)
     for name, trainee in trainees.items():
         for part, seconds in pass_times(trainee, batch, profiled_steps).items():
@@ -259,25 +259,25 @@ def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
         trainee.step(batch)
 
 
-def overhead_table(found: Overhead) -> str:
+def overhead_table(result: Overhead) -> str:
     """Lay out parts and passes in milliseconds, and peak memory in MiB."""
-    step = found.parts["step"][WITHOUT]
+    step = result.parts["step"][WITHOUT]
 
     def row(name: str, values: dict[str, float]) -> list[str]:
         times = values.get(WITH, 0.0), values.get(WITHOUT, 0.0)
         added = times[0] - times[1]
         return [name, *(f"{1e3 * t:.1f}" for t in (*times, added)), f"{added / step:.1%}"]
 
-    rows = [row(name, values) for name, values in found.parts.items()]
+    rows = [row(name, values) for name, values in result.parts.items()]
     rows.append(["of the forward pass, profiled:", *[""] * 4])
-    rows += [row(f"  {name}", values) for name, values in sorted(found.passes.items())]
+    rows += [row(f"  {name}", values) for name, values in sorted(result.passes.items())]
     lines = [harness.table(["part, ms", WITH, WITHOUT, "added", "of step"], rows)]
-    low, high = found.interval
+    low, high = result.interval
     lines.append(
-        f"step: {found.time:+.2%} (paired ratios, 95 % interval {low:+.2%} to {high:+.2%})"
+        f"step: {result.time:+.2%} (paired ratios, 95 % interval {low:+.2%} to {high:+.2%})"
     )
-    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.peak.items())
-    lines.append(f"peak memory: {found.memory:+.2%} ({sizes})")
+    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in result.peak.items())
+    lines.append(f"peak memory: {result.memory:+.2%} ({sizes})")
     return "\n".join(lines)
 
 
@@ -296,20 +296,20 @@ def overhead(
     profiler; rows of single passes come from separate profiled steps. Peak memory is the largest
     sum of live tensors, weights and optimiser state included.
     """
-    place = harness.chosen_device(device)
-    if place.type == "cpu":
+    torch_device = harness.select_device(device)
+    if torch_device.type == "cpu":
         keep_freed_memory()
-    rows = rows or (64 if place.type == "cuda" else 16)
+    rows = rows or (64 if torch_device.type == "cuda" else 16)
     settings = harness.load_pretraining(config, overrides)
-    found = measure_overhead(settings, rows, steps, words, place)
-    print(overhead_table(found), end="\n\n")
+    result = measure_overhead(settings, rows, steps, words, torch_device)
+    print(overhead_table(result), end="\n\n")
     figures = [
-        Figure("overhead/step", 100 * found.time, "%"),
-        Figure("overhead/step_low", 100 * found.interval[0], "%"),
-        Figure("overhead/step_high", 100 * found.interval[1], "%"),
-        Figure("overhead/peak_memory", 100 * found.memory, "%"),
+        Figure("overhead/step", 100 * result.time, "%"),
+        Figure("overhead/step_low", 100 * result.interval[0], "%"),
+        Figure("overhead/step_high", 100 * result.interval[1], "%"),
+        Figure("overhead/peak_memory", 100 * result.memory, "%"),
     ]
-    harness.print_figures(figures, place)
+    harness.print_figures(figures, torch_device)
 
 
 COMMANDS = (overhead,)

@@ -180,10 +180,10 @@ def serve_app(
       vlp app --model runs/ace/model --shards shards/scenes/val
     """
     from evaluation.page.gradio_page import gradio_module, serve
-    from evaluation.page.session import TryIt
+    from evaluation.page.session import ModelSession
 
     one_process("the page is served by one process, without torchrun")
     gradio_module()  # before minutes are spent on images
-    tried = TryIt(model, shards or (), limit=limit, device=device)
+    tried = ModelSession(model, shards or (), limit=limit, device=device)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
     serve(tried, host, port)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from evaluation.retrieval.gallery import Gallery
 from vlp.data.schema import Annotation, texts_of
-from vlp.scenes.annotation import annotation
+from vlp.scenes.annotation import annotate
 from vlp.scenes.render import render
 from vlp.scenes.sample import distinct_scenes
 
@@ -32,14 +32,16 @@ class Example(NamedTuple):
 def examples(gallery: Gallery | None, count: int = COUNT) -> list[Example]:
     """Return images of a gallery, evenly apart, with their texts; generated ones without."""
     return [
-        Example(image, caption, _phrase(about, caption), _question(about))
-        for image, caption, about in (_scenes(count) if gallery is None else _some(gallery, count))
+        Example(image, caption, _phrase(annotation, caption), _question(annotation))
+        for image, caption, annotation in (
+            _scenes(count) if gallery is None else _gallery_samples(gallery, count)
+        )
     ]
 
 
-def _some(gallery: Gallery, count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
-    for number in range(0, len(gallery), -(-len(gallery) // count)):
-        sample = gallery.image(number)
+def _gallery_samples(gallery: Gallery, count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
+    for index in range(0, len(gallery), -(-len(gallery) // count)):
+        sample = gallery.image(index)
         image = sample.image.copy()
         image.thumbnail((SIDE, SIDE))
         yield image, sample.captions[0], sample.annotation
@@ -47,13 +49,13 @@ def _some(gallery: Gallery, count: int) -> Iterator[tuple[Image.Image, str, Anno
 
 def _scenes(count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
     for scene in distinct_scenes(0, count):
-        about = annotation(scene)
-        yield render(scene), texts_of(about)[0], about
+        annotation = annotate(scene)
+        yield render(scene), texts_of(annotation)[0], annotation
 
 
-def _phrase(about: Annotation, caption: str) -> str:
-    return next(iter(texts_of(about, "expressions")), caption)
+def _phrase(annotation: Annotation, caption: str) -> str:
+    return next(iter(texts_of(annotation, "expressions")), caption)
 
 
-def _question(about: Annotation) -> str:
-    return about.questions[0].question if about.questions else "what is in the image?"
+def _question(annotation: Annotation) -> str:
+    return annotation.questions[0].question if annotation.questions else "what is in the image?"

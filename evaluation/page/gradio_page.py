@@ -14,7 +14,7 @@ from PIL import Image
 
 from evaluation.downstream.registry import page_actions
 from evaluation.page.examples import examples
-from evaluation.page.session import TryIt
+from evaluation.page.session import ModelSession
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_IMAGE_BYTES
@@ -41,59 +41,60 @@ STYLE = """
 """Small images fill their frames; a phone shows every tab, and no column leaves its screen."""
 
 
-def page(tried: TryIt) -> Any:
+def page(session: ModelSession) -> Any:
     """Build the page as `gradio.Blocks`, with the actions that the model supports.
 
     Endpoints: `/search`, the task's (`/answer`), `/match`, `/ground`, `/anchors`.
     """
     gradio = gradio_module()
 
-    def shown(act: Callable[..., Answer]) -> Callable[..., Answer]:
+    def with_errors(act: Callable[..., Answer]) -> Callable[..., Answer]:
         """Show user errors on the page."""
 
-        def acted(*given: Any) -> Answer:
+        def call(*inputs: Any) -> Answer:
             try:
-                return act(*given)
+                return act(*inputs)
             except (EvaluationError, ConfigError) as error:
                 # Gradio would read the message as HTML.
-                said = escape(str(error))
-                raise gradio.Error(said, duration=8, print_exception=False) from error
+                message = escape(str(error))
+                raise gradio.Error(message, duration=8, print_exception=False) from error
 
-        return acted
+        return call
 
     def action(
         button: Any,
         name: str,
         act: Callable[..., Any],
         inputs: list[Any],
-        out: list[Any],
+        outputs: list[Any],
         samples: list[Sequence[Any]],
     ) -> None:
-        entered = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
-        event = gradio.on([button.click, *entered], shown(act), inputs, out, api_name=name)
+        submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
+        triggers = [button.click, *submits]
+        event = gradio.on(triggers, with_errors(act), inputs, outputs, api_name=name)
         # Else the badge of an error, or an older result, stays where the result would be.
-        nothing = None if len(out) == 1 else [None] * len(out)
-        event.failure(lambda: nothing, None, out, api_visibility="private")
-        with below[button]:
+        empty = None if len(outputs) == 1 else [None] * len(outputs)
+        event.failure(lambda: empty, None, outputs, api_visibility="private")
+        with example_columns[button]:
             gradio.Examples(
                 [list(values) for values in zip(*samples, strict=True)],
                 inputs,
-                out,
-                shown(act),
+                outputs,
+                with_errors(act),
                 run_on_click=True,
                 cache_examples=False,
                 label="Examples, answered at one click",
                 api_visibility="private",
             )
 
-    below: dict[Any, Any] = {}
+    example_columns: dict[Any, Any] = {}
 
-    def press(label: str) -> Any:
+    def submit_button(label: str) -> Any:
         button = gradio.Button(label, variant="primary")
-        below[button] = gradio.Column(elem_classes="examples")
+        example_columns[button] = gradio.Column(elem_classes="examples")
         return button
 
-    def tiles(kind: str, columns: int, preview: bool) -> Any:
+    def image_gallery(kind: str, columns: int, preview: bool) -> Any:
         return gradio.Gallery(
             show_label=False,
             columns=columns,
@@ -107,8 +108,8 @@ def page(tried: TryIt) -> Any:
             elem_classes=["tiles", kind],
         )
 
-    def chosen(label: str, images: Sequence[Image.Image], visible: bool = True) -> Any:
-        made = gradio.Image(
+    def image_input(label: str, images: Sequence[Image.Image], visible: bool = True) -> Any:
+        component = gradio.Image(
             images[0] if visible else None,
             type="filepath",
             image_mode=None,  # Gradio hands the file over as it came, and does not decode it
@@ -120,14 +121,14 @@ def page(tried: TryIt) -> Any:
             elem_classes="image",
         )
         # Gradio would open the file first, and say nothing useful where it is no image.
-        opened = made.preprocess
-        made.preprocess = lambda given: (given and given.path) or opened(given)
-        return made
+        decode = component.preprocess
+        component.preprocess = lambda upload: (upload and upload.path) or decode(upload)
+        return component
 
-    def typed(label: str, texts: Sequence[str]) -> Any:
+    def text_input(label: str, texts: Sequence[str]) -> Any:
         return gradio.Textbox(texts[0], label=label)
 
-    def drawn() -> Any:
+    def image_output() -> Any:
         return gradio.Image(
             show_label=False,
             interactive=False,
@@ -137,88 +138,89 @@ def page(tried: TryIt) -> Any:
             elem_classes="image",
         )
 
-    images, captions, phrases, questions = zip(*examples(tried.gallery), strict=True)
+    images, captions, phrases, questions = zip(*examples(session.gallery), strict=True)
     others = [*images[1:], images[0]]
-    with gradio.Blocks(title=f"Try {tried.name}", analytics_enabled=False) as blocks:
-        gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
+    with gradio.Blocks(title=f"Try {session.name}", analytics_enabled=False) as blocks:
+        gradio.Markdown(f"# Try `{session.name}`\n{abilities(session)}")
         with gradio.Row():
-            image = chosen("Image", images)
-            second = chosen("Second image, right of the first", others, tried.image_count == 2)
-        if tried.gallery is not None:
+            image = image_input("Image", images)
+            pair = session.image_count == 2
+            second = image_input("Second image, right of the first", others, pair)
+        if session.gallery is not None:
             with gradio.Tab("Search"):
-                wanted = typed(f"Look for, in {len(tried.gallery)} images", captions)
-                button = press("Search")
+                query = text_input(f"Look for, in {len(session.gallery)} images", captions)
+                button = submit_button("Search")
                 nearest = ", the four nearest with the probability of a match"
                 gradio.Markdown(
-                    f"The best first with similarity{nearest if tried.can_match else ''}; a click "
-                    "makes one the image above."
+                    f"The best first with similarity{nearest if session.can_match else ''}; a "
+                    "click makes one the image above."
                 )
-                found = tiles("found", 4, preview=False)
+                results = image_gallery("found", 4, preview=False)
 
                 def search(text: str) -> list[tuple[Image.Image, str]]:
-                    return [(one.image, one.text) for one in tried.search(text)]
+                    return [(hit.image, hit.text) for hit in session.search(text)]
 
-                action(button, "search", search, [wanted], [found], [captions])
+                action(button, "search", search, [query], [results], [captions])
 
-                def choose(every: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
-                    return every[event.index][0]
+                def select_image(results: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
+                    return results[event.index][0]
 
-                choose.__annotations__["event"] = gradio.SelectData
-                found.select(choose, found, image, api_visibility="private")
-        if (does := tried.action) is not None:
-            with gradio.Tab(does.tab):
-                inputs = [image, second][: tried.image_count]
-                samples = [images, others][: tried.image_count]
-                if does.text is not None:
-                    texts = questions if does.name == "answer" else captions
-                    inputs.append(typed(does.text, texts))
+                select_image.__annotations__["event"] = gradio.SelectData
+                results.select(select_image, results, image, api_visibility="private")
+        if (page_action := session.action) is not None:
+            with gradio.Tab(page_action.tab):
+                inputs = [image, second][: session.image_count]
+                samples = [images, others][: session.image_count]
+                if page_action.text is not None:
+                    texts = questions if page_action.name == "answer" else captions
+                    inputs.append(text_input(page_action.text, texts))
                     samples.append(texts)
-                button = press(does.button)
-                answers = gradio.Label(label=does.output)
+                button = submit_button(page_action.button)
+                answers = gradio.Label(label=page_action.output)
 
-                def act(*given: Any) -> dict[str, float]:
-                    images, text = given, None
-                    if does.text is not None:
-                        images, text = given[:-1], given[-1]
-                    return dict(tried.act(does.name, images, text))
+                def act(*values: Any) -> dict[str, float]:
+                    images, text = values, None
+                    if page_action.text is not None:
+                        images, text = values[:-1], values[-1]
+                    return dict(session.act(page_action.name, images, text))
 
-                action(button, does.name, act, inputs, [answers], samples)
-        if tried.can_match:
+                action(button, page_action.name, act, inputs, [answers], samples)
+        if session.can_match:
             with gradio.Tab("Match"):
-                text = typed("Does this text belong to the image?", captions)
-                button = press("Match")
+                text = text_input("Does this text belong to the image?", captions)
+                button = submit_button("Match")
                 matched = gradio.Label(label="Match")
                 action(
                     button,
                     "match",
-                    lambda image, said: dict(tried.match(image, said)),
+                    lambda image, text: dict(session.match(image, text)),
                     [image, text],
                     [matched],
                     [images, captions],
                 )
             with gradio.Tab("Ground"):
-                phrase = typed("Where is", phrases)
-                button = press("Show")
+                phrase = text_input("Where is", phrases)
+                button = submit_button("Show")
                 gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
                 with gradio.Row():
-                    plain, heat = drawn(), drawn()
+                    plain, heat = image_output(), image_output()
                 action(
                     button,
                     "ground",
-                    tried.ground,
+                    session.ground,
                     [image, phrase],
                     [plain, heat],
                     [images, phrases],
                 )
         with gradio.Tab("Anchors"):
-            caption = typed("Caption", captions)
-            button = press("Show")
+            caption = text_input("Caption", captions)
+            button = submit_button("Show")
             gradio.Markdown("For each word the share of channel groups that anchor a patch.")
-            words = tiles("words", 6, preview=True)
+            words = image_gallery("words", 6, preview=True)
             action(
                 button,
                 "anchors",
-                lambda image, said: [(one.image, one.text) for one in tried.anchors(image, said)],
+                lambda image, text: [(hit.image, hit.text) for hit in session.anchors(image, text)],
                 [image, caption],
                 [words],
                 [images, captions],
@@ -226,23 +228,24 @@ def page(tried: TryIt) -> Any:
     return blocks
 
 
-def abilities(tried: TryIt) -> str:
+def abilities(session: ModelSession) -> str:
     """Return a line on the model's training and on requirements of other actions."""
-    lacking = {
-        "Search": None if tried.gallery is not None else "`--shards DIR`",
-        "Match and Ground": None if tried.can_match else "a model trained by ITM",
+    requirements = {
+        "Search": None if session.gallery is not None else "`--shards DIR`",
+        "Match and Ground": None if session.can_match else "a model trained by ITM",
     }
-    for does, kinds in page_actions().items():
-        own = tried.action is not None and tried.action.name == does.name
-        lacking[does.tab] = None if own else f"a model fine-tuned for {' or '.join(kinds)}"
-    trained = f"Fine-tuned for {tried.kind}." if tried.kind else "Pretrained."
-    needs = ", ".join(f"{name} ({need})" for name, need in lacking.items() if need)
-    return f"{trained} Not offered, with what it needs: {needs}."
+    for action, kinds in page_actions().items():
+        available = session.action is not None and session.action.name == action.name
+        model = f"a model fine-tuned for {' or '.join(kinds)}"
+        requirements[action.tab] = None if available else model
+    training = f"Fine-tuned for {session.kind}." if session.kind else "Pretrained."
+    missing = ", ".join(f"{tab} ({need})" for tab, need in requirements.items() if need)
+    return f"{training} Not offered, with what it needs: {missing}."
 
 
-def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
+def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
     """Serve the page without a public link, until interrupted (`block`) or in the background."""
-    gradio, blocks = gradio_module(), page(tried)
+    gradio, blocks = gradio_module(), page(session)
     # The usual theme would fetch its fonts from a server.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     try:

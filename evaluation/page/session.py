@@ -34,32 +34,34 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 
-Given = Image.Image | str | Path | None
+ImageInput = Image.Image | str | Path | None
 """An image, or the file that was uploaded, which is decoded within the limits of samples."""
 
-SHOWN = 480
+DISPLAY_SIDE = 480
 """Pixels of the longer side of an image that is sent back."""
 
-SIDES = 2
+DECODED_SIDES = 2
 """Larger images are first reduced to about this multiple of the model's image side."""
 
-HELD = 4
+CACHED_IMAGES = 4
 """Images cached as read and encoded, for the other tabs."""
 
 
-class SeenImage:
+class EncodedImage:
     """A user's image, resized once and encoded at most once.
 
-    `image` is upright RGB with a smaller side of `least` pixels, or fewer if it came so; an
+    `image` is upright RGB with a smaller side of `min_side` pixels, or fewer if it came so; an
     uploaded JPEG is decoded at about that size.
     """
 
-    def __init__(self, given: Given, least: int, loaded: Loaded, device: torch.device) -> None:
-        if given is None:
+    def __init__(
+        self, image: ImageInput, min_side: int, loaded: Loaded, device: torch.device
+    ) -> None:
+        if image is None:
             raise EvaluationError("choose an image first")
         self._loaded, self._device = loaded, device
-        whole = given if isinstance(given, Image.Image) else _uploaded(Path(given), least)
-        self.image = _at_most(upright_rgb(whole), least)
+        source = image if isinstance(image, Image.Image) else _uploaded(Path(image), min_side)
+        self.image = _reduced(upright_rgb(source), min_side)
 
     @cached_property
     def features(self) -> ImageFeatures:
@@ -74,7 +76,7 @@ class CaptionedImage(NamedTuple):
     text: str
 
 
-class TryIt:
+class ModelSession:
     """A model folder, and perhaps images to search; `kind` is the fine-tuned task, or None."""
 
     def __init__(
@@ -98,9 +100,9 @@ class TryIt:
         self.gallery = (
             Gallery(self.loaded, shards, EvalOptions(limit, device=self.device)) if shards else None
         )
-        self._least = max(SHOWN, SIDES * self.loaded.preprocess.image_size)
+        self._min_side = max(DISPLAY_SIDE, DECODED_SIDES * self.loaded.preprocess.image_size)
         # By file, time and size: the page names uploads by their content.
-        self._read = lru_cache(HELD)(lambda file, *_: self._image(file))
+        self._read = lru_cache(CACHED_IMAGES)(lambda file, *_: self._image(file))
 
     @property
     def kind(self) -> str | None:
@@ -131,17 +133,17 @@ class TryIt:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
         gallery = self.gallery
         rerank = rerank if self.can_match else 0
-        found = []
-        for hit in gallery.search(_said(text), top, rerank):
-            words = f"{hit.similarity:.2f}"
+        results = []
+        for hit in gallery.search(_require_text(text), top, rerank):
+            label = f"{hit.similarity:.2f}"
             if hit.match is not None:
-                words += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
-            image = gallery.image(hit.image, self._least).image
-            found.append(CaptionedImage(_at_most(image, self._least), words))
-        return found
+                label += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
+            image = gallery.image(hit.image, self._min_side).image
+            results.append(CaptionedImage(_reduced(image, self._min_side), label))
+        return results
 
     def act(
-        self, name: str, images: Sequence[Given], text: str | None = None
+        self, name: str, images: Sequence[ImageInput], text: str | None = None
     ) -> list[tuple[str, float]]:
         """Predict by the `PageAction` `name`, likeliest first with probabilities.
 
@@ -150,46 +152,46 @@ class TryIt:
         task = self._task
         if task is None or self.action is None or self.action.name != name:
             raise self._wrong_task(name)
-        said = "" if self.action.text is None else _said(text or "")
+        prompt = "" if self.action.text is None else _require_text(text or "")
         if len(images) != self.image_count:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
-        seen = [self._seen(image).image for image in images]
+        decoded = [self._encoded(image).image for image in images]
         with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
-            return get_evaluation(task.kind).predict_one(task, seen, said, self.device)
+            return get_evaluation(task.kind).predict_one(task, decoded, prompt, self.device)
 
-    def match(self, image: Given, text: str) -> list[tuple[str, float]]:
+    def match(self, image: ImageInput, text: str) -> list[tuple[str, float]]:
         """Return how likely a text belongs to an image."""
         self._require_match()
-        seen, said = self._seen(image), _said(text)
+        encoded, caption = self._encoded(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
-            features = seen.features  # float32: the maps of the other tabs are made of them, too
+            features = encoded.features  # float32: the maps of the other tabs are made of them, too
             with inference(self.device, None):
-                return match_of(self.loaded, features, said)
+                return match_of(self.loaded, features, caption)
 
-    def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
+    def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and again with the Grad-CAM map of a phrase over it."""
         self._require_match()
-        seen, said = self._seen(image), _said(phrase)
+        encoded, query = self._encoded(image), _require_text(phrase)
         with evaluating(self.loaded.model, self.device):
-            heat = phrase_heat(self.loaded, seen.features, said)
-        plain = framed(seen.image, side=SHOWN)
-        return plain, heat_over(plain, heat, side=SHOWN)
+            heat = phrase_heat(self.loaded, encoded.features, query)
+        plain = framed(encoded.image, side=DISPLAY_SIDE)
+        return plain, heat_over(plain, heat, side=DISPLAY_SIDE)
 
-    def anchors(self, image: Given, text: str) -> list[CaptionedImage]:
+    def anchors(self, image: ImageInput, text: str) -> list[CaptionedImage]:
         """Return the image, and for each word the share of groups that anchor each patch."""
-        seen, said = self._seen(image), _said(text)
-        sample = CaptionedSample(seen.image, [said], Annotation(), ("", ""))
+        encoded, caption = self._encoded(image), _require_text(text)
+        sample = CaptionedSample(encoded.image, [caption], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:
-            found = map_caption(self.loaded, sample, device, seen.features)
-        if not found.words:
+            maps = map_caption(self.loaded, sample, device, encoded.features)
+        if not maps.words:
             raise EvaluationError(f"the text {text!r} holds no word")
-        plain = framed(seen.image)
+        plain = framed(encoded.image)
         words = [
             CaptionedImage(anchors_over(plain, word.heat, side=max(plain.size)), word.word)
-            for word in found.words
+            for word in maps.words
         ]
-        return [CaptionedImage(plain, f"S ≥ {found.threshold:.2f}"), *words]
+        return [CaptionedImage(plain, f"S ≥ {maps.threshold:.2f}"), *words]
 
     def _require_match(self) -> None:
         if not self.can_match:
@@ -197,46 +199,46 @@ class TryIt:
                 f"{self.name}: {NEVER_MATCHED}; search and anchors work without it"
             )
 
-    def _seen(self, given: Given) -> SeenImage:
-        if isinstance(given, (str, Path)) and (file := Path(given)).is_file():
-            about = file.stat()
-            return self._read(file, about.st_mtime_ns, about.st_size, limits())
-        return self._image(given)
+    def _encoded(self, image: ImageInput) -> EncodedImage:
+        if isinstance(image, (str, Path)) and (file := Path(image)).is_file():
+            stat = file.stat()
+            return self._read(file, stat.st_mtime_ns, stat.st_size, limits())
+        return self._image(image)
 
-    def _image(self, given: Given) -> SeenImage:
-        return SeenImage(given, self._least, self.loaded, self.device)
+    def _image(self, image: ImageInput) -> EncodedImage:
+        return EncodedImage(image, self._min_side, self.loaded, self.device)
 
     def _wrong_task(self, name: str) -> EvaluationError:
-        own = f"was fine-tuned for {self.kind}" if self.kind else "was pretrained alone"
+        training = f"was fine-tuned for {self.kind}" if self.kind else "was pretrained alone"
         action, kinds = next((a, kinds) for a, kinds in page_actions().items() if a.name == name)
         return EvaluationError(
-            f"{self.name} cannot {action.verb}: it {own}; that needs {' or '.join(kinds)}"
+            f"{self.name} cannot {action.verb}: it {training}; that needs {' or '.join(kinds)}"
         )
 
 
-def _said(text: str) -> str:
+def _require_text(text: str) -> str:
     if not (text or "").strip():
         raise EvaluationError("type a text first")
-    if len(text) > _LONGEST:  # the tokenizer takes 90 bytes a letter
-        raise EvaluationError(f"the text has {len(text):,} letters; at most {_LONGEST:,} are read")
+    if len(text) > MAX_TEXT:  # the tokenizer takes 90 bytes a letter
+        raise EvaluationError(f"the text has {len(text):,} letters; at most {MAX_TEXT:,} are read")
     return text.strip()
 
 
-_LONGEST = 100_000
+MAX_TEXT = 100_000
 
 
-def _at_most(image: Image.Image, least: int) -> Image.Image:
+def _reduced(image: Image.Image, min_side: int) -> Image.Image:
     """Reduce an image to a smaller side of at most `least` pixels."""
-    scale = least / min(image.size)
+    scale = min_side / min(image.size)
     if scale >= 1:
         return image
     width, height = (round(side * scale) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2)
 
 
-def _uploaded(file: Path, least: int) -> Image.Image:
+def _uploaded(file: Path, min_side: int) -> Image.Image:
     try:
         with file.open("rb") as content:
-            return decode_image(content.read(MAX_IMAGE_BYTES + 1), file.name, least)
+            return decode_image(content.read(MAX_IMAGE_BYTES + 1), file.name, min_side)
     except (BadSample, OSError) as error:
         raise EvaluationError(f"this image cannot be used: {error}") from error

@@ -28,7 +28,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.registry import task_kinds
 
-FOUND = 3
+HITS = 3
 """Results shown of a search."""
 ANCHORS = (
     "Small images: share of channel groups in which a word anchors each patch, from dark for few "
@@ -61,9 +61,11 @@ class Html(str):
 
 def element(name: str, *children: str, **attributes: str) -> Html:
     """Return an HTML element; text and attributes are escaped. `class_` is the attribute class."""
-    inner = "".join(c if isinstance(c, Html) else html.escape(c) for c in children)
-    given = "".join(f' {k.rstrip("_")}="{html.escape(v)}"' for k, v in attributes.items())
-    return Html(f"<{name}{given}>" + ("" if name in ("img", "meta") else f"{inner}</{name}>"))
+    content = "".join(c if isinstance(c, Html) else html.escape(c) for c in children)
+    attributes_text = "".join(f' {k.rstrip("_")}="{html.escape(v)}"' for k, v in attributes.items())
+    return Html(
+        f"<{name}{attributes_text}>" + ("" if name in ("img", "meta") else f"{content}</{name}>")
+    )
 
 
 def page(
@@ -94,9 +96,9 @@ def page(
 
 def result_tables(sources: Sequence[Source]) -> list[Table]:
     """Return one table for each kind that any run has results of, downstream tasks first."""
-    found = dict.fromkeys(result.kind for source in sources for result in source.results)
-    ordered = [kind for kind in (*task_kinds(), *_PROBES) if kind in found]
-    return [_result_table(kind, sources) for kind in dict.fromkeys([*ordered, *found])]
+    kinds = dict.fromkeys(result.kind for source in sources for result in source.results)
+    ordered = [kind for kind in (*task_kinds(), *_PROBES) if kind in kinds]
+    return [_result_table(kind, sources) for kind in dict.fromkeys([*ordered, *kinds])]
 
 
 def _result_table(kind: str, sources: Sequence[Source]) -> Table:
@@ -106,9 +108,9 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
         for source, result in _of_kind(kind, sources)
         for variant, figures in result.variants.items()
     ]
-    known = dict.fromkeys(name for _, figures in rows for name in figures)
-    first = [name for name in (task.columns if task else ()) if name in known]
-    names = list(dict.fromkeys([*first, *known]))
+    available = dict.fromkeys(name for _, figures in rows for name in figures)
+    leading = [name for name in (task.columns if task else ()) if name in available]
+    names = list(dict.fromkeys([*leading, *available]))
     lines = [
         [label, *(figures[name].percent() if name in figures else "" for name in names)]
         for label, figures in rows
@@ -124,15 +126,17 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
         notes.append("Percent; in brackets 95 % bootstrap intervals over images.")
     for source, result in _of_kind(kind, sources):
         counts = ", ".join(f"{count} {name}" for name, count in result.counts.items())
-        of = f" of {' + '.join(result.shards)}" if result.shards else ""
+        origin = f" of {' + '.join(result.shards)}" if result.shards else ""
         skipped = f"; skipped {kinds_in_words(result.skipped)}" if result.skipped else ""
-        notes += [f"{source.name}: {counts}{of}{skipped}."] if counts + of + skipped else []
+        notes += [f"{source.name}: {counts}{origin}{skipped}."] if counts + origin + skipped else []
     notes += attributed({source.name: result.notes for source, result in _of_kind(kind, sources)})
     return Table(task.title if task else _PROBES.get(kind, kind), ["", *names], lines, notes)
 
 
 def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredResult]]:
-    return [(one, result) for one in sources for result in one.results if result.kind == kind]
+    return [
+        (source, result) for source in sources for result in source.results if result.kind == kind
+    ]
 
 
 def _run(
@@ -173,25 +177,27 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
     """
     stored = gallery.collection
     owners = stored.image_of_text
-    found = search(stored.text, stored.image, owners[:, None], FOUND)
-    order = np.argsort(found.ranks, kind="stable")
+    ranking = search(stored.text, stored.image, owners[:, None], HITS)
+    order = np.argsort(ranking.ranks, kind="stable")
     for title, queries in (("Worst", order[::-1]), ("Best", order)):
         yield element("h4", f"{title}, text → image")
         # The first captions of different images.
         _, first = np.unique(owners[queries], return_index=True)
         for query in queries[np.sort(first)[:count]]:
-            own, caption = gallery.image(int(owners[query])), stored.captions[query]
-            rank = f"rank of its image: {found.ranks[query] + 1} of {len(gallery)}"
-            shown = [(framed(own.image), f"its image; {rank}")]
-            for place, (image, near) in enumerate(zip(found.nearest[query], found.scores[query])):
-                said = f"found at place {place + 1}, similarity {near:.2f}"
-                shown.append((framed(gallery.image(int(image)).image), said))
+            target, caption = gallery.image(int(owners[query])), stored.captions[query]
+            rank = f"rank of its image: {ranking.ranks[query] + 1} of {len(gallery)}"
+            images = [(framed(target.image), f"its image; {rank}")]
+            for position, (image, similarity) in enumerate(
+                zip(ranking.nearest[query], ranking.scores[query])
+            ):
+                label = f"found at place {position + 1}, similarity {similarity:.2f}"
+                images.append((framed(gallery.image(int(image)).image), label))
             yield element("p", caption)
-            yield _images(shown)
-            sample = own._replace(captions=[caption], annotation=Annotation())
+            yield _images(images)
+            sample = target._replace(captions=[caption], annotation=Annotation())
             with evaluating(gallery.loaded.model, gallery.encoder.device) as device:
                 words = map_caption(gallery.loaded, sample, device).words
-            yield _images([(anchors_over(own.image, word.heat), word.word) for word in words])
+            yield _images([(anchors_over(target.image, word.heat), word.word) for word in words])
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -220,20 +226,20 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Ht
     axes = canvas.add_subplot(title=title, xlabel="step")
     for label, points in lines.items():
         # A label with dollar signs would be a formula, and one with an underscore left out.
-        shown = label.replace("$", r"\$").lstrip("_") or " "
-        axes.plot(*zip(*points), marker=".", markersize=2, linewidth=1, label=shown)
+        legend = label.replace("$", r"\$").lstrip("_") or " "
+        axes.plot(*zip(*points), marker=".", markersize=2, linewidth=1, label=legend)
     axes.legend(fontsize=7)
     file = BytesIO()
     canvas.savefig(file, format="svg", metadata={"Date": None})
     address = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-    said = ", ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
-    image = element("img", src=address, alt=f"{title} against steps: {said}")
-    return element("figure", image, element("figcaption", said), class_="curve")
+    summary = ", ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
+    image = element("img", src=address, alt=f"{title} against steps: {summary}")
+    return element("figure", image, element("figcaption", summary), class_="curve")
 
 
-def _images(shown: Sequence[tuple[Image.Image, str]]) -> Html:
+def _images(captioned: Sequence[tuple[Image.Image, str]]) -> Html:
     """Return images with captions, which are read where an image cannot be seen."""
-    images = ((element("img", src=data_uri(image), alt=text), text) for image, text in shown)
+    images = ((element("img", src=data_uri(image), alt=text), text) for image, text in captioned)
     return _row([element("figure", image, element("figcaption", text)) for image, text in images])
 
 

@@ -18,7 +18,7 @@ from vlp.models.pretrained.local_copy import CONFIG, results_folder
 from vlp.tasks.downstream.task import TASK
 from vlp.training.run_folder import read_log
 
-LOOKED_FOR = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
+EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
 _TAILS = {"best", "model", "evaluation"}
 # Dotted keys of config.yaml in the order that a reader asks; what a run has not is left out.
@@ -90,7 +90,7 @@ def settings(source: Source) -> list[tuple[str, str]]:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in (None, [], {}):
-            rows.append((label, _in_words(value)))
+            rows.append((label, _text_of(value)))
     return rows
 
 
@@ -103,26 +103,26 @@ def course(source: Source) -> Iterator[tuple[str, str]]:
         return
     ended, step, total = (training.get(name) for name in ("ended", "step", "total_steps"))
     yield "ended", f"{ended} at step {step} of {total}"
-    for name, label, unit, form in (
+    for name, label, unit, template in (
         ("seconds", "time", 3600, "{:.2f} h"),
         ("samples_per_second", "speed", 1, "{:.1f} samples/s"),
         ("peak_memory_bytes", "peak memory", 2**30, "{:.1f} GiB"),
     ):
         if isinstance(training.get(name), int | float):
-            yield label, form.format(training[name] / unit)
+            yield label, template.format(training[name] / unit)
     for name in ("device", "ranks", "best", "non_finite_steps", "resumed_at_steps"):
         if training.get(name):
-            yield name.replace("_", " "), _in_words(training[name])
+            yield name.replace("_", " "), _text_of(training[name])
     skipped, examples = (
-        found if isinstance(found := training.get(name), Mapping) else {}
+        entry if isinstance(entry := training.get(name), Mapping) else {}
         for name in ("skipped_samples", "skipped_examples")
     )
     for kind, count in skipped.items():
-        said = "; ".join(map(str, examples.get(kind, ())))
-        yield f"skipped: {kind}", f"{count}: {said}".rstrip(": ")
+        details = "; ".join(map(str, examples.get(kind, ())))
+        yield f"skipped: {kind}", f"{count}: {details}".rstrip(": ")
 
 
-def _in_words(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, Mapping):
         if "path" in value:
             return str(value["path"])
@@ -132,7 +132,7 @@ def _in_words(value: Any) -> str:
             if part
         )
     if isinstance(value, list):
-        return ", ".join(map(_in_words, value))
+        return ", ".join(map(_text_of, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -140,10 +140,10 @@ def _read(folder: Path, name: str) -> Source:
     if not folder.is_dir():
         raise EvaluationError(f"{folder}: there is no such folder")
     source = Source(folder, name)
-    places = [folder, *(folder / name for name in _MODELS)]
-    places += [folder.absolute().parent] if folder.name == "evaluation" else []
+    folders = [folder, *(folder / name for name in _MODELS)]
+    folders += [folder.absolute().parent] if folder.name == "evaluation" else []
     source.model = next(
-        (one for one in places if (one / WEIGHTS).is_file() and (one / CONFIG).is_file()), None
+        (path for path in folders if (path / WEIGHTS).is_file() and (path / CONFIG).is_file()), None
     )
     # The run of a folder `run/model/evaluation`; a model folder's own configuration is JSON.
     for run in (folder.absolute(), *folder.absolute().parents[:2]):
@@ -158,7 +158,7 @@ def _read(folder: Path, name: str) -> Source:
     source.results = list(_results(folder, source))
     if not (source.model or source.config or source.log or source.training or source.results):
         damaged = f" ({'; '.join(source.missing)})" if source.missing else ""
-        raise EvaluationError(f"{folder}: nothing to report{damaged}; looked for {LOOKED_FOR}")
+        raise EvaluationError(f"{folder}: nothing to report{damaged}; looked for {EXPECTED_FILES}")
     if source.model is not None:
         task = _mapping(source.model / TASK, source).get("task")
         source.task = task.get("kind") if isinstance(task, dict) else None
@@ -169,44 +169,44 @@ def _mapping(file: Path, source: Source) -> dict[str, Any]:
     """Read JSON or YAML; empty without the file, or with a word of damage."""
     parse = parse_yaml if file.suffix == ".yaml" else parse_json
     try:
-        found = parse(file.read_text(encoding="utf-8"))
+        content = parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
-    seen = {CONFIG, TASK, "report.json"}
+    excluded = {CONFIG, TASK, "report.json"}
     inner = (p for m in _MODELS for p in (folder / "evaluation" / m, folder / m / "evaluation"))
-    for place in (folder, results_folder(folder), folder / "evaluation", *inner):
-        for file in sorted(place.glob("*.json")):
+    for directory in (folder, results_folder(folder), folder / "evaluation", *inner):
+        for file in sorted(directory.glob("*.json")):
             # Results of the best model come first; the last one's would say the same again.
-            if file.name not in seen and (result := read_result(file, source)) is not None:
-                seen.add(file.name)
+            if file.name not in excluded and (result := read_result(file, source)) is not None:
+                excluded.add(file.name)
                 yield result
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
     """Read the figures of a file; None without figures."""
-    found = _mapping(file, source)
-    named = found.get("figures", found.get("kinds"))
-    if file.stem == "vision" and "task" not in found:
-        named, found = found, {"task": "vision"}
-    if not isinstance(found.get("task"), str) or named is None:
+    content = _mapping(file, source)
+    figures = content.get("figures", content.get("kinds"))
+    if file.stem == "vision" and "task" not in content:
+        figures, content = content, {"task": "vision"}
+    if not isinstance(content.get("task"), str) or figures is None:
         return None
     try:
         return StoredResult(
-            kind=found["task"],
-            variants=_stages(named, found.get("rerank"))
-            if isinstance(named, list)
-            else {"": dict(_figures(named, ""))},
-            counts={k: v for k, v in found.items() if type(v) is int and k != "rerank"},
-            shards=tuple(map(str, found.get("shards") or ())),
-            skipped=dict(found.get("skipped") or {}),
-            notes=tuple(map(str, found.get("notes") or ())),
+            kind=content["task"],
+            variants=_stages(figures, content.get("rerank"))
+            if isinstance(figures, list)
+            else {"": dict(_figures(figures, ""))},
+            counts={k: v for k, v in content.items() if type(v) is int and k != "rerank"},
+            shards=tuple(map(str, content.get("shards") or ())),
+            skipped=dict(content.get("skipped") or {}),
+            notes=tuple(map(str, content.get("notes") or ())),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
@@ -218,13 +218,13 @@ def _stages(rows: Sequence[Mapping[str, Any]], rerank: int | None) -> dict[str, 
     labels = {"dual": "dual encoder", "rerank": f"re-ranked top {rerank}"}
     variants: dict[str, dict[str, Figure]] = {}
     for row in rows:
-        own = variants.setdefault(labels.get(row["stage"], row["stage"]), {})
-        own[f"{ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
+        figures = variants.setdefault(labels.get(row["stage"], row["stage"]), {})
+        figures[f"{ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
     return variants
 
 
-def _figures(named: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
-    for name, value in named.items():
+def _figures(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
+    for name, value in values.items():
         if isinstance(value, Mapping) and value.keys() >= {"value", "low", "high"}:
             yield (prefix + name).replace("_", " "), _figure(value)
         elif isinstance(value, Mapping):

@@ -18,7 +18,7 @@ from evaluation.samples import EvaluationError
 from vlp.metrics import RECALL_AT, bootstrap_means, percentile_interval
 from vlp.models.pretrained.local_copy import RESULTS, results_folder
 
-_AT_ONCE = 2**24
+_SIGNS = 2**24
 """Signs in memory at once."""
 
 
@@ -62,9 +62,9 @@ def item_difference(
         )
     gap = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     numbers: dict[Hashable, int] = {}
-    own = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
-    sums: NDArray[np.float64] = np.bincount(own, gap).astype(float)
-    weights = np.bincount(own).astype(float)
+    cluster_ids = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    sums: NDArray[np.float64] = np.bincount(cluster_ids, gap).astype(float)
+    weights = np.bincount(cluster_ids).astype(float)
     means = bootstrap_means(sums[:, None], weights[:, None], resamples=resamples, seed=seed)
     low, high = percentile_interval(means)
     return ItemDifference(
@@ -88,20 +88,20 @@ def sign_flip_p(
 
     Up to 12 non-zero differences get all signs; else some are drawn, and p counts the data as one.
     """
-    own = differences[differences != 0].astype(float)
-    if not len(own):
+    nonzero = differences[differences != 0].astype(float)
+    if not len(nonzero):
         return 1.0
-    observed = abs(own.sum()) - 1e-9 * np.abs(own).sum()
-    if len(own) <= 12:
-        bits = (np.arange(2 ** len(own))[:, None] >> np.arange(len(own))) & 1
-        return float((np.abs((1 - 2 * bits) @ own) >= observed).mean())
+    observed = abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
+    if len(nonzero) <= 12:
+        bits = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1
+        return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
     generator = np.random.default_rng(seed)
-    step, reached = max(1, _AT_ONCE // len(own)), 0
+    step, extreme = max(1, _SIGNS // len(nonzero)), 0
     for start in range(0, permutations, step):
-        size = (min(step, permutations - start), len(own))
+        size = (min(step, permutations - start), len(nonzero))
         signs = 1 - 2 * generator.integers(0, 2, size=size, dtype=np.int8)
-        reached += int((np.abs(signs @ own) >= observed).sum())
-    return (1 + reached) / (1 + permutations)
+        extreme += int((np.abs(signs @ nonzero) >= observed).sum())
+    return (1 + extreme) / (1 + permutations)
 
 
 def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float | None:
@@ -114,7 +114,7 @@ def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float
 
 
 SUFFIX = ".predictions.jsonl"
-_NAMED = 5
+_LISTED = 5
 _TRUTH = {"True", "False"}
 
 Row = dict[str, Any]
@@ -145,18 +145,19 @@ class ResultComparison:
     def table(self) -> Table:
         """Return a row a figure, in percent."""
         rows = []
-        for name, one in self.differences.items():
-            interval = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+        for name, result in self.differences.items():
+            points = (100 * value for value in (result.difference, result.low, result.high))
+            interval = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points)
             rows.append(
                 [
                     name,
-                    str(one.items),
-                    f"{100 * one.first:.1f}",
-                    f"{100 * one.second:.1f}",
+                    str(result.items),
+                    f"{100 * result.first:.1f}",
+                    f"{100 * result.second:.1f}",
                     interval,
-                    f"{one.p:.4f}",
-                    "" if one.mcnemar is None else f"{one.mcnemar:.4f}",
-                    f"{one.only_first} / {one.only_second}",
+                    f"{result.p:.4f}",
+                    "" if result.mcnemar is None else f"{result.mcnemar:.4f}",
+                    f"{result.only_first} / {result.only_second}",
                 ]
             )
         notes = [
@@ -174,7 +175,9 @@ class ResultComparison:
             "first": self.first,
             "second": self.second,
             "images": self.images,
-            "figures": {name: one._asdict() for name, one in self.differences.items()},
+            "figures": {
+                name: difference._asdict() for name, difference in self.differences.items()
+            },
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -200,18 +203,18 @@ def compare(
     kinds = [_kind(rows[0], file) for rows, file in zip(parts, files)]
     if kinds[0] != kinds[1]:
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
-    own, other = (_by_identity(rows, kinds[0]) for rows in parts)
-    _check_same(own, other, files)
-    images = {identity: row.get("image", row["key"]) for identity, row in own.items()}
-    values = [_values(rows, kinds[0]) for rows in (own, other)]
+    first_rows, second_rows = (_by_identity(rows, kinds[0]) for rows in parts)
+    _check_same(first_rows, second_rows, files)
+    images = {identity: row.get("image", row["key"]) for identity, row in first_rows.items()}
+    values = [_values(rows, kinds[0]) for rows in (first_rows, second_rows)]
     differences = {}
-    for name, found in values[0].items():
-        if name not in values[1] or found.keys() != values[1][name].keys():
+    for name, first_values in values[0].items():
+        if name not in values[1] or first_values.keys() != values[1][name].keys():
             continue
         differences[name] = item_difference(
-            np.array(list(found.values())),
-            np.array([values[1][name][identity] for identity in found]),
-            [images.get(identity, identity) for identity in found],
+            np.array(list(first_values.values())),
+            np.array([values[1][name][identity] for identity in first_values]),
+            [images.get(identity, identity) for identity in first_values],
             resamples=resamples,
             permutations=permutations,
         )
@@ -223,16 +226,16 @@ def compare(
 def _files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:
     if first.is_file() and second.is_file():
         return first, second
-    own, other = _results(first), _results(second)
-    both = sorted(own.keys() & other.keys())
-    chosen = both if task is None else [name for name in both if name == task]
-    if len(chosen) == 1:
-        return own[chosen[0]], other[chosen[0]]
-    if len(chosen) > 1:
-        raise EvaluationError(f"both hold results of {', '.join(both)}: choose one with --task")
+    first_files, second_files = _results(first), _results(second)
+    common = sorted(first_files.keys() & second_files.keys())
+    selected = common if task is None else [name for name in common if name == task]
+    if len(selected) == 1:
+        return first_files[selected[0]], second_files[selected[0]]
+    if len(selected) > 1:
+        raise EvaluationError(f"both hold results of {', '.join(common)}: choose one with --task")
     raise EvaluationError(
         f"no results of the same task{'' if task is None else f' {task}'} in both: {first} has "
-        f"{', '.join(own)}, {second} has {', '.join(other)}"
+        f"{', '.join(first_files)}, {second} has {', '.join(second_files)}"
     )
 
 
@@ -242,8 +245,8 @@ def _results(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         raise EvaluationError(f"{path}: there is neither a folder nor a file of results")
     for folder in (path, results_folder(path), path / RESULTS):
-        if found := sorted(folder.glob(f"*{SUFFIX}")):
-            return {_task_of(file): file for file in found}
+        if files := sorted(folder.glob(f"*{SUFFIX}")):
+            return {_task_of(file): file for file in files}
     raise EvaluationError(
         f"{path}: holds no *{SUFFIX}; make them with python -m evaluation TASK --out {path}"
     )
@@ -273,37 +276,37 @@ def _kind(row: Row, file: Path) -> str:
 
 def _by_identity(rows: Sequence[Row], kind: str) -> dict[tuple[Any, ...], Row]:
     """Index rows by identity; equal ones, as one key in two folders, by their order too."""
-    seen: Counter[tuple[Any, ...]] = Counter()
-    found = {}
+    counts: Counter[tuple[Any, ...]] = Counter()
+    indexed = {}
     for row in rows:
-        name = tuple(row.get(part) for part in _IDENTITY[kind])
-        seen[name] += 1
-        found[*name, seen[name]] = row
-    return found
+        identity = tuple(row.get(part) for part in _IDENTITY[kind])
+        counts[identity] += 1
+        indexed[*identity, counts[identity]] = row
+    return indexed
 
 
 def _check_same(
-    own: dict[tuple[Any, ...], Row], other: dict[tuple[Any, ...], Row], files: Sequence[Path]
+    first: dict[tuple[Any, ...], Row], second: dict[tuple[Any, ...], Row], files: Sequence[Path]
 ) -> None:
     problems = []
-    for here, there, file in ((other, own, files[0]), (own, other, files[1])):
-        missing = [_named(identity) for identity in here if identity not in there]
+    for required, available, file in ((second, first, files[0]), (first, second, files[1])):
+        missing = [_label(identity) for identity in required if identity not in available]
         if missing:
-            rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            problems.append(f"{file} lacks {', '.join(missing[:_NAMED])}{rest}")
+            more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+            problems.append(f"{file} lacks {', '.join(missing[:_LISTED])}{more}")
     if problems:
         raise EvaluationError(
             f"not the same items: {'; '.join(problems)}. Judge both models on the same shards"
         )
-    for identity, row in own.items():
-        if row.get("label") != other[identity].get("label"):
+    for identity, row in first.items():
+        if row.get("label") != second[identity].get("label"):
             raise EvaluationError(
-                f"not the same labels: {_named(identity)} is {row.get('label')} in {files[0]} and "
-                f"{other[identity].get('label')} in {files[1]}"
+                f"not the same labels: {_label(identity)} is {row.get('label')} in {files[0]} and "
+                f"{second[identity].get('label')} in {files[1]}"
             )
 
 
-def _named(identity: tuple[Any, ...]) -> str:
+def _label(identity: tuple[Any, ...]) -> str:
     return " ".join(str(part) for part in identity[:-1] if part is not None)
 
 

@@ -66,7 +66,7 @@ class EvaluatedModel(Config):
     tasks: tuple[AnyJob, ...] = Field(min_length=1, description="what it is evaluated on")
 
     @model_validator(mode="after")
-    def _told_apart(self) -> EvaluatedModel:
+    def _require_unique_tasks(self) -> EvaluatedModel:
         labels = [job.label for job in self.tasks]
         for label in labels:
             if labels.count(label) > 1:
@@ -86,7 +86,7 @@ class SuiteConfig(Config):
     models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="that are compared")
 
     @model_validator(mode="after")
-    def _comparable(self) -> SuiteConfig:
+    def _require_same_data(self) -> SuiteConfig:
         names = [entry.name for entry in self.models]
         for name in names:
             if names.count(name) > 1:
@@ -94,8 +94,12 @@ class SuiteConfig(Config):
         first: dict[str, tuple[str, Job]] = {}
         for entry in self.models:
             for job in entry.tasks:
-                owner, same = first.setdefault(job.label, (entry.name, job))
-                if (same.task, same.shards, same.limit) != (job.task, job.shards, job.limit):
+                owner, job_of_owner = first.setdefault(job.label, (entry.name, job))
+                if (job_of_owner.task, job_of_owner.shards, job_of_owner.limit) != (
+                    job.task,
+                    job.shards,
+                    job.limit,
+                ):
                     raise ValueError(
                         f"{job.label} is another task, or of other shards, in {entry.name} than "
                         f"in {owner}; one table is about one set: give it a `name` of its own"
@@ -156,8 +160,8 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
                 folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
             )
         parts.append(sums[folder])
-        others = (*getattr(job, "bank", ()), *getattr(job, "features", ()))
-        for shards in map(Path, (*job.shards, *others)):
+        other_data = (*getattr(job, "bank", ()), *getattr(job, "features", ()))
+        for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
             index = shards / INDEX_NAME
@@ -166,18 +170,20 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
             file = getattr(job, name, None)
             parts.append("" if file is None else _checksum(Path(file)))
     except OSError as error:
-        said = f"{error.filename}: cannot be read ({error.strerror})" if error.filename else error
-        raise EvaluationError(str(said)) from error
+        message = (
+            f"{error.filename}: cannot be read ({error.strerror})" if error.filename else error
+        )
+        raise EvaluationError(str(message)) from error
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def model_checksum(folder: Path) -> str:
     """Compute SHA-256 over names and contents of a model folder's files, without its model card."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.name not in _NOT_THE_MODEL:
-            whole.update(f"{file.name}\n{_checksum(file)}\n".encode())
-    return whole.hexdigest()
+            digest.update(f"{file.name}\n{_checksum(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def run_job(
@@ -185,7 +191,7 @@ def run_job(
 ) -> Result:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
-    own = job.options()
+    job_options = job.options()
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
         loaded = folder.load()
@@ -193,13 +199,13 @@ def run_job(
         with said_in_one_line():
             loaded = vlp.load(folder)
     else:
-        judged: Result = get_evaluation(job.task).evaluate_folder(
-            folder, job.shards, options, **own
+        result: Result = get_evaluation(job.task).evaluate_folder(
+            folder, job.shards, options, **job_options
         )
-        return judged
+        return result
     if isinstance(job, ZeroShotJob):
-        prompts = read_prompts(own.pop("classes"), own.pop("templates"))
-        return evaluate_zeroshot(loaded, job.shards, prompts, options, **own)
+        prompts = read_prompts(job_options.pop("classes"), job_options.pop("templates"))
+        return evaluate_zeroshot(loaded, job.shards, prompts, options, **job_options)
     evaluations: dict[str, Callable[..., Result]] = {
         "retrieval": evaluate_retrieval,
         "grounding": evaluate_grounding,
@@ -207,7 +213,7 @@ def run_job(
         "swaps": evaluate_swaps,
         "foils": evaluate_foils,
     }
-    return evaluations[job.task](loaded, job.shards, options, **own)
+    return evaluations[job.task](loaded, job.shards, options, **job_options)
 
 
 def _require_features_alone(job: Job, model: OtherModel) -> None:
@@ -230,21 +236,21 @@ def model_of(job: Job, model: str | None) -> Path | OtherModel:
     return other or local_folder(name)
 
 
-def _stamps(place: Path) -> str:
+def _stamps(path: Path) -> str:
     """Hash names, sizes and times of a file, or of a folder and its class folders."""
-    found = (Path(f) / n for f, _, names in os.walk(place, followlinks=True) for n in names)
-    files = sorted(found) if place.is_dir() else [place]
+    paths = (Path(f) / n for f, _, names in os.walk(path, followlinks=True) for n in names)
+    files = sorted(paths) if path.is_dir() else [path]
     stamps = []
     for file in files:
         if file.is_file():
-            about = file.stat()
-            stamps.append(f"{file.relative_to(place)}\t{about.st_size}\t{about.st_mtime_ns}")
+            stat = file.stat()
+            stamps.append(f"{file.relative_to(path)}\t{stat.st_size}\t{stat.st_mtime_ns}")
     return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 JOB = "job.json"
@@ -293,15 +299,15 @@ class SuiteResult:
             return None
         content = self.results[columns[0], label]
         figures = {model: saved[model, label].figures for model in columns}
-        names = list(dict.fromkeys(name for own in figures.values() for name in own))
+        names = list(dict.fromkeys(name for values in figures.values() for name in values))
         rows = []
         for name in names:
             cells = [
                 figures[model][name].percent() if name in figures[model] else "–"
                 for model in columns
             ]
-            known = next(own[name] for own in figures.values() if name in own)
-            rows.append([name, *cells, known.chance_percent()])
+            figure = next(values[name] for values in figures.values() if name in values)
+            rows.append([name, *cells, figure.chance_percent()])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         notes += self._notes(label, columns)
         title = f"{label}: {', '.join(content['shards'])}"
@@ -322,13 +328,13 @@ class SuiteResult:
         for model in self.models:
             cells = [model]
             for label in self.labels:
-                own = saved.get((model, label))
+                result = saved.get((model, label))
                 missing = "failed" if (model, label) in self.failures else "–"
-                cells.append(missing if own is None else own.figures[own.main].percent())
+                cells.append(missing if result is None else result.figures[result.main].percent())
             rows.append(cells)
-        mains = {label: own.main for (_, label), own in saved.items()}
-        told = ", ".join(f"{label}: {mains[label]}" for label in self.labels if label in mains)
-        return Table("All models", ["", *self.labels], rows, [f"{told}." if told else ""])
+        mains = {label: result.main for (_, label), result in saved.items()}
+        metrics = ", ".join(f"{label}: {mains[label]}" for label in self.labels if label in mains)
+        return Table("All models", ["", *self.labels], rows, [f"{metrics}." if metrics else ""])
 
 
 def run_suite(
@@ -346,7 +352,7 @@ def run_suite(
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}
     sums: dict[Path | OtherModel, str] = {}
-    told = progress and Ranks.current().first
+    verbose = progress and Ranks.current().first
     for entry in config.models:
         for job in entry.tasks:
             name = entry.name, job.label
@@ -354,9 +360,9 @@ def run_suite(
                 results[name] = _result(entry, job, out, sums, progress, device, workers)
             except Exception as error:
                 failures[name] = " ".join(str(error).split()) or repr(error)
-                if not isinstance(error, _OF_THE_USER) and told:
+                if not isinstance(error, _OF_THE_USER) and verbose:
                     traceback.print_exception(error, file=sys.stderr)
-                if told:
+                if verbose:
                     print(f"{'/'.join(name)}: failed: {failures[name]}", file=sys.stderr)
     labels = dict.fromkeys(job.label for entry in config.models for job in entry.tasks)
     models = tuple(entry.name for entry in config.models)
@@ -376,7 +382,7 @@ def _result(
     ranks, target = Ranks.current(), out / entry.name / job.label
     folder = model_of(job, entry.model)
 
-    def kept() -> tuple[str, dict[str, Any] | None, str]:
+    def lookup() -> tuple[str, dict[str, Any] | None, str]:
         try:
             key = job_key(job, folder, sums)
         except EvaluationError as error:
@@ -384,7 +390,7 @@ def _result(
         return key, _saved(target, key, job.task), ""
 
     # One rank decides, so that all do the same.
-    ((key, content, problem),) = ranks.map_blocks(1, lambda _: kept())
+    ((key, content, problem),) = ranks.map_blocks(1, lambda _: lookup())
     if problem:
         raise EvaluationError(problem)
     name = f"{entry.name}/{job.label}"

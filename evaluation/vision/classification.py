@@ -52,6 +52,6 @@ def _read(
     images: LabelledImages, preprocess: Preprocessing, numbers: Sequence[int], block: int
 ) -> tuple[Tensor, Tensor]:
     """Read a block's pixels (B, 3, side, side) and labels (B,), in any process."""
-    read = [images.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
-    pixels = torch.stack([preprocess(one.image) for one in read])
-    return pixels, torch.tensor([one.label for one in read])
+    samples = [images.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
+    pixels = torch.stack([preprocess(sample.image) for sample in samples])
+    return pixels, torch.tensor([sample.label for sample in samples])

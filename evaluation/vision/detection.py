@@ -40,11 +40,11 @@ def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
         for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
-                found = _at_size(task, images, size, options, torch_device)
+                size_figures = _at_size(task, images, size, options, torch_device)
             except ValueError as error:
                 raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
-            figures |= {f"{name}{suffix}": value for name, value in found.items()}
+            figures |= {f"{name}{suffix}": value for name, value in size_figures.items()}
     return figures
 
 
@@ -53,37 +53,39 @@ def _at_size(
 ) -> dict[str, float]:
     numbers = evenly_spread(len(images), options.limit)
     truth: list[ImageTruth] = []
-    found: dict[int, ImageFound] = {}
-    waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
+    detections: dict[int, ImageFound] = {}
+    buckets: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
     reader = BlockReader(
         partial(_read, images, size, task.config.data, numbers), device, options.workers
     )
     blocks = range(-(-len(numbers) // BATCH))
     with reader.ahead(blocks):
-        for one, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
-            same = waiting[pixels.shape]
-            same.append((len(truth), pixels.clone()))  # a view would keep its whole block
-            truth.append(one)
-            if len(same) == BATCH:
-                found |= _detected(task, same, truth, device, options.precision)
-                same.clear()
-    for same in waiting.values():
-        found |= _detected(task, same, truth, device, options.precision)
-    return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
+        for target, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
+            bucket = buckets[pixels.shape]
+            bucket.append((len(truth), pixels.clone()))  # a view would keep its whole block
+            truth.append(target)
+            if len(bucket) == BATCH:
+                detections |= _detected(task, bucket, truth, device, options.precision)
+                bucket.clear()
+    for bucket in buckets.values():
+        detections |= _detected(task, bucket, truth, device, options.precision)
+    return coco_figures(truth, [detections[index] for index in range(len(numbers))], task.classes)
 
 
 def _read(
     images: ObjectImages, size: int, data: DetectionDataConfig, numbers: Sequence[int], block: int
 ) -> list[tuple[ImageTruth, Tensor]]:
     """Read the truth and the pixels of a block's images, in any process."""
-    found = []
+    samples = []
     for number in numbers[block * BATCH : (block + 1) * BATCH]:
-        read = images.read(number)
-        sides = read.boxes[:, 2:] - read.boxes[:, :2]
-        boxes = np.concatenate([read.boxes[:, :2], sides], -1)
-        truth = ImageTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
-        found.append((truth, evaluation_pixels(read, size, data)))
-    return found
+        image = images.read(number)
+        extents = image.boxes[:, 2:] - image.boxes[:, :2]
+        boxes = np.concatenate([image.boxes[:, :2], extents], -1)
+        truth = ImageTruth(
+            image.width, image.height, boxes, image.labels, image.areas, image.crowds
+        )
+        samples.append((truth, evaluation_pixels(image, size, data)))
+    return samples
 
 
 def _detected(
@@ -101,10 +103,10 @@ def _detected(
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {
-        place: ImageFound(
-            corners[row] * np.array([truth[place].width, truth[place].height] * 2),
+        index: ImageFound(
+            corners[row] * np.array([truth[index].width, truth[index].height] * 2),
             labels[row].cpu().numpy(),
             scores[row].cpu().numpy(),
         )
-        for row, (place, _) in enumerate(images)
+        for row, (index, _) in enumerate(images)
     }

@@ -86,7 +86,11 @@ class Tail(nn.Module):
 
     def encodings(self) -> dict[str, PositionEncoding]:
         """Return the encodings by their names in this module."""
-        return {n: each for n, each in self.named_modules() if isinstance(each, PositionEncoding)}
+        return {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, PositionEncoding)
+        }
 
     def features(self, tokens: Tensor) -> Tensor:
         """Map outputs (B, T, width) of the frozen blocks to the last norm's."""
@@ -108,16 +112,18 @@ class Tail(nn.Module):
         other = copy.deepcopy(self)
         other.grid = grid
         width, heads = self.model.embed_dim, self.model.blocks[0].attn.num_heads
-        for name, trained in self.encodings().items():
+        for name, source in self.encodings().items():
             holder, _, number = name.rpartition(".")
             token_side = holder == "model.positions"
-            fitting = [one for one in self.config.positions if on_tokens(one) == token_side]
-            position = fitting[int(number)]
-            own = create_encoding(position, width=width, heads=heads, grid=grid)
-            tables = {part: value.detach() for part, value in trained.named_parameters()}
-            carried = carry_over(position.name, own, trained, tables, grid, self.grid)
-            own.load_state_dict({**own.state_dict(), **carried})
-            cast(nn.ModuleList, other.get_submodule(holder))[int(number)] = own
+            candidates = [
+                config for config in self.config.positions if on_tokens(config) == token_side
+            ]
+            position = candidates[int(number)]
+            encoding = create_encoding(position, width=width, heads=heads, grid=grid)
+            tables = {part: value.detach() for part, value in source.named_parameters()}
+            tables_on_grid = carry_over(position.name, encoding, source, tables, grid, self.grid)
+            encoding.load_state_dict({**encoding.state_dict(), **tables_on_grid})
+            cast(nn.ModuleList, other.get_submodule(holder))[int(number)] = encoding
         return other
 
 
@@ -138,22 +144,22 @@ def stored_tokens(
         images = open_labelled(task.data.train, task.data.classes)
         train = some_of(images, task.data.limit, task.data.train)
         test = open_labelled(task.data.test, images.classes)
-        chosen = evenly_spread(len(test), limit)
-        first = task.data.image_size
-        found = dict(zip(("train", "train.labels"), _computed(
-            model, task, frozen.blocks, first, train, range(len(train)), precision
+        numbers = evenly_spread(len(test), limit)
+        train_size = task.data.image_size
+        tensors = dict(zip(("train", "train.labels"), _compute_tokens(
+            model, task, frozen.blocks, train_size, train, range(len(train)), precision
         ), strict=True))  # fmt: skip
         for size in frozen.sizes:
-            found[str(size)], found["test.labels"] = _computed(
-                model, task, frozen.blocks, size, test, chosen, precision
+            tensors[str(size)], tensors["test.labels"] = _compute_tokens(
+                model, task, frozen.blocks, size, test, numbers, precision
             )
-        with atomic_write(file) as opened:
-            opened.write(save(found, {"key": key, "classes": str(len(images.classes))}))
-    with safe_open(file, "pt") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        classes = int(opened.metadata()["classes"])
-    labels = {part: found.pop(f"{part}.labels") for part in ("train", "test")}
-    return Tokens(found, labels, classes)
+        with atomic_write(file) as handle:
+            handle.write(save(tensors, {"key": key, "classes": str(len(images.classes))}))
+    with safe_open(file, "pt") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        classes = int(handle.metadata()["classes"])
+    labels = {part: tensors.pop(f"{part}.labels") for part in ("train", "test")}
+    return Tokens(tensors, labels, classes)
 
 
 def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str, float]:
@@ -166,28 +172,34 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     """
     task, training = config.task, config.training
     assert isinstance(task, ClassificationConfig)
-    tail = _made(task, frozen, stored.classes, training.seed)
-    some = stored.of["train"][:BATCH]
+    tail = _new_tail(task, frozen, stored.classes, training.seed)
+    sample = stored.of["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
-    figures = {"changed": _changed(tail, _made(plain, frozen, stored.classes, 0), some)}
-    figures["macs"] = _macs(tail, some[:1])
+    figures = {
+        "changed": _relative_change(tail, _new_tail(plain, frozen, stored.classes, 0), sample)
+    }
+    figures["macs"] = _macs(tail, sample[:1])
     encodings = tail.encodings()
-    own = [parameter for each in encodings.values() for parameter in each.parameters()]
-    figures["parameters"] = sum(parameter.numel() for parameter in own) / 1e3
+    weights = [parameter for encoding in encodings.values() for parameter in encoding.parameters()]
+    figures["parameters"] = sum(parameter.numel() for parameter in weights) / 1e3
 
     adam = training.optimiser
-    rates = {name: frozen.encoding_rate for name, each in encodings.items() if [*each.parameters()]}
+    rates = {
+        name: frozen.encoding_rate
+        for name, encoding in encodings.items()
+        if [*encoding.parameters()]
+    }
     optimiser = build_adamw(
         tail, adam.model_copy(update={"lr_multipliers": {**adam.lr_multipliers, **rates}})
     )
     batches = _batches(len(stored.labels["train"]), config)
-    if said := adam.endless_warmup(len(batches)):
-        print(said, file=sys.stderr)
+    if warning := adam.endless_warmup(len(batches)):
+        print(warning, file=sys.stderr)
     half = training.precision == "bf16"
-    started, cost = time.monotonic(), []
+    start, cpu_seconds = time.monotonic(), []
     tail.train()
     for step, numbers in enumerate(batches):
-        busy = time.process_time()
+        cpu_start = time.process_time()
         total = len(batches)
         rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup(total))
         set_learning_rate(optimiser, learning_rate(step, total, *rate))
@@ -201,16 +213,16 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         if adam.clip is not None:
             nn.utils.clip_grad_norm_(tail.parameters(), adam.clip)
         optimiser.step()
-        cost.append((time.process_time() - busy) / len(numbers))
-    seconds = time.monotonic() - started
-    figures["ms"] = 1e3 * float(torch.tensor(cost).median())
+        cpu_seconds.append((time.process_time() - cpu_start) / len(numbers))
+    seconds = time.monotonic() - start
+    figures["ms"] = 1e3 * float(torch.tensor(cpu_seconds).median())
     for size in frozen.sizes:
-        figures |= _tested(tail, size, stored, half)
-    cost_of = {"training/steps": len(batches), "training/minutes": seconds / 60}
-    return figures | cost_of
+        figures |= _test(tail, size, stored, half)
+    costs = {"training/steps": len(batches), "training/minutes": seconds / 60}
+    return figures | costs
 
 
-def _made(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
+def _new_tail(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
     torch.manual_seed(seed)
     return Tail(task, frozen.blocks, classes)
 
@@ -220,18 +232,18 @@ def _batches(images: int, config: VisionConfig) -> list[Tensor]:
     training = config.training
     if images < training.batch:
         raise ConfigError(f"training.batch {training.batch} is more than the {images} images")
-    an_epoch = images // training.batch
-    steps = training.steps or an_epoch * (training.epochs or 1)
+    steps_per_epoch = images // training.batch
+    steps = training.steps or steps_per_epoch * (training.epochs or 1)
     batches: list[Tensor] = []
-    for epoch in range(-(-steps // an_epoch)):
+    for epoch in range(-(-steps // steps_per_epoch)):
         order = make_rng(training.seed, epoch, 0, "order").permutation(images)
-        whole = torch.from_numpy(order[: an_epoch * training.batch])
-        batches += whole.view(an_epoch, training.batch).unbind()
+        whole = torch.from_numpy(order[: steps_per_epoch * training.batch])
+        batches += whole.view(steps_per_epoch, training.batch).unbind()
     return batches[:steps]
 
 
 @torch.no_grad()
-def _changed(tail: Tail, plain: Tail, tokens: Tensor) -> float:
+def _relative_change(tail: Tail, plain: Tail, tokens: Tensor) -> float:
     expected = plain.eval().features(tokens)
     difference = tail.eval().features(tokens) - expected
     return 100 * float(difference.norm() / expected.norm())
@@ -247,23 +259,23 @@ def _macs(tail: Tail, tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def _tested(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
+def _test(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
     """Compute accuracy in percent and cross-entropy in nats; empty for an unsupported grid."""
     tokens, labels = stored.of[str(size)], stored.labels["test"]
     side = size // int(tail.model.patch_embed.patch_size[0])
     try:
-        fitting = tail.at((side, side)).eval()
+        model = tail.at((side, side)).eval()
     except ValueError:
         return {}
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        logits = torch.cat([fitting(some) for some in tokens.split(BATCH)]).float()
+        logits = torch.cat([model(chunk) for chunk in tokens.split(BATCH)]).float()
     right = (logits.argmax(-1) == labels).float().mean()
     loss = functional.cross_entropy(logits, labels)
     return {f"top1@{size}": 100 * float(right), f"loss@{size}": float(loss)}
 
 
 @torch.no_grad()
-def _computed(
+def _compute_tokens(
     model: BackboneConfig,
     task: ClassificationConfig,
     blocks: int,
@@ -278,14 +290,14 @@ def _computed(
     preprocess = Preprocessing(size, task.data.mean, task.data.std)
     tokens, labels = [], []
     for start in range(0, len(numbers), BATCH):
-        read = [images.read(number) for number in numbers[start : start + BATCH]]
-        pixels = torch.stack([preprocess(one.image) for one in read])
+        samples = [images.read(number) for number in numbers[start : start + BATCH]]
+        pixels = torch.stack([preprocess(sample.image) for sample in samples])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             tokens.append(frozen.forward_features(pixels).bfloat16())
-        labels += [one.label for one in read]
+        labels += [sample.label for sample in samples]
     return torch.cat(tokens), torch.tensor(labels)
 
 
 def _key(file: Path) -> str:
-    with safe_open(file, "pt") as opened:
-        return str((opened.metadata() or {}).get("key"))
+    with safe_open(file, "pt") as handle:
+        return str((handle.metadata() or {}).get("key"))

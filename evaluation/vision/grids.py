@@ -35,24 +35,28 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
     """
     config = task.config.data
     questions = _questions(config)
-    chosen = [questions[number] for number in evenly_spread(len(questions), options.limit)]
-    batch = max(1, TOKENS // (config.size + 1) ** 2)
-    right: dict[str, dict[str, list[bool]]] = {
+    selection = [questions[number] for number in evenly_spread(len(questions), options.limit)]
+    batch_size = max(1, TOKENS // (config.size + 1) ** 2)
+    hits_by_kind: dict[str, dict[str, list[bool]]] = {
         "exact": defaultdict(list),
         "original": defaultdict(list),
     }
     with evaluating(task, options.device) as torch_device, torch.no_grad():
-        for first in range(0, len(chosen), batch):
-            part = chosen[first : first + batch]
-            given = collate_grids(config.size, [one.sample for one in part]).to(torch_device)
+        for first in range(0, len(selection), batch_size):
+            part = selection[first : first + batch_size]
+            batch = collate_grids(config.size, [question.sample for question in part]).to(
+                torch_device
+            )
             # Greedy writing gives a template where all its tokens are the likeliest ones after
             # those before them, which one pass over the template itself tells.
             with inference(torch_device, options.precision or "float32"):
-                likeliest = task.model(question_of(given), given.outputs).argmax(-1)
-            for one, hit in zip(part, (likeliest == given.outputs).all(-1).tolist(), strict=True):
-                right["exact" if one.varied else "original"][one.name].append(hit)
+                likeliest = task.model(question_of(batch), batch.outputs).argmax(-1)
+            for question, hit in zip(
+                part, (likeliest == batch.outputs).all(-1).tolist(), strict=True
+            ):
+                hits_by_kind["exact" if question.varied else "original"][question.name].append(hit)
     figures = {}
-    for kind, tasks in right.items():
+    for kind, tasks in hits_by_kind.items():
         shares = {name: 100 * sum(hits) / len(hits) for name, hits in tasks.items()}
         if shares:
             figures[kind] = sum(shares.values()) / len(shares)
@@ -64,11 +68,11 @@ def _questions(config: GridDataConfig) -> list[_Question]:
     """The same for every model of one configuration."""
     tasks = open_grids(config)
     questions = []
-    for number, chosen in enumerate(config.tasks):
-        variants = held_out_variants(chosen.allowed, config.variants, np.random.default_rng(0))
-        for pair in tasks[chosen.name].test:
+    for number, grid_task in enumerate(config.tasks):
+        variants = held_out_variants(grid_task.allowed, config.variants, np.random.default_rng(0))
+        for pair in tasks[grid_task.name].test:
             for variant in (GridVariant(), *variants):
-                changed = GridPair(variant(pair.input), variant(pair.output))
-                sample = grid_sample(changed, number, config.size)
-                questions.append(_Question(chosen.name, variant != GridVariant(), sample))
+                transformed = GridPair(variant(pair.input), variant(pair.output))
+                sample = grid_sample(transformed, number, config.size)
+                questions.append(_Question(grid_task.name, variant != GridVariant(), sample))
     return questions

@@ -27,19 +27,19 @@ def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
     numbers = evenly_spread(len(images), options.limit)
     batch = max(1, TOKENS // (len(COLOURS) * size**2))
     nats = torch.zeros(len(COLOURS), dtype=torch.float64)
-    with evaluating(task, options.device) as where, torch.no_grad():
-        reader = BlockReader(partial(_read, images, size, numbers, batch), where, options.workers)
+    with evaluating(task, options.device) as device, torch.no_grad():
+        reader = BlockReader(partial(_read, images, size, numbers, batch), device, options.workers)
         blocks = range(-(-len(numbers) // batch))
         with reader.ahead(blocks):
             for block in blocks:
-                values = reader[block].to(where, non_blocking=True).long()
-                with inference(where, options.precision or "float32"):
-                    found = task.model.nats(values)
-                nats += found.double().sum((0, 1, 2)).cpu()
+                values = reader[block].to(device, non_blocking=True).long()
+                with inference(device, options.precision or "float32"):
+                    batch_nats = task.model.nats(values)
+                nats += batch_nats.double().sum((0, 1, 2)).cpu()
     pixels = len(numbers) * size**2
     figures = {"bits_per_dim": bits_per_dimension(float(nats.sum()), len(COLOURS) * pixels)}
-    for colour, found_nats in zip(COLOURS, nats.tolist(), strict=True):
-        figures[f"bits_{colour}"] = bits_per_dimension(found_nats, pixels)
+    for colour, channel_nats in zip(COLOURS, nats.tolist(), strict=True):
+        figures[f"bits_{colour}"] = bits_per_dimension(channel_nats, pixels)
     return figures
 
 
@@ -47,5 +47,5 @@ def _read(
     images: LabelledImages, size: int, numbers: Sequence[int], batch: int, block: int
 ) -> torch.Tensor:
     """Read a block's pixels (B, size, size, 3), uint8, in any process."""
-    read = [images.read(number) for number in numbers[block * batch : (block + 1) * batch]]
-    return torch.stack([pixel_values(one.image, size, one.where) for one in read])
+    samples = [images.read(number) for number in numbers[block * batch : (block + 1) * batch]]
+    return torch.stack([pixel_values(sample.image, size, sample.where) for sample in samples])

@@ -44,25 +44,27 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
         blocks = range(-(-len(numbers) // BATCH))
         with reader.ahead(blocks):
             for block in blocks:
-                read = reader[block]
-                candidates += _said(task, read, torch_device, options.precision)
-                for screen in read:
+                block_screens = reader[block]
+                candidates += _generate_captions(
+                    task, block_screens, torch_device, options.precision
+                )
+                for screen in block_screens:
                     references += screen.captions.values()
                     boxes += [_lines(screen.widgets[number].box) for number in screen.captions]
     tokenizer: TokenizerName = "ptb" if config.java else "plain"
     scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
     exact = [
-        one in {" ".join(r.lower().split()) for r in said}
-        for one, said in zip(candidates, references)
+        candidate in {" ".join(r.lower().split()) for r in accepted}
+        for candidate, accepted in zip(candidates, references)
     ]
     figures["exact"] = 100 * float(np.mean(exact))
-    known = set(_boxes(open_screens(config.data.screens, "train")))
-    seen = np.array([box in known for box in boxes])
-    figures["seen"] = 100 * float(seen.mean())
-    for name, chosen in (("cider_seen", seen), ("cider_unseen", ~seen)):
-        if chosen.any():
-            figures[name] = 100 * float(scores.each["cider"][chosen].mean())
+    train_boxes = set(_boxes(open_screens(config.data.screens, "train")))
+    in_training = np.array([box in train_boxes for box in boxes])
+    figures["seen"] = 100 * float(in_training.mean())
+    for name, mask in (("cider_seen", in_training), ("cider_unseen", ~in_training)):
+        if mask.any():
+            figures[name] = 100 * float(scores.each["cider"][mask].mean())
     return figures
 
 
@@ -71,7 +73,7 @@ def _read(screens: Screens, numbers: Sequence[int], block: int) -> list[Screen]:
     return [screens.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
 
 
-def _said(
+def _generate_captions(
     task: Widgets, screens: Sequence[Screen], device: torch.device, precision: Precision | None
 ) -> list[str]:
     """Return one caption for every captioned widget, in the order of the screens."""

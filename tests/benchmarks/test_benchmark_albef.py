@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.albef import ALL, ALL_ACE, ANCHORED, EQUAL, OwnStep, StepSizes, variants
+from benchmarks.albef import ALL, ALL_ACE, ANCHORED, EQUAL, OurStep, StepSizes, variants
 from benchmarks.step import random_batch
 
 SIZES = StepSizes(64, 1, 1, 2, image_size=32, rows=4, max_tokens=12, queue=8)
@@ -26,7 +26,7 @@ def batch(words=(3, 7, 10, 20)):
     ],
 )
 def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
-    own = OwnStep(variants(SIZES)[name], batch(), CPU)
+    own = OurStep(variants(SIZES)[name], batch(), CPU)
     teacher = own.trainee.task.teacher
     assert int(teacher.queue.filled) == SIZES.queue
     before = {n: p.detach().clone() for n, p in own.trainee.task.named_parameters()}

@@ -37,11 +37,11 @@ def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Ann
         ],
         questions=[
             Question(
-                id=f"{scene.key}-{asked.kind}",
-                question=asked.question,
-                answers=[Answer(answer=asked.answer, count=ANNOTATORS)],
+                id=f"{scene.key}-{item.kind}",
+                question=item.question,
+                answers=[Answer(answer=item.answer, count=ANNOTATORS)],
             )
-            for asked in questions(scene)
+            for item in questions(scene)
         ],
         words=[
             Word(caption=number, index=index, word=word, kind=kind, box=list(box))

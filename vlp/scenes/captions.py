@@ -94,7 +94,7 @@ _WORDINGS = {"R": RELATION_WORDS, "B": BACK_WORDS, "A": NEARNESS_WORDS}
 _SLOT = re.compile(r"([NTPCRBA])(\d)(\d?)")
 
 
-class NamedWord(NamedTuple):
+class ObjectWord(NamedTuple):
     """The word at `position` of a text names the `kind` (colour or shape) of object `obj`."""
 
     position: int
@@ -108,7 +108,7 @@ class SceneCaption(NamedTuple):
 
     text: str
     meaning: Meaning
-    words: tuple[NamedWord, ...]
+    words: tuple[ObjectWord, ...]
 
 
 def article(word: str) -> str:
@@ -137,16 +137,16 @@ def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption 
     """Fill a pattern for the scene; None if over `MAX_WORDS` even without sizes."""
     count = len(scene.objects)
     order = [int(number) for number in rng.permutation(count)]
-    sizes = [bool(given) for given in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
+    sizes = [bool(sized) for sized in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
     style = draw_style(rng)
     while True:
         caption = fill(scene, pattern, order, sizes, style)
         if len(words_of(caption.text)) <= MAX_WORDS:
             return caption
-        given = [number for number in range(count) if sizes[number]]
-        if not given:
+        sized = [number for number in range(count) if sizes[number]]
+        if not sized:
             return None
-        sizes[given[int(rng.integers(len(given)))]] = False
+        sizes[sized[int(rng.integers(len(sized)))]] = False
 
 
 def words_of(text: str) -> list[str]:
@@ -157,8 +157,7 @@ def words_of(text: str) -> list[str]:
 def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
     """List words that name objects: (position in `words_of`, word, 'colour' or 'shape', box)."""
     return [
-        (named.position, named.word, named.kind, scene.objects[named.obj].box)
-        for named in caption.words
+        (word.position, word.word, word.kind, scene.objects[word.obj].box) for word in caption.words
     ]
 
 
@@ -176,9 +175,9 @@ def fill(
     wordings.
     """
     words: list[str] = []
-    named: list[NamedWord] = []
+    object_words: list[ObjectWord] = []
     relations: list[tuple[int, str, int]] = []
-    placed: set[int] = set()
+    objects_with_place: set[int] = set()
     for position, token in enumerate(pattern.split()):
         slot = _SLOT.fullmatch(token)
         if slot is None:
@@ -188,18 +187,18 @@ def fill(
         obj = scene.objects[order[first]]
         pick = style[position]
         if kind in "NT":
-            phrase = [_pick(SIZE_WORDS[obj.size], pick)] if sizes[order[first]] else []
+            phrase = [_choose(SIZE_WORDS[obj.size], pick)] if sizes[order[first]] else []
             phrase += [obj.colour, obj.shape]
             if kind == "N":
                 words.append(article(phrase[0]))
             words += phrase
             end = len(words)
-            named.append(NamedWord(end - 2, obj.colour, "colour", order[first]))
-            named.append(NamedWord(end - 1, obj.shape, "shape", order[first]))
+            object_words.append(ObjectWord(end - 2, obj.colour, "colour", order[first]))
+            object_words.append(ObjectWord(end - 1, obj.shape, "shape", order[first]))
         elif kind in "PC":
-            place = _pick(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
+            place = _choose(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
             words += place.split()
-            placed.add(first)
+            objects_with_place.add(first)
         else:
             second = int(slot[3])
             pair = order[first], order[second]
@@ -207,16 +206,19 @@ def fill(
             if relation is None:
                 raise ValueError(f"{scene.key}: objects {pair} are neither near nor far")
             relations.append((first, relation, second))
-            words += _pick(_WORDINGS[kind][relation], pick).split()
+            words += _choose(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
         scene.objects[number].phrase(
-            "shape", "colour", *["size"] * sizes[number], *["place"] * (position in placed)
+            "shape",
+            "colour",
+            *["size"] * sizes[number],
+            *["place"] * (position in objects_with_place),
         )
         for position, number in enumerate(order)
     )
     meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
-    return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(named))
+    return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(object_words))
 
 
-def _pick(choices: tuple[str, ...], pick: int) -> str:
+def _choose(choices: tuple[str, ...], pick: int) -> str:
     return choices[pick % len(choices)]

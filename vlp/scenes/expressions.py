@@ -23,15 +23,20 @@ class ReferringExpression(NamedTuple):
 def expressions(scene: Scene) -> list[ReferringExpression]:
     """Return up to three unambiguous phrases per object: by looks, by place and by relation."""
     rng = make_rng(0, 0, scene.key, "expressions")
-    found: list[ReferringExpression] = []
+    phrases: list[ReferringExpression] = []
     for number in range(len(scene.objects)):
         for candidates in (_looks, _places, _relations):
-            chosen = next(
-                (each for each in candidates(scene, number, rng) if is_unique(each, scene)), None
+            phrase = next(
+                (
+                    candidate
+                    for candidate in candidates(scene, number, rng)
+                    if is_unique(candidate, scene)
+                ),
+                None,
             )
-            if chosen is not None:
-                found.append(chosen)
-    return found
+            if phrase is not None:
+                phrases.append(phrase)
+    return phrases
 
 
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
@@ -72,7 +77,7 @@ def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Ref
 def _relations(
     scene: Scene, number: int, rng: np.random.Generator
 ) -> Iterator[ReferringExpression]:
-    for other in (int(at) for at in rng.permutation(len(scene.objects))):
+    for other in (int(index) for index in rng.permutation(len(scene.objects))):
         if other == number:
             continue
         relation = main_relation(scene, number, other)

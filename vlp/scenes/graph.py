@@ -96,8 +96,8 @@ def relation_holds(
     `lenient` any offset is enough, and 'near' and 'far' hold unless the opposite clearly does.
     """
     if relation in NEARNESS:
-        seen = nearness(scene, first, second)
-        return seen == relation or (lenient and seen is None)
+        measured = nearness(scene, first, second)
+        return measured == relation or (lenient and measured is None)
     right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
     distance = {"left": right, "right": -right, "above": down, "below": -down}[relation]
     return distance >= (1 if lenient else 2 * CLEAR)

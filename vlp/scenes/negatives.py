@@ -54,7 +54,7 @@ DISTANCE_PATTERNS = (
 
 _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
-_NEW = 1 << 40  # first index of scenes outside any training corpus
+_FIRST_NEW_INDEX = 1 << 40  # first index of scenes outside any training corpus
 
 _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
     "place": PLACE_PATTERNS,
@@ -85,7 +85,7 @@ def sample_swap(
     A `place` swap has one object and nothing held out: `swaps` has new images of trained contents.
     """
     if kind == "place" and split == "swaps":
-        split, index = "train", index + _NEW
+        split, index = "train", index + _FIRST_NEW_INDEX
     for attempt in range(_MAX_ATTEMPTS):
         least = 1 if kind == "place" else 2
         scene = sample_scene(seed, index, split, image_size, attempt, least, variety)
@@ -101,7 +101,7 @@ def sample_swap(
             if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
                 continue
             # Which of the two is 'the' image is a coin as well.
-            return swapped if rng.random() < 0.5 else _turned(swapped)
+            return swapped if rng.random() < 0.5 else _reverse(swapped)
     raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
 
 
@@ -122,55 +122,53 @@ def swap_pair(
         pair = pair[:1]
         twin = moved(scene, pair[0], rng)
     elif kind == "distance":
-        twin = _nearer_or_farther(scene, pair[0], pair[1], rng)
+        twin = _move_second(scene, pair[0], pair[1], rng)
     else:
-        twin = _exchanged(scene, pair[0], pair[1], "colour" if kind == "binding" else "box")
+        twin = _exchange(scene, pair[0], pair[1], "colour" if kind == "binding" else "box")
     if twin is None:
         return None
     foil = fill(twin, pattern, pair[::-1] if kind == "order" else pair, sizes, style)
     caption = fill(scene, pattern, pair, sizes, style)
-    answers = [truth(text.meaning, seen) for seen in (scene, twin) for text in (caption, foil)]
+    answers = [truth(text.meaning, image) for image in (scene, twin) for text in (caption, foil)]
     if answers != [True, False, False, True]:
         return None
     return SwapPair(kind, scene, twin, caption, foil)
 
 
-def _nearer_or_farther(
-    scene: Scene, first: int, second: int, rng: np.random.Generator
-) -> Scene | None:
+def _move_second(scene: Scene, first: int, second: int, rng: np.random.Generator) -> Scene | None:
     """Move the second object from near to far or back along the axis; None if impossible."""
     before = nearness(scene, first, second)
-    if before is None or _bridged(scene, first, second):
+    if before is None or _share_patch(scene, first, second):
         return None
     for _ in range(_MAX_MOVES):
         twin = moved(scene, second, rng)
         if twin is None:
             return None
         same_family = swap_family(twin, first, second) == swap_family(scene, first, second)
-        turned = nearness(twin, first, second) not in (None, before)
-        if same_family and turned and not _bridged(twin, first, second):
+        changed = nearness(twin, first, second) not in (None, before)
+        if same_family and changed and not _share_patch(twin, first, second):
             return twin
     return None
 
 
-def _bridged(scene: Scene, first: int, second: int) -> bool:
+def _share_patch(scene: Scene, first: int, second: int) -> bool:
     # One patch over both objects would tell that they are near to a model without positions.
     return gap(scene.objects[first], scene.objects[second], scene.image_size) <= LATTICE // 6
 
 
-def _exchanged(scene: Scene, first: int, second: int, what: Literal["colour", "box"]) -> Scene:
+def _exchange(scene: Scene, first: int, second: int, attribute: Literal["colour", "box"]) -> Scene:
     objects, tints = list(scene.objects), list(scene.tints)
-    one, other = objects[first], objects[second]
-    if what == "colour":
-        objects[first] = one._replace(colour=other.colour)
-        objects[second] = other._replace(colour=one.colour)
+    a, b = objects[first], objects[second]
+    if attribute == "colour":
+        objects[first] = a._replace(colour=b.colour)
+        objects[second] = b._replace(colour=a.colour)
         tints[first], tints[second] = tints[second], tints[first]
     else:
-        objects[first] = one._replace(box=other.box, place=other.place, size=other.size)
-        objects[second] = other._replace(box=one.box, place=one.place, size=one.size)
-    key = f"{scene.key}-{what}-{first}-{second}"
+        objects[first] = a._replace(box=b.box, place=b.place, size=b.size)
+        objects[second] = b._replace(box=a.box, place=a.place, size=a.size)
+    key = f"{scene.key}-{attribute}-{first}-{second}"
     return scene._replace(key=key, objects=tuple(objects), tints=tuple(tints))
 
 
-def _turned(pair: SwapPair) -> SwapPair:
+def _reverse(pair: SwapPair) -> SwapPair:
     return SwapPair(pair.kind, pair.twin, pair.scene, pair.foil, pair.caption)

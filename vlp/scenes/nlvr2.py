@@ -92,7 +92,7 @@ def _both(rng: np.random.Generator) -> tuple[str, Rule]:
     )
 
 
-def _exactly_one(rng: np.random.Generator) -> tuple[str, Rule]:
+def _in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
     noun, words = _coarse_noun(rng)
     return (
         f"exactly one of the pictures shows {words}",
@@ -159,20 +159,20 @@ def _place_in_both(rng: np.random.Generator) -> tuple[str, Rule]:
     )
 
 
-def _place_in_one(rng: np.random.Generator) -> tuple[str, Rule]:
+def _place_in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
     place, words = _some_place(rng)
     meaning = Meaning((ObjectPhrase(place=place),))
 
     def rule(left: Scene, right: Scene) -> bool | None:
-        found = truth(meaning, left), truth(meaning, right)
-        return None if None in found else found[0] is not found[1]
+        truths = truth(meaning, left), truth(meaning, right)
+        return None if None in truths else truths[0] is not truths[1]
 
     return f"exactly one of the pictures shows an object {words}", rule
 
 
-def _where_shown(shown: Meaning, where: Meaning, scene: Scene) -> bool | None:
+def _where_shown(premise: Meaning, claim: Meaning, scene: Scene) -> bool | None:
     """Return the truth of `where` in images for which `shown` holds, None in others."""
-    return truth(where, scene) if holds(shown, scene) else None
+    return truth(claim, scene) if holds(premise, scene) else None
 
 
 def _some_place(rng: np.random.Generator) -> tuple[str, str]:
@@ -193,5 +193,5 @@ def _coarse_noun(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     return ObjectPhrase(colour=colour), f"something {colour}"
 
 
-_WHAT = (_more, _both, _exactly_one, _in_all, _sizes)
-_WHERE = (_relation, _place, _place_in_both, _place_in_one)
+_WHAT = (_more, _both, _in_single_image, _in_all, _sizes)
+_WHERE = (_relation, _place, _place_in_both, _place_in_single_image)

@@ -51,7 +51,7 @@ _GROUND, _GAP = (211, 211, 211), (128, 128, 128)
 _BLOCK_LEFT, _STOREY = 40, BLOCK + 1
 _SUPERSAMPLING = 4
 
-_PLACINGS = 50
+_MAX_PLACINGS = 50
 
 Wall = Literal["left", "right", "top", "bottom"]
 Value = TypeVar("Value")
@@ -91,14 +91,14 @@ class ThreeBoxes(NamedTuple):
 
 def pick(rng: np.random.Generator, values: Iterable[Value]) -> Value:
     """Draw one of some values."""
-    several = tuple(values)
-    return several[int(rng.integers(len(several)))]
+    choices = tuple(values)
+    return choices[int(rng.integers(len(choices)))]
 
 
 def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
     """Draw three boxes."""
     numbers = rng.integers(1, (TALLEST if towers else MOST_ITEMS) + 1, size=BOXES).tolist()
-    return _arranged(rng, towers, [_kind(rng, towers) for _ in range(sum(numbers))], numbers)
+    return _arrange(rng, towers, [_kind(rng, towers) for _ in range(sum(numbers))], numbers)
 
 
 def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
@@ -107,8 +107,8 @@ def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
     most = TALLEST if scene.towers else MOST_ITEMS
     deals = [deal for deal in product(range(1, most + 1), repeat=BOXES) if sum(deal) == len(kinds)]
     numbers = pick(rng, deals)
-    shuffled = [kinds[place] for place in rng.permutation(len(kinds))]
-    return _arranged(rng, scene.towers, shuffled, numbers)
+    shuffled = [kinds[index] for index in rng.permutation(len(kinds))]
+    return _arrange(rng, scene.towers, shuffled, numbers)
 
 
 def render_boxes(scene: ThreeBoxes) -> Image.Image:
@@ -144,7 +144,7 @@ def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
     return pick(rng, SHAPES), pick(rng, COLOURS), size
 
 
-def _arranged(
+def _arrange(
     rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], numbers: Sequence[int]
 ) -> ThreeBoxes:
     """Place items or blocks in order, `numbers` of them in each box."""
@@ -166,7 +166,7 @@ def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     while True:
         items = list[BoxItem]()
         for shape, colour, size in kinds:
-            for _ in range(_PLACINGS):
+            for _ in range(_MAX_PLACINGS):
                 x, y = int(rng.integers(SIDE - size + 1)), int(rng.integers(SIDE - size + 1))
                 if rng.random() < 0.3:
                     end = int(rng.integers(2)) * (SIDE - size)
@@ -179,22 +179,22 @@ def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
             return tuple(items)
 
 
-def _overlap(one: BoxItem, other: BoxItem) -> bool:
+def _overlap(a: BoxItem, b: BoxItem) -> bool:
     gap = 2
-    across = one.x < other.x + other.size + gap and other.x < one.x + one.size + gap
-    return across and one.y < other.y + other.size + gap and other.y < one.y + one.size + gap
+    across = a.x < b.x + b.size + gap and b.x < a.x + a.size + gap
+    return across and a.y < b.y + b.size + gap and b.y < a.y + a.size + gap
 
 
 def every(values: Iterable[bool | None]) -> bool | None:
     """Return whether all hold: False decides, then None."""
-    found = set(values)
-    return False if False in found else None if None in found else True
+    readings = set(values)
+    return False if False in readings else None if None in readings else True
 
 
 def some(values: Iterable[bool | None]) -> bool | None:
     """Return whether at least one holds: True decides, then None."""
-    found = set(values)
-    return True if True in found else None if None in found else False
+    readings = set(values)
+    return True if True in readings else None if None in readings else False
 
 
 def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
@@ -206,8 +206,8 @@ def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None
 
 def the_only(values: Iterable[bool | None]) -> bool | None:
     """Return the value if there is just one."""
-    found = list(values)
-    return found[0] if len(found) == 1 else None
+    readings = list(values)
+    return readings[0] if len(readings) == 1 else None
 
 
 Truth = bool | None  # None: a statement can be read either way.
@@ -260,22 +260,22 @@ class Grammar:
         self.truths, self.rules, names = truths, dict[str, list[str]](), list[str]()
         for line in re.split(r"\n(?=\S)", table.strip()):
             rule = re.sub(r"\n\s+", " ", line.strip())
-            found = _RULE.fullmatch(rule if '"' in rule else rule + ' "{said}" said')
-            assert found, line
-            name, weight, *self.rules[found[1]] = found.groups("")
+            match = _RULE.fullmatch(rule if '"' in rule else rule + ' "{said}" said')
+            assert match, line
+            name, weight, *self.rules[match[1]] = match.groups("")
             names += [name] * int(weight or 0)
         self.sentences = tuple(partial(self.draw, name) for name in names)
 
-    def draw(self, name: str, rng: np.random.Generator, given: Any = None) -> Phrase:
+    def draw(self, name: str, rng: np.random.Generator, outer: Any = None) -> Phrase:
         """Draw the phrase of a rule, within another rule's draws if they are given."""
-        about, drawn, text, truth = self.rules[name]
-        d = SimpleNamespace(**(vars(given) if given else {"where": Phrase("")}))
-        for named in filter(None, drawn.strip().split("; ")):
-            key, token = named.split("=", 1)
+        about, assignments, text, truth = self.rules[name]
+        d = SimpleNamespace(**(vars(outer) if outer else {"where": Phrase("")}))
+        for assignment in filter(None, assignments.strip().split("; ")):
+            key, token = assignment.split("=", 1)
             setattr(d, key, self._value(token.strip(), rng, d))
 
-        def choose(found: re.Match[str]) -> str:
-            return self.draw(found[2], rng, d).text if found[2] else pick(rng, found[1].split("|"))
+        def choose(match: re.Match[str]) -> str:
+            return self.draw(match[2], rng, d).text if match[2] else pick(rng, match[1].split("|"))
 
         words = _CHOICE.sub(choose, text).format_map(vars(d))
         phrase = Phrase(words, partial(self._true, truth, d))
@@ -299,11 +299,11 @@ class Grammar:
     def _value(self, token: str, rng: np.random.Generator, d: SimpleNamespace) -> Any:
         if token.startswith("<"):
             return self._value(pick(rng, token[1:-1].split("|")), rng, d)
-        if found := _CALL.fullmatch(token):
-            name, arguments = found[1], [part.strip() for part in _ARGUMENT.findall(found[2])]
+        if match := _CALL.fullmatch(token):
+            name, arguments = match[1], [part.strip() for part in _ARGUMENT.findall(match[2])]
             if name == "either":
-                chosen = arguments[1 if rng.random() < float(arguments[0]) else 2]
-                return self._value(chosen, rng, d)
+                choice = arguments[1 if rng.random() < float(arguments[0]) else 2]
+                return self._value(choice, rng, d)
             if name == "case":
                 special = f"{arguments[0]} {operator.attrgetter(arguments[1])(d)}"
                 return self.draw(special if special in self.rules else arguments[0], rng, d)
@@ -315,7 +315,7 @@ class Grammar:
         return getattr(d, token, int(token) if token.isdigit() else token)
 
 
-def stated(words: str) -> Count:
+def parse_count(words: str) -> Count:
     """Return the quantity of words such as "a", "two" (exact or a minimum) and "at least two"."""
     how, _, word = words.rpartition(" ")
     n = 1 if word == "a" else int(word) if word.isdigit() else _NUMBERS.index(word)
@@ -325,7 +325,7 @@ def stated(words: str) -> Count:
 
 def _numeral(rng: np.random.Generator, n: int) -> Count:
     """Draw how a number is written: in letters, or less often in digits."""
-    return stated(str(n) if rng.random() < 0.35 else _NUMBERS[n])
+    return parse_count(str(n) if rng.random() < 0.35 else _NUMBERS[n])
 
 
 def _number(rng: np.random.Generator, most: int) -> Count:
@@ -335,11 +335,11 @@ def _number(rng: np.random.Generator, most: int) -> Count:
 def _count(rng: np.random.Generator, most: int) -> Count:
     """Draw a quantity of up to `most`, exact or bounded."""
     if rng.random() < 0.4:
-        return stated("a") if rng.random() < 0.5 else _number(rng, most)
+        return parse_count("a") if rng.random() < 0.5 else _number(rng, most)
     n = int(rng.integers(1, most + 1))
     how, numeral = pick(rng, _HOW), _numeral(rng, n)
     how = pick(rng, ("at least", "atleast")) if how == "at least" else how
-    return stated(f"{how} {numeral}")
+    return parse_count(f"{how} {numeral}")
 
 
 def _noun(rng: np.random.Generator, sized: float = 0.05) -> Phrase:
@@ -357,12 +357,12 @@ def _noun(rng: np.random.Generator, sized: float = 0.05) -> Phrase:
 
 
 _CHOICES: dict[str, Callable[..., Any]] = {
-    "A": lambda rng: stated("a"),
-    "NO": lambda rng: stated("no"),
+    "A": lambda rng: parse_count("a"),
+    "NO": lambda rng: parse_count("no"),
     "count": _count,
     "number": _number,
     "numeral": _numeral,
-    "stated": lambda rng, words: stated(words),
+    "stated": lambda rng, words: parse_count(words),
     "noun": _noun,
     "thing": lambda rng: Phrase(pick(rng, ("item", "object"))),
     "tint": lambda rng: Phrase(tone := pick(rng, COLOURS), lambda item: item.colour == tone),
@@ -512,9 +512,9 @@ def _end(d: Any, box: Box) -> bool:
 def _times_over(d: Any, box: Box) -> Any:
     """Return how often a block lies right above the other; None if one lies higher up."""
     high, low = (d.y.true, d.x.true) if d.word == "below" else (d.x.true, d.y.true)
-    touching = sum(high(top) and low(under) for under, top in pairwise(box))
-    apart = any(high(top) and low(under) for under, top in combinations(box, 2))
-    return touching or (None if apart else 0)
+    adjacent = sum(high(top) and low(under) for under, top in pairwise(box))
+    farther = any(high(top) and low(under) for under, top in combinations(box, 2))
+    return adjacent or (None if farther else 0)
 
 
 _colour = attrgetter("colour")
@@ -591,9 +591,9 @@ def sample_box_statement(
             hoard = int(rng.integers(_HOARDS))
             numbers = rng.permutation(_ARRANGEMENTS)[: None if same_items else 1].tolist()
             scenes = [_arrangement(seed, split, towers, hoard, number) for number in numbers]
-            found = {holds(scene.boxes): scene for scene in scenes}
-            if label in found and (not same_items or (not label) in found):
-                return BoxStatement(key, text + stop, label, found[label])
+            scene_by_truth = {holds(scene.boxes): scene for scene in scenes}
+            if label in scene_by_truth and (not same_items or (not label) in scene_by_truth):
+                return BoxStatement(key, text + stop, label, scene_by_truth[label])
 
 
 @cache

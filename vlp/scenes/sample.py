@@ -55,7 +55,7 @@ def split_of(scene: Scene) -> Split:
         return "unseen"
     if held_out_pairs(scene, "swaps"):
         return "swaps"
-    if _one_in(VAL_SHARE, "content", *content(scene)):
+    if _in_share(VAL_SHARE, "content", *content(scene)):
         return "val"
     return "train"
 
@@ -65,16 +65,16 @@ def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tupl
     pairs = combinations(range(len(scene.objects)), 2)
     if split == "unseen":
         return [pair for pair in pairs if _shape_family(scene, *pair) in UNSEEN_FAMILIES]
-    return [pair for pair in pairs if _one_in(SWAP_SHARE, "swap", *swap_family(scene, *pair))]
+    return [pair for pair in pairs if _in_share(SWAP_SHARE, "swap", *swap_family(scene, *pair))]
 
 
 def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
     """Return a pair's direction, colours and shapes, which relation and attribute swaps keep."""
-    one, other = scene.objects[first], scene.objects[second]
+    a, b = scene.objects[first], scene.objects[second]
     return (
         _direction(scene, first, second),
-        *sorted((one.colour, other.colour)),
-        *sorted((one.shape, other.shape)),
+        *sorted((a.colour, b.colour)),
+        *sorted((a.shape, b.shape)),
     )
 
 
@@ -85,8 +85,8 @@ def content(scene: Scene) -> tuple[str, ...]:
         return (objects[0].colour, objects[0].shape, objects[0].place)
     names = [f"{obj.colour} {obj.shape}" for obj in objects]
     order = sorted(range(len(objects)), key=names.__getitem__)
-    stated = [f"{main_relation(scene, a, b)}" for a, b in combinations(order, 2)]
-    return (*(names[number] for number in order), *stated)
+    relations = [f"{main_relation(scene, a, b)}" for a, b in combinations(order, 2)]
+    return (*(names[number] for number in order), *relations)
 
 
 def _direction(scene: Scene, first: int, second: int) -> str:
@@ -99,7 +99,7 @@ def _shape_family(scene: Scene, first: int, second: int) -> tuple[str, tuple[str
 
 
 @lru_cache(maxsize=1 << 16)
-def _one_in(share: int, *words: str) -> bool:
+def _in_share(share: int, *words: str) -> bool:
     digest = hashlib.blake2b(" | ".join(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % share == 0
 
@@ -172,13 +172,13 @@ def sample_scene(
     count = max(count, 2 if split in ("swaps", "unseen") else least)
     rng = make_rng(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
-        scene = _any_scene(rng, key, count, image_size, variety)
+        scene = _random_scene(rng, key, count, image_size, variety)
         if split_of(scene) == split:
             return scene
     raise RuntimeError(f"no scene of split {split!r} in {_MAX_ATTEMPTS} draws")
 
 
-def _any_scene(
+def _random_scene(
     rng: np.random.Generator, key: str, count: int, image_size: int, variety: Variety
 ) -> Scene:
     names = _names(rng, count, variety)
@@ -229,8 +229,8 @@ def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
         row, column = divmod(int(cell), 3)
         rectangle = (_start(rng, side, column), _start(rng, side, row), side, side)
         place = place_name(row, column)
-        taken = place == scene.objects[number].place
-        if not taken and not any(_touch(rectangle, other) for other in others):  # type: ignore[arg-type]
+        same_place = place == scene.objects[number].place
+        if not same_place and not any(_touch(rectangle, other) for other in others):  # type: ignore[arg-type]
             obj = scene.objects[number]._replace(box=_pixels(rectangle, scale), place=place)
             objects = (*scene.objects[:number], obj, *scene.objects[number + 1 :])
             return scene._replace(key=f"{scene.key}-moved-{number}-{cell}", objects=objects)
@@ -243,9 +243,7 @@ def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle]
         cells = rng.permutation(9)[: len(sizes)]
         rectangles = [_rectangle(rng, size, int(cell)) for size, cell in zip(sizes, cells)]
         if not any(
-            _touch(one, other)
-            for number, one in enumerate(rectangles)
-            for other in rectangles[number + 1 :]
+            _touch(a, b) for number, a in enumerate(rectangles) for b in rectangles[number + 1 :]
         ):
             return rectangles, [place_name(*divmod(int(cell), 3)) for cell in cells]
 
@@ -264,12 +262,12 @@ def _start(rng: np.random.Generator, side: int, third: int) -> int:
     return int(rng.integers(first, last + 1))
 
 
-def _touch(one: Rectangle, other: Rectangle) -> bool:
+def _touch(a: Rectangle, b: Rectangle) -> bool:
     return (
-        one[0] < other[0] + other[2] + GAP
-        and other[0] < one[0] + one[2] + GAP
-        and one[1] < other[1] + other[3] + GAP
-        and other[1] < one[1] + one[3] + GAP
+        a[0] < b[0] + b[2] + GAP
+        and b[0] < a[0] + a[2] + GAP
+        and a[1] < b[1] + b[3] + GAP
+        and b[1] < a[1] + a[3] + GAP
     )
 
 

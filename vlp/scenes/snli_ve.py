@@ -81,10 +81,10 @@ def _hypothesis(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     place = PLACES[int(rng.integers(len(PLACES)))]
     colour = COLOURS[int(rng.integers(len(COLOURS)))]
     shape = SHAPES[int(rng.integers(len(SHAPES)))]
-    said = int(rng.integers(3))
+    form = int(rng.integers(3))
     noun = ObjectPhrase(
-        shape=shape if said != 1 else None, colour=colour if said != 0 else None, place=place
+        shape=shape if form != 1 else None, colour=colour if form != 0 else None, place=place
     )
     words = noun_words(noun)
-    where = PLACE_WORDS[place][int(rng.integers(3))]
-    return noun, f"there is {article(words)} {words} {where}"
+    wording = PLACE_WORDS[place][int(rng.integers(3))]
+    return noun, f"there is {article(words)} {words} {wording}"

@@ -45,18 +45,18 @@ def questions(scene: Scene) -> list[SceneQuestion]:
         partial(_attribute, *pair) for pair in (("colour", "shape"), ("shape", "colour"))
     )
     makers = (colour, shape, _place, _count, _exists, _relation, _neighbour)
-    asked = (maker(scene, number, rng) for maker in makers)
-    return [question for question in asked if question is not None]
+    drafts = (maker(scene, number, rng) for maker in makers)
+    return [question for question in drafts if question is not None]
 
 
 def _attribute(
-    asked: str, given: str, scene: Scene, number: int, rng: np.random.Generator
+    attribute: str, clue: str, scene: Scene, number: int, rng: np.random.Generator
 ) -> SceneQuestion | None:
     obj = scene.objects[number]
-    nouns = (obj.phrase(given), obj.phrase(given, "size"))
+    nouns = (obj.phrase(clue), obj.phrase(clue, "size"))
     noun = next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
-    text = f"what {asked} is the {noun and noun_words(noun)}?"
-    return noun and SceneQuestion(asked, text, getattr(obj, asked))
+    text = f"what {attribute} is the {noun and noun_words(noun)}?"
+    return noun and SceneQuestion(attribute, text, getattr(obj, attribute))
 
 
 def _place(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
@@ -97,7 +97,7 @@ def _relation(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuest
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, number, other)
     relation = INVERSE[relation] if rng.random() < 0.5 else relation
-    nouns = tuple(scene.objects[at].phrase("shape", "colour") for at in (number, other))
+    nouns = tuple(scene.objects[index].phrase("shape", "colour") for index in (number, other))
     answer = "yes" if truth(Meaning(nouns, ((0, relation, 1),)), scene) else "no"
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     text = f"is the {noun_words(nouns[0])} {words} the {noun_words(nouns[1])}?"

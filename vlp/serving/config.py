@@ -41,7 +41,7 @@ class VlpConfig(PreTrainedConfig):
         plugins: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        given = {
+        values = {
             "text": text or {},
             "image": image or {},
             "cross": cross or {},
@@ -51,7 +51,7 @@ class VlpConfig(PreTrainedConfig):
             "token_projection": token_projection,
         }
         require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
-        sizes = validated(given, ModelConfig, "VlpConfig").model_dump(mode="json")
+        sizes = validated(values, ModelConfig, "VlpConfig").model_dump(mode="json")
         super().__init__(**options)
         for name, value in sizes.items():
             setattr(self, name, value)
@@ -71,8 +71,8 @@ class VlpConfig(PreTrainedConfig):
     @property
     def sizes(self) -> ModelConfig:
         """Return the keys as the model takes them."""
-        given = {name: getattr(self, name) for name in ModelConfig.model_fields}
-        return validated(given, ModelConfig, "VlpConfig")
+        values = {name: getattr(self, name) for name in ModelConfig.model_fields}
+        return validated(values, ModelConfig, "VlpConfig")
 
     @classmethod
     def of(cls, sizes: ModelConfig, **options: Any) -> VlpConfig:
@@ -106,23 +106,25 @@ OF_PROCESSORS = {
 """Options of processors, which pipelines mix with the model's."""
 
 
-def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
+def weights_dtype(
+    dtype: torch.dtype | str | None, options: dict[str, Any]
+) -> torch.dtype | str | None:
     """Return the type that weights are to have; None, as of "auto", leaves them."""
-    former = options.pop("torch_dtype", None)
-    dtype = former if dtype is None else dtype
+    torch_dtype = options.pop("torch_dtype", None)
+    dtype = torch_dtype if dtype is None else dtype
     return None if dtype == "auto" else dtype
 
 
-def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
+def require_options(options: Mapping[str, Any], supported: Container[str] = ()) -> dict[str, Any]:
     """Return the options of `from_pretrained` that change something."""
     changes = {name: value for name, value in options.items() if name not in _IGNORED}
     for name in changes:
-        if name not in known:
+        if name not in supported:
             raise TypeError(f"from_pretrained() has no argument {name!r}")
     return changes
 
 
-def one_device(device_map: Any) -> Any:
+def single_device(device_map: Any) -> Any:
     """Return the one device that a map of transformers names."""
     if isinstance(device_map, Mapping):
         devices = set(device_map.values())

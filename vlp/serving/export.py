@@ -112,7 +112,7 @@ def export_parts(loaded: Loaded) -> list[ExportPart]:
     model, size = loaded.model.eval(), loaded.model.config.image.image_size
     model.text_encoder.length_groups = 1  # groups depend on the data; the outputs do not on them
     pixels = torch.rand(_EXAMPLE_ROWS, 3, size, size) * 2 - 1
-    ids, attention, words = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
+    ids, attention, word_mask = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
     image, text = ExportImage(model), ExportText(model)
     _, image_states, image_tokens = image(pixels)
     _, text_states, text_tokens = text(ids, attention)
@@ -138,7 +138,7 @@ def export_parts(loaded: Loaded) -> list[ExportPart]:
                 "text_states": text_states,
                 "text_tokens": text_tokens,
                 "attention_mask": attention.long(),
-                "word_mask": words,
+                "word_mask": word_mask,
             },
             ("log_odds",),
         ),
@@ -196,16 +196,16 @@ def _write_program(program: ExportedProgram, file: Path) -> None:
 
 def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
     """Write a traced part as an ONNX file, with more than 1.5 GiB of weights in a second file."""
-    made = torch.onnx.export(
+    onnx_program = torch.onnx.export(
         program,
         input_names=list(part.inputs),
         output_names=list(part.outputs),
         dynamo=True,
         verbose=False,
     )
-    assert made is not None
+    assert onnx_program is not None
     large = sum(tensor.nbytes for tensor in program.state_dict.values()) > _ONE_FILE
-    made.save(str(file), external_data=large)
+    onnx_program.save(str(file), external_data=large)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from vlp.data.image.decode import as_images
 from vlp.data.image.transforms import MEAN, STD, Preprocessing
 from vlp.models.pretrained.local_copy import hub_options, local_folder
-from vlp.serving.config import OF_PROCESSORS, VlpConfig, known_options
+from vlp.serving.config import OF_PROCESSORS, VlpConfig, require_options
 
 
 class VlpImageProcessor(BaseImageProcessor):
@@ -68,10 +68,10 @@ class VlpImageProcessor(BaseImageProcessor):
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
     ) -> Self:
         """Read `processor_config.json` of a model folder or of the hub."""
-        of_hub = hub_options(options)
-        known_options(options, OF_PROCESSORS)
-        found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)
-        return cls.of(Preprocessing.load(found))
+        hub = hub_options(options)
+        require_options(options, OF_PROCESSORS)
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub)
+        return cls.of(Preprocessing.load(folder))
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any

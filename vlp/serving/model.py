@@ -29,7 +29,7 @@ from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, pairs_of
-from vlp.serving.config import VlpConfig, known_options, one_device, type_of
+from vlp.serving.config import VlpConfig, require_options, single_device, weights_dtype
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.vqa.data import VqaBatch
 from vlp.tasks.vqa.task import Vqa
@@ -90,8 +90,8 @@ class VlpModel(PreTrainedModel):
         # Under their names in a folder, too, where accelerate looks for them.
         self._buffers = self.model._buffers
         self._non_persistent_buffers_set = set(self._buffers)
-        self.register_load_state_dict_pre_hook(_take_names_of_a_folder)
-        self.register_state_dict_post_hook(_give_names_of_a_folder)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_state_dict_post_hook(_remove_prefix)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -132,24 +132,24 @@ class VlpModel(PreTrainedModel):
         text = None
         if input_ids is not None:
             text = self.text_features(input_ids, attention_mask, word_mask)
-        found: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if image is not None:
-            found["image_embeds"] = image.feature
+            outputs["image_embeds"] = image.feature
         if text is not None:
-            found["text_embeds"] = text.feature
+            outputs["text_embeds"] = text.feature
         if image is None or text is None:
             if image is text or match or output_anchors or return_loss:
                 raise ValueError("give pixel_values and input_ids, as the processor makes them")
         else:
             per_image = image.feature @ text.feature.T / self.model.temperature()
-            found |= {"logits_per_image": per_image, "logits_per_text": per_image.T}
+            outputs |= {"logits_per_image": per_image, "logits_per_text": per_image.T}
             if return_loss:
-                found["loss"] = _contrastive(per_image)
+                outputs["loss"] = _contrastive(per_image)
             if match or output_anchors:
-                found |= self._of_pairs(image, text, match, output_anchors)
-        out = VlpOutput(**found)
-        wanted = return_dict if return_dict is not None else self.config.return_dict
-        return out if wanted is not False else out.to_tuple()
+                outputs |= self._pair_outputs(image, text, match, output_anchors)
+        out = VlpOutput(**outputs)
+        use_dict = return_dict if return_dict is not None else self.config.return_dict
+        return out if use_dict is not False else out.to_tuple()
 
     def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
         """Embed images (B, d), as open_clip does."""
@@ -228,23 +228,27 @@ class VlpModel(PreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None = None
     ) -> TextTokens:
         """Return texts with both masks, cut to the folder's length."""
-        most = self.model.config.text.max_tokens
-        return text_inputs(input_ids, attention_mask, word_mask, most)
+        max_tokens = self.model.config.text.max_tokens
+        return text_inputs(input_ids, attention_mask, word_mask, max_tokens)
 
-    def _of_pairs(
+    def _pair_outputs(
         self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
     ) -> dict[str, Tensor]:
         """Return the outputs of pairs that were asked for, by name."""
         pairs = pairs_of(len(image.states), len(text.states), text.states.device)
         crossed = self.model.cross(image, text, pairs, need_image=False)
-        found = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
+        outputs = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
         field = crossed.anchors if output_anchors else None
         if field is not None:
-            words = text.word_mask if pairs is None else text.word_mask[pairs.texts]
+            word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
             above = field.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
-            anchors = above & words[:, None, :, None]
-            found |= {"similarity": field.similarity, "anchors": anchors, "path": field.path[:, 1:]}
-        return found
+            anchors = above & word_mask[:, None, :, None]
+            outputs |= {
+                "similarity": field.similarity,
+                "anchors": anchors,
+                "path": field.path[:, 1:],
+            }
+        return outputs
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -271,18 +275,18 @@ class VlpModel(PreTrainedModel):
                 rest of it.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = type_of(dtype, options)
-        changes = known_options(options, ModelConfig.model_fields)
+        dtype = weights_dtype(dtype, options)
+        changes = require_options(options, ModelConfig.model_fields)
         if config is None:
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
         model = None if state_dict is not None else read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
-        made = cls(config, model).eval()
-        report = loaded_from(made, state_dict)
-        placed(made.model, one_device(device_map), dtype)
-        return (made, report) if output_loading_info else made
+        instance = cls(config, model).eval()
+        report = load_state(instance, state_dict)
+        placed(instance.model, single_device(device_map), dtype)
+        return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -296,14 +300,14 @@ class VlpModel(PreTrainedModel):
         if not is_main_process:
             return
         state = self.state_dict() if state_dict is None else state_dict
-        own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-        save_model(Path(save_directory), self.model.config, own)
+        weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+        save_model(Path(save_directory), self.model.config, weights)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
 
 
 def text_inputs(
-    input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, most: int
+    input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, max_tokens: int
 ) -> TextTokens:
     """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
 
@@ -311,27 +315,27 @@ def text_inputs(
         input_ids: (B, N) int64; padding moves to the end.
         word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
     """
-    every = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
-    mask = every if attention_mask is None else attention_mask.bool()
+    ones = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
+    mask = ones if attention_mask is None else attention_mask.bool()
     parts = [input_ids, mask] if word_mask is None else [input_ids, mask, word_mask.bool()]
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     input_ids, mask, *words = (part.gather(1, order) for part in parts)
-    tokens = TextTokens(input_ids, mask, words[0] if words else _words_between(mask))
-    if input_ids.shape[1] <= most:
+    tokens = TextTokens(input_ids, mask, words[0] if words else _inner_tokens(mask))
+    if input_ids.shape[1] <= max_tokens:
         return tokens
-    kept = torch.arange(most, device=input_ids.device).repeat(len(input_ids), 1)
-    kept[:, -1] = (mask.sum(1) - 1).clamp(min=most - 1)
-    return TextTokens(*(part.gather(1, kept) for part in tokens))
+    positions = torch.arange(max_tokens, device=input_ids.device).repeat(len(input_ids), 1)
+    positions[:, -1] = (mask.sum(1) - 1).clamp(min=max_tokens - 1)
+    return TextTokens(*(part.gather(1, positions) for part in tokens))
 
 
-def _words_between(mask: Tensor) -> Tensor:
+def _inner_tokens(mask: Tensor) -> Tensor:
     """Return all real tokens of a mask (B, N) bool but the first and the last of each row."""
     words = mask & mask.roll(-1, 1)
     words[:, 0] = words[:, -1] = False
     return words
 
 
-def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename weights as `save_pretrained` writes them, which transformers' Trainer loads itself."""
     for name in [name for name in state if name.startswith(prefix)]:
         inner = name.removeprefix(prefix)
@@ -339,21 +343,21 @@ def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_:
             state[f"{prefix}{_PREFIX}{inner}"] = state.pop(name)
 
 
-def _give_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename weights as in a folder, so that accelerate finds them in its files."""
     for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
         state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)
 
 
-def loaded_from(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
+def load_state(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """Load weights, if there are any, and report as transformers' `output_loading_info` does."""
     missing, unexpected = (
         model.load_state_dict(state, strict=False) if state is not None else ((), ())
     )
-    names = [[name.removeprefix(_PREFIX) for name in found] for found in (missing, unexpected)]
-    for said, found in zip(("new, as state_dict lacks them", "not used of state_dict"), names):
-        if found:
-            logger.warning("these weights are %s: %s", said, listed(found))
+    names = [[name.removeprefix(_PREFIX) for name in group] for group in (missing, unexpected)]
+    for problem, group in zip(("new, as state_dict lacks them", "not used of state_dict"), names):
+        if group:
+            logger.warning("these weights are %s: %s", problem, listed(group))
     keys = dict(zip(("missing_keys", "unexpected_keys"), map(set, names)))
     return {**keys, "mismatched_keys": set(), "error_msgs": []}
 
@@ -364,8 +368,8 @@ def _contrastive(logits: Tensor) -> Tensor:
     if rows != columns:
         raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
     target = torch.arange(rows, device=logits.device)
-    both = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
-    return (both[0] + both[1]) / 2
+    losses = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
+    return (losses[0] + losses[1]) / 2
 
 
 AutoModel.register(VlpConfig, VlpModel, exist_ok=True)
@@ -409,20 +413,20 @@ class VlpForQuestionAnswering(PreTrainedModel):
 
         One image stands for all questions, and one question for all images.
         """
-        most = self.task.model.config.text.max_tokens
-        texts = text_inputs(input_ids, attention_mask, word_mask, most)
-        none = input_ids.new_zeros(0)
+        max_tokens = self.task.model.config.text.max_tokens
+        texts = text_inputs(input_ids, attention_mask, word_mask, max_tokens)
+        empty = input_ids.new_zeros(0)
         batch = VqaBatch(
             pixel_values,
             *texts,
-            answer_ids=none.view(0, 0),
-            owners=none,
+            answer_ids=empty.view(0, 0),
+            owners=empty,
             shares=pixel_values.new_zeros(0),
             valid=texts.attention_mask.any(1),
         )
         with torch.no_grad():
-            found = self.task.ranking().likelihoods(self.task.remember(batch))
-        logits = found - torch.log(-torch.expm1(found.clamp(max=-1e-7)))
+            log_likelihoods = self.task.ranking().likelihoods(self.task.remember(batch))
+        logits = log_likelihoods - torch.log(-torch.expm1(log_likelihoods.clamp(max=-1e-7)))
         out = VlpAnswers(logits=logits)
         return out if return_dict is not False else out.to_tuple()
 
@@ -448,18 +452,18 @@ class VlpForQuestionAnswering(PreTrainedModel):
     ) -> Self | tuple[Self, dict[str, Any]]:
         """Read a folder of `vlp finetune vqa`; arguments as of `VlpModel.from_pretrained`."""
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = type_of(dtype, options)
-        known_options(options)
+        dtype = weights_dtype(dtype, options)
+        require_options(options)
         task = load_task(folder)
         if not isinstance(task, Vqa):
             raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")
         answers = dict(enumerate(task.answers))
-        own = VlpConfig.of(task.model.config, id2label=answers)
-        own.name_or_path = str(pretrained_model_name_or_path)
-        made = cls(own, task).eval()
-        report = loaded_from(made, state_dict)
-        placed(task, one_device(device_map), dtype)
-        return (made, report) if output_loading_info else made
+        model_config = VlpConfig.of(task.model.config, id2label=answers)
+        model_config.name_or_path = str(pretrained_model_name_or_path)
+        instance = cls(model_config, task).eval()
+        report = load_state(instance, state_dict)
+        placed(task, single_device(device_map), dtype)
+        return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -473,8 +477,8 @@ class VlpForQuestionAnswering(PreTrainedModel):
         if not is_main_process:
             return
         state = self.state_dict() if state_dict is None else state_dict
-        own = {name.removeprefix("task."): tensor for name, tensor in state.items()}
-        self.task.save_model(Path(save_directory), own)
+        weights = {name.removeprefix("task."): tensor for name, tensor in state.items()}
+        self.task.save_model(Path(save_directory), weights)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
 

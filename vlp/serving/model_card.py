@@ -92,15 +92,15 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     task = _json(folder / TASK).get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder))
     grounds = (folder / GROUNDING).is_file()
-    about = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
+    card = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [
-        _front_matter(name, kind, about, "anchor" in config.cross.position, licence, results),
+        _front_matter(name, kind, card, "anchor" in config.cross.position, licence, results),
         MARK,
         f"# {name}",
-        f"A vision-language model trained with `vlp`, for {about.purpose}.",
+        f"A vision-language model trained with `vlp`, for {card.purpose}.",
         "## Use",
-        _use(about, task) if kind else _USE_WITHOUT_TASK,
+        _use(card, task) if kind else _USE_WITHOUT_TASK,
         "## Model",
         _model(folder, config),
         "## Training",
@@ -116,16 +116,16 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
 def _front_matter(
     name: str,
     kind: str,
-    about: TaskCard,
+    card: TaskCard,
     anchored: bool,
     licence: str | None,
     results: list[_Result],
 ) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    found = [
+    eval_results = [
         EvalResult(
-            task_type=about.pipeline or result.task if result.task == kind else result.task,
+            task_type=card.pipeline or result.task if result.task == kind else result.task,
             dataset_type=Path(result.shards[0]).name or "shards",
             dataset_name=", ".join(result.shards),
             metric_type=figure,
@@ -138,25 +138,25 @@ def _front_matter(
     data = ModelCardData(
         license=licence,
         library_name="vlp",
-        pipeline_tag=about.pipeline,
+        pipeline_tag=card.pipeline,
         tags=[
             "vision-language",
             "image-text",
             *(["ace-rpe"] if anchored else []),
             *([kind] if kind else []),
         ],
-        model_name=name if found else None,
-        eval_results=found or None,
+        model_name=name if eval_results else None,
+        eval_results=eval_results or None,
     )
     return f"---\n{data.to_yaml()}\n---"
 
 
-def _use(about: TaskCard, task: Mapping[str, Any]) -> str:
-    asked = ' --text "…"' if about.text else ""
-    shown = " b.jpg" if task.get("images", about.images) == 2 else ""
-    out = "predictions.json" if about.official else "predictions.jsonl --format jsonl"
+def _use(card: TaskCard, task: Mapping[str, Any]) -> str:
+    text = ' --text "…"' if card.text else ""
+    second = " b.jpg" if task.get("images", card.images) == 2 else ""
+    out = "predictions.json" if card.official else "predictions.jsonl --format jsonl"
     return (
-        f"```\npython -m evaluation predict --model FOLDER --image a.jpg{shown}{asked}\n"
+        f"```\npython -m evaluation predict --model FOLDER --image a.jpg{second}{text}\n"
         f"python -m evaluation predict --model FOLDER --shards … --out {out}\n```"
     )
 
@@ -170,15 +170,15 @@ def _model(folder: Path, config: ModelConfig) -> str:
     }
     rows = [(_PARTS[name], f"{counts[name]:,}") for name in _PARTS if name in counts]
     rows.append(("in all", f"{sum(counts.values()):,}"))
-    if heads := _numbers(folder / HEADS):
+    if heads := _count_numbers(folder / HEADS):
         rows.append(("heads beside it", f"{heads:,}"))
     text, image, cross = config.text, config.image, config.cross
-    said = [
-        f"Texts: {model.text_encoder.depth} layers{_of_tower(text)} of width {text.width}, "
+    paragraphs = [
+        f"Texts: {model.text_encoder.depth} layers{_tower_name(text)} of width {text.width}, "
         f"{text.vocab_size:,} word pieces, up to {text.max_tokens} tokens. Images: "
-        f"{model.image_encoder.depth} layers{_of_tower(image)} of width {image.width}, "
+        f"{model.image_encoder.depth} layers{_tower_name(image)} of width {image.width}, "
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
-        f"layers, layout `{cross.layout}`, position {_listed(cross.position) or 'none'}"
+        f"layers, layout `{cross.layout}`, position {_joined(cross.position) or 'none'}"
         + (
             f" ({cross.anchor.groups} channel groups, mode `{cross.anchor_options.mode}`)."
             if "anchor" in cross.position
@@ -186,10 +186,10 @@ def _model(folder: Path, config: ModelConfig) -> str:
         ),
         _table(("part", "parameters"), rows),
     ]
-    return "\n\n".join(said)
+    return "\n\n".join(paragraphs)
 
 
-def _of_tower(config: TextConfig | ImageConfig) -> str:
+def _tower_name(config: TextConfig | ImageConfig) -> str:
     """Say what a tower from outside is."""
     kind = config.architecture
     name = kind.get("model_type", kind.get("name")) if isinstance(kind, Mapping) else kind
@@ -223,8 +223,8 @@ def _training(folder: Path) -> str:
         rows.append(("hours", f"{report['seconds'] / 3600:.2f}"))
         rows.append(("hardware", f"{report['ranks']} x {report['device']}"))
         if best := report.get("best"):
-            chosen = "this is the best step" if folder.name == "best" else "the best step"
-            rows.append((chosen, f"{best['step']:,}"))
+            best_label = "this is the best step" if folder.name == "best" else "the best step"
+            rows.append((best_label, f"{best['step']:,}"))
     return _table(("", ""), [row for row in rows if row[1]])
 
 
@@ -233,18 +233,23 @@ def _sources(data: Mapping[str, Any]) -> Iterator[str]:
     from vlp.config import ConfigError
     from vlp.data.shards.shard_reader import ShardIndex
 
-    named = [(str(one["path"]), float(one.get("weight", 1))) for one in data.get("sources") or ()]
-    named += [(str(path), 1.0) for path in data.get("train") or ()]
-    for path, weight in named:
-        said = f"`{path}`" + (f", weight {weight:g}" if weight != 1 else "")
+    weights_by_path = [
+        (str(source["path"]), float(source.get("weight", 1)))
+        for source in data.get("sources") or ()
+    ]
+    weights_by_path += [(str(path), 1.0) for path in data.get("train") or ()]
+    for path, weight in weights_by_path:
+        line = f"`{path}`" + (f", weight {weight:g}" if weight != 1 else "")
         with contextlib.suppress(ConfigError, OSError):
-            said += f", {len(ShardIndex.open(path)):,} samples"
-        yield said
+            line += f", {len(ShardIndex.open(path)):,} samples"
+        yield line
 
 
 def _results(folder: Path) -> Iterator[_Result]:
-    places = dict.fromkeys((results_folder(folder), folder / RESULTS))
-    files = {file.name: file for place in reversed(places) for file in place.glob("*.json")}
+    folders = dict.fromkeys((results_folder(folder), folder / RESULTS))
+    files = {
+        file.name: file for directory in reversed(folders) for file in directory.glob("*.json")
+    }
     for _, file in sorted(files.items()):
         content, table = _json(file), file.with_suffix(".md")
         if "task" in content and table.is_file():
@@ -261,11 +266,11 @@ def _figures(figures: Any) -> dict[str, float]:
     if isinstance(figures, list):
         stage = figures[-1]["stage"]
         return {
-            f"{one['direction']} {one['name']}": float(one["value"])
-            for one in figures
-            if one["stage"] == stage
+            f"{row['direction']} {row['name']}": float(row["value"])
+            for row in figures
+            if row["stage"] == stage
         }
-    return {name: float(one["value"]) for name, one in figures.items() if ": " not in name}
+    return {name: float(row["value"]) for name, row in figures.items() if ": " not in name}
 
 
 def _run(folder: Path) -> Path | None:
@@ -274,7 +279,7 @@ def _run(folder: Path) -> Path | None:
     return run if (run / "config.yaml").is_file() else None
 
 
-def _numbers(file: Path) -> int:
+def _count_numbers(file: Path) -> int:
     if not file.is_file():
         return 0
     try:
@@ -301,5 +306,5 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _joined(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)

@@ -13,7 +13,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.pretrained.local_copy import hub_options, local_folder
-from vlp.serving.config import OF_PROCESSORS, VlpConfig, known_options
+from vlp.serving.config import OF_PROCESSORS, VlpConfig, require_options
 from vlp.serving.image_processor import VlpImageProcessor
 
 
@@ -32,9 +32,9 @@ class VlpProcessor(ProcessorMixin):
     @property
     def text(self) -> TextProcessor:
         """Return the tokenizer as `vlp.load` has it."""
-        most = self.tokenizer.model_max_length
-        if self._text is None or self._text.max_tokens != most:
-            self._text = TextProcessor(self.tokenizer.backend_tokenizer, most)
+        max_tokens = self.tokenizer.model_max_length
+        if self._text is None or self._text.max_tokens != max_tokens:
+            self._text = TextProcessor(self.tokenizer.backend_tokenizer, max_tokens)
         return self._text
 
     def __call__(
@@ -69,13 +69,15 @@ class VlpProcessor(ProcessorMixin):
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
     ) -> Self:
         """Read a model folder's preparation and tokenizer."""
-        of_hub = hub_options(options)
-        known_options(options, OF_PROCESSORS)
-        found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)
+        hub = hub_options(options)
+        require_options(options, OF_PROCESSORS)
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub)
         # As `tokenizer.json` has it: AutoTokenizer would make that of a named class from scratch.
-        whole = Path(found, "tokenizer.json").is_file()
-        tokenizer = (PreTrainedTokenizerFast if whole else AutoTokenizer).from_pretrained(found)
-        return cls(VlpImageProcessor.from_pretrained(found), tokenizer)
+        has_tokenizer = Path(folder, "tokenizer.json").is_file()
+        tokenizer = (PreTrainedTokenizerFast if has_tokenizer else AutoTokenizer).from_pretrained(
+            folder
+        )
+        return cls(VlpImageProcessor.from_pretrained(folder), tokenizer)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any

@@ -36,11 +36,11 @@ class AutoClassFinder:
             return None
         execute = spec.loader.exec_module
 
-        def then_ours(module: ModuleType) -> None:
+        def exec_and_register(module: ModuleType) -> None:
             execute(module)
             importlib.import_module(ours)
 
-        spec.loader.exec_module = then_ours  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]
         return spec
 
 

@@ -137,11 +137,11 @@ class OtherModel(NamedTuple):
 
     def checksum(self) -> str:
         """Hash its name, and the files that it is read from where they are on this machine."""
-        whole = hashlib.sha256(f"{self}\n".encode())
+        digest = hashlib.sha256(f"{self}\n".encode())
         for file in self._module().files(self.name):
-            with file.open("rb") as opened:
-                whole.update(hashlib.file_digest(opened, "sha256").digest())
-        return whole.hexdigest()
+            with file.open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+        return digest.hexdigest()
 
     def _module(self) -> Any:
         return import_module(f"evaluation.suite.others.{self.library}_models")
@@ -149,12 +149,12 @@ class OtherModel(NamedTuple):
 
 def other_model(name: str | Path) -> OtherModel | None:
     """Return the model of another library that a name means; None for a folder or hub name."""
-    library, separator, rest = str(name).partition(":")
+    library, separator, model_name = str(name).partition(":")
     if not separator or library not in LIBRARIES:
         return None
-    if not rest:
+    if not model_name:
         raise EvaluationError(f"{name}: name a model behind the colon, as in {EXAMPLES[library]}")
-    return OtherModel(library, rest)
+    return OtherModel(library, model_name)
 
 
 EXAMPLES = {

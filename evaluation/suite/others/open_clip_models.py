@@ -33,15 +33,15 @@ class OpenClipTowers:
             with warnings.catch_warnings():
                 # Weights of another activation fit, and the library only warns.
                 warnings.filterwarnings("error", ".*QuickGELU mismatch")
-                made = open_clip.create_model_and_transforms(
+                parts = open_clip.create_model_and_transforms(
                     architecture, pretrained=tag, **_required(open_clip.create_model)
                 )
-            self.module: Any = made[0].eval()
+            self.module: Any = parts[0].eval()
             self._tokenizer = open_clip.get_tokenizer(architecture)
         except (OSError, RuntimeError, ValueError, KeyError, UserWarning) as error:
-            said = " ".join(str(error).split())
-            raise EvaluationError(f"open_clip:{name} cannot be loaded: {said}") from error
-        self._transform = made[2]
+            reason = " ".join(str(error).split())
+            raise EvaluationError(f"open_clip:{name} cannot be loaded: {reason}") from error
+        self._transform = parts[2]
         self.image_size = int(self.preprocess(Image.new("RGB", (32, 32))).shape[-1])
 
     def preprocess(self, image: Image.Image) -> Tensor:

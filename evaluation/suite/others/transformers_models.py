@@ -28,14 +28,14 @@ class TransformersTowers:
         try:
             folder = local_folder(name)
             # No pickle, and no code of the folder.
-            made: Any = AutoModel.from_pretrained(
+            loaded: Any = AutoModel.from_pretrained(
                 folder, use_safetensors=True, output_loading_info=True
             )
-            self.module, report = made
+            self.module, report = loaded
             self.processor: Any = AutoProcessor.from_pretrained(folder)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            said = " ".join(str(error).split())
-            raise EvaluationError(f"transformers:{name} cannot be loaded: {said}") from error
+            reason = " ".join(str(error).split())
+            raise EvaluationError(f"transformers:{name} cannot be loaded: {reason}") from error
         if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
             raise EvaluationError(
                 f"transformers:{name} is read as a {type(self.module).__name__}, and its files "
@@ -54,30 +54,30 @@ class TransformersTowers:
 
     def preprocess(self, image: Image.Image) -> Tensor:
         """Prepare an RGB image: (3, rows, columns) float32."""
-        made = self.processor.image_processor(image, return_tensors="pt")
-        if more := sorted(set(made) - {"pixel_values"}):
+        inputs = self.processor.image_processor(image, return_tensors="pt")
+        if extra := sorted(set(inputs) - {"pixel_values"}):
             raise EvaluationError(
-                f"a {type(self.module).__name__} reads {', '.join(more)} beside the pixels of an "
+                f"a {type(self.module).__name__} reads {', '.join(extra)} beside the pixels of an "
                 "image, which is not supported; give a model of one image size"
             )
-        pixels: Tensor = made.pixel_values
+        pixels: Tensor = inputs.pixel_values
         return pixels[0]
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ids (B, N) int64, and which are read (B, N) bool."""
         # SigLIP reads its padding, and was trained on its full length.
-        made = self.processor.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=self._room,
+        inputs = self.processor.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=self._max_tokens,
             return_tensors="pt",
         )  # fmt: skip
-        ids = made["input_ids"]
-        mask = made.get("attention_mask")
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
         return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
 
     def count_cut(self, texts: Sequence[str]) -> int:
         """Count the texts that have more tokens than are read."""
         whole = self.processor.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
-        return sum(len(ids) > self._room for ids in whole)
+        return sum(len(ids) > self._max_tokens for ids in whole)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, rows, columns) to (B, d)."""
@@ -94,10 +94,10 @@ class TransformersTowers:
         return 1 / scale.exp().reshape(())
 
     @property
-    def _room(self) -> int:
+    def _max_tokens(self) -> int:
         """Return the most tokens of a text."""
-        places = self.module.config.text_config.max_position_embeddings
-        return min(places - position_offset(self.module), 77)
+        positions = self.module.config.text_config.max_position_embeddings
+        return min(positions - position_offset(self.module), 77)
 
     @property
     def _reads_padding(self) -> bool:

@@ -27,7 +27,7 @@ from evaluation.downstream.submissions import (
     write_vqa,
 )
 from evaluation.options import EvalOptions
-from evaluation.page.session import TryIt
+from evaluation.page.session import ModelSession
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_reader import ShardWriter
@@ -284,7 +284,7 @@ def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
         wanted = dict(zip(("False", "True"), task.logits(inputs).softmax(-1)[0].tolist()))
     found = predict_one(folder, [strip], "a red circle", "cpu")
     assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
-    one = TryIt(folder, device="cpu")
+    one = ModelSession(folder, device="cpu")
     assert one.image_count == 1
     judged = one.act("judge", [Image.open(strip)], "a red circle")
     assert dict(judged) == pytest.approx(wanted, abs=1e-6)

@@ -10,7 +10,7 @@ from PIL import Image
 from question_shards import AUGMENT, toy_parts
 
 from evaluation.page.gradio_page import serve
-from evaluation.page.session import TryIt
+from evaluation.page.session import ModelSession
 from vlp.tasks.vqa import task as vqa
 from vlp.training.engines.environment import free_port
 
@@ -47,7 +47,7 @@ def address(tmp_path_factory, scene_shards):
     task, _ = vqa.build(config, toy_parts(seed=3), 8, 0, "float32")
     task.save_model(folder, task.state_dict())
     port = free_port()
-    blocks = serve(TryIt(folder, [scene_shards], device="cpu"), port=port, block=False)
+    blocks = serve(ModelSession(folder, [scene_shards], device="cpu"), port=port, block=False)
     yield f"http://127.0.0.1:{port}"
     blocks.close()
 

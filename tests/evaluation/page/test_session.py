@@ -18,7 +18,7 @@ import vlp
 from evaluation.__main__ import main
 from evaluation.downstream.predict import predict_one
 from evaluation.page.gradio_page import abilities, page, serve
-from evaluation.page.session import TryIt
+from evaluation.page.session import ModelSession
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.training.engines.environment import free_port
@@ -31,7 +31,7 @@ needs_gradio = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def tried(model_folder, scene_shards):
-    return TryIt(model_folder, [scene_shards], device="cpu")
+    return ModelSession(model_folder, [scene_shards], device="cpu")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_search_orders_images_as_both_encoders_say(tried, model_folder):
 
 @pytest.mark.parametrize("kind", ["plain", "snli_ve", "nlvr2", "vqa", "caption"])
 def test_a_folder_does_what_it_was_trained_for_as_predict_does(task_folders, kind, tmp_path, red):
-    one = TryIt(task_folders[kind], device="cpu")
+    one = ModelSession(task_folders[kind], device="cpu")
     blue = Image.new("RGB", (16, 16), (10, 20, 210))
     files = [tmp_path / "red.png", tmp_path / "blue.png"]
     for image, file in zip((red, blue), files):
@@ -110,8 +110,8 @@ def test_mistakes_are_told_to_the_person(tried, task_folders, red):
         lambda: tried.match(red, "a " * 50_001),
         lambda: tried.search(TEXT, top=0),
         lambda: tried.gallery.image(10_000),
-        lambda: TryIt(task_folders["plain"]).search("a red circle"),
-        lambda: TryIt(task_folders["nlvr2"]).act("judge", [red], TEXT),
+        lambda: ModelSession(task_folders["plain"]).search("a red circle"),
+        lambda: ModelSession(task_folders["nlvr2"]).act("judge", [red], TEXT),
     ):
         with pytest.raises(EvaluationError):
             act()
@@ -140,7 +140,7 @@ def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypat
 @needs_gradio
 @pytest.mark.parametrize("kind", ["plain", "nlvr2", "caption"])
 def test_every_action_has_examples_that_it_answers(task_folders, kind):
-    made = page(TryIt(task_folders[kind], device="cpu"))
+    made = page(ModelSession(task_folders[kind], device="cpu"))
     public = [one for one in made.fns.values() if one.api_visibility == "public"]
     tables = [one for one in made.blocks.values() if one.get_block_name() == "dataset"]
     assert len(public) == len(tables) == (3 if kind == "plain" else 4)
@@ -169,7 +169,7 @@ def test_a_match_score_that_was_never_trained_ranks_nothing(
     weights = load_file(folder / "model.safetensors")
     weights["match_head.bias"].zero_()
     save_file(weights, folder / "model.safetensors")
-    tried = TryIt(folder, [scene_shards], device="cpu")
+    tried = ModelSession(folder, [scene_shards], device="cpu")
     assert "match" not in "".join(one.text for one in tried.search(TEXT))
     for act in (tried.match, tried.ground):
         with pytest.raises(EvaluationError, match=r"never trained to match \(no ITM\)"):

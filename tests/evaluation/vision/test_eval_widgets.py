@@ -35,7 +35,7 @@ def answers(monkeypatch, task, what):
     def said(_, screens, *computing):
         return [what(screen, both) for screen in screens for both in screen.captions.values()]
 
-    monkeypatch.setattr(widgets, "_said", said)
+    monkeypatch.setattr(widgets, "_generate_captions", said)
     return evaluate(task, EvalOptions())
 
 
@@ -78,7 +78,9 @@ def test_a_model_is_judged_by_what_it_generates(task):
     read = [screens.read(n) for n in (0, 3, 5, 8)]
     task.eval()
     said = [
-        one for screen in read for one in widgets._said(task, [screen], torch.device("cpu"), None)
+        one
+        for screen in read
+        for one in widgets._generate_captions(task, [screen], torch.device("cpu"), None)
     ]
     wanted = [both for screen in read for both in screen.captions.values()]
     scores = caption_scores(said, wanted, "plain", meteor=False)
