@@ -222,7 +222,7 @@ class Proof:
         return {"losses": losses, "weights": weights, "interface": {f"{name}: keys": keys}}
 
     def _vlp(self, name: str, *words: str, kill_at: int = 0) -> None:
-        """Run `vlp WORDS` in a process of its own; kill it when so many steps are logged."""
+        """Run `vlp WORDS` in a process of its own; kill it when `kill_at` steps are logged."""
         model, shards = self.folder / "pretrain scenes_tiny/model", self.folder / "shards"
         command = [
             re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in words

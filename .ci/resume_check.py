@@ -19,8 +19,8 @@ from vlp.training.engines.environment import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, CHECKPOINT_EVERY, KILL_AFTER = 16, 5, 7
+# Seconds until the first steps must be logged; the first start on a machine compiles.
 START_LIMIT = 600.0
-"""Seconds until the first steps must be logged; the first start on a machine compiles."""
 
 
 def main() -> int:

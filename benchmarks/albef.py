@@ -1,12 +1,4 @@
-"""A pretraining step compared with ALBEF's unmodified code.
-
-Sizes are equal: depths, widths, heads, pixels, ids, queue. ALBEF's hard-coded image encoder sizes
-and its (random) weights are patched from outside. Dropout is off on both sides. The vocabulary
-shrinks with the width, so that the decoder's share of a step is that of width 768. Texts are as
-long as COCO's; ALBEF's batch ends at its longest text, as its tokenizer leaves it, ours has
-`--max-tokens`, as the loader leaves it. Stand-ins replace removed names of transformers 4.8; only
-`apply_chunking_to_forward`, a plain call, runs in a step.
-"""
+"""A pretraining step compared with ALBEF's unmodified code, with equal sizes and no dropout."""
 
 from __future__ import annotations
 
@@ -64,6 +56,7 @@ class StepSizes(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Word pieces, fewer in proportion to the width."""
+        # So that the decoder's share of a step is that of width 768.
         return BERT_VOCABULARY * self.width // BERT_WIDTH
 
 
@@ -130,9 +123,11 @@ class OurStep:
     def __init__(self, config: PretrainConfig, batch: Batch, device: torch.device) -> None:
         self.trainee = Trainee(config, device)
         teacher, self.batch = self.trainee.task.teacher, batch.to(device)
-        assert teacher is not None  # every variant has one
+        # Every variant has one.
+        assert teacher is not None
         size, width = teacher.queue.image.shape
         image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
+        # Ids that no sample has, so that no key counts as the same image.
         teacher.queue.push(image, text, image_ids=-1 - torch.arange(size))
 
     def losses(self) -> dict[str, float]:
@@ -154,6 +149,8 @@ class AlbefStep:
         torch.manual_seed(0)
         self.model = build_albef(module, sizes).train()
         self.optimiser = torch.optim.AdamW(_albef_groups(self.model), lr=1e-4)
+        # A batch of ALBEF ends at its longest text, as its tokenizer leaves it; ours has
+        # `--max-tokens`, as the loader leaves it.
         longest = int(batch.attention_mask.sum(1).amax())
         self.model.to(device)
         self.pixels = batch.pixels
@@ -242,6 +239,8 @@ def _undocumented(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
+# Names of transformers 4.8 that were removed, by module; only `apply_chunking_to_forward`, a plain
+# call, runs in a step.
 STAND_INS: dict[str, dict[str, Any]] = {
     "modeling_utils": {
         "PreTrainedModel": FormerPreTrainedModel,
@@ -251,7 +250,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
     "file_utils": {"add_code_sample_docstrings": _undocumented},
 }
-"""Replacements in transformers during the import of ALBEF, by module."""
 
 
 def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
@@ -259,6 +257,7 @@ def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
     if not torch.distributed.is_initialized():
         address = f"tcp://127.0.0.1:{free_port()}"
         torch.distributed.init_process_group("gloo", address, rank=0, world_size=1)
+    # The sizes of its image encoder are constants in its code.
     tower = {"embed_dim": sizes.width, "depth": sizes.image_layers, "num_heads": sizes.heads}
     vision = module.VisionTransformer
 
@@ -360,7 +359,7 @@ def albef(
     precision: Precision = "float32",
     device: harness.Device = None,
 ) -> None:
-    """Time a pretraining step beside ALBEF's own, by turns on the same random pairs.
+    """Time a pretraining step and ALBEF's own, by turns on the same random pairs.
 
     --albef is a clone of github.com/salesforce/ALBEF; without it the steps of this project are
     timed alone. A step is forward, backward, AdamW and the momentum teacher's update.
@@ -372,6 +371,7 @@ def albef(
     to words, too.
     """
     torch_device = harness.select_device(device)
+    # Freed memory is kept as in training.
     if torch_device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()

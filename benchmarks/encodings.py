@@ -59,10 +59,7 @@ VARIANTS = {
 
 
 class PublishedIRPE(PositionEncoding):
-    """The published modules (`module`, their `irpe.py`) in our hooks, called as by `RPEAttention`.
-
-    on: letters of q, k, v.
-    """
+    """The published modules (`module`: their `irpe.py`) in our hooks, as in `RPEAttention`."""
 
     def __init__(self, width: int, heads: int, module: Any, on: str) -> None:
         super().__init__()
@@ -175,7 +172,8 @@ def macs(name: str, size: int) -> float:
     model = make(name, size, torch.device("cpu")).eval()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = False  # type: ignore[assignment]  # the counter misses the CPU's
+            # The counter misses the products of the CPU's fused attention.
+            module.fused_attn = False  # type: ignore[assignment]
         if getattr(module, "fused", None) is not None:
             module.fused = False  # type: ignore[assignment]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -188,12 +186,13 @@ def measure(
 ) -> dict[str, VariantTimes]:
     """Measure all variants at one image size, taking turns.
 
-    names: of `VARIANTS`, with `plain` always included; size: pixels; rows: images of a batch;
-    rounds: timed steps of each variant.
+    rows: images of a batch; rounds: timed steps of each variant.
     """
+    # Ratios are to the plain model.
     names = list(dict.fromkeys(["plain", *names]))
     peaks, runners = {}, {}
     for name in names:
+        # What an earlier model left would be freed, and counted, during this one.
         gc.collect()
         peaks[name] = harness.peak_memory(partial(_two_steps, name, size, rows, device), device)
     for name in names:

@@ -1,17 +1,7 @@
 """Parameters and FLOPs of one forward pass, part by part, and the additions of ACE-RPE.
 
-A multiply-accumulate is two FLOPs. Only matrix products are counted, as common counters do: of
-layers with weights, and separately of attention (queries with keys, weights with values). Of
-ACE-RPE every addition, minimum and comparison between similarity and path is counted, too. Both
-streams of the cross-modal encoder run to their end, and tokens include [CLS] and padding.
-
-Two conventions for ACE-RPE:
-
-- *as the paper counts*: E = P W (Eq. 8) is built, (1 + M) x N x width, for each table, direction
-  and layer, and summed under the attention weights (Eq. 12). The paper prints 115G without and 122G
-  with it, 6.1 %, for unknown image size, text length and counting, so several are shown.
-- *as ours runs*: by linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
-  Computing similarities, paths and means is included.
+A multiply-accumulate is two FLOPs. Only matrix products are counted, as common counters do; of
+ACE-RPE every addition, minimum and comparison between similarity and path is counted, too.
 """
 
 from __future__ import annotations
@@ -31,8 +21,8 @@ from vlp.models.config import AnchorOptions, ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import patch_reach, text_reach
 
+# Pixels of an image's side and tokens of a text.
 SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
-"""Pixels of an image's side and tokens of a text."""
 
 PAPER_PARAMETERS = {
     "text encoder": "66.6M",
@@ -40,14 +30,17 @@ PAPER_PARAMETERS = {
     "cross-modal encoder": "53.3M",
     "in all": "163.7M",
 }
+# The paper tells neither image size nor text length nor counting, so several are shown.
 PAPER_FLOPS = "the paper: 115 -> 122 GFLOPs, +6.1 %"
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs of one part: `layers` with weights, `products` without, and `elementwise` steps."""
+    """FLOPs of one part."""
 
     name: str
+    # Products with weights.
     layers: float = 0
+    # Of attention: queries with keys, weights with values.
     products: float = 0
     elementwise: float = 0
 
@@ -78,6 +71,7 @@ def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     image_layer = _layer(width, image.intermediate, patches)
     two_streams = cross.layout == "ace"
     output = cross.layout == "albef"
+    # Both streams run to their end, and tokens include [CLS] and padding.
     streams = [(words, patches), (patches, words)] if two_streams else [(words, patches)]
     layers = products = 0.0
     for queries, keys in streams:
@@ -109,6 +103,7 @@ def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
 
 def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """Count ACE-RPE as the paper does: E built for each table, direction and layer."""
+    # E = P W (Eq. 8) is (1 + M) x N x width, and summed under the attention weights (Eq. 12).
     cross, options = config.cross, config.cross.anchor_options
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
     times = cross.layers * (2 if cross.layout == "ace" else 1)
@@ -126,7 +121,8 @@ def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """Count ACE-RPE as ours runs, FLOPs per pair."""
+    """Count ACE-RPE as ours runs, FLOPs per pair, with similarities, paths and means."""
+    # By linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
     cross, options = config.cross, config.cross.anchor_options
     width, groups, patches, words = (
         config.text.width,
@@ -172,11 +168,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
-    """Count operations per entry of similarity that becomes a path (Eqs 4-7), as PyTorch runs them.
-
-    4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to mark
-    reachable entries; the rest are additions and minima of the two one-sided minima.
-    """
+    """Count operations per entry of similarity that becomes a path (Eqs 4-7) in PyTorch."""
     reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
     # To either side at once: a minimum of both, the length added, a minimum with the rest.
     over_tokens = 4 if reach is None else 3 * reach
@@ -185,6 +177,8 @@ def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
     else:
         down, right = (size - 1 if patches is None else min(patches, size - 1) for size in grid)
         over_patches = 3 * right + down * (1 + 3 * right + 2)
+    # 4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to
+    # mark reachable entries.
     return 4 + 2 + 2 + over_tokens + over_patches
 
 
@@ -215,6 +209,7 @@ def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Count parameters of each part, and of ACE-RPE's tables, which are in the encoder's."""
+    # Without memory for the weights.
     with torch.device("meta"):
         model = VLPModel(config)
     tables = [p for name, p in model.cross_encoder.named_parameters() if "table" in name]

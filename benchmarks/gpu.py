@@ -54,24 +54,23 @@ WORDS = 15
 WAYS: tuple[Compile, ...] = ("none", "blocks")
 # Calls of CUDA's runtime and driver that give the GPU something to do.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync")
+# DDP, and stages of ZeRO.
 ENGINES = ("ddp", "0", "1", "2", "3")
-"""DDP, and stages of ZeRO."""
+# Pairs of a rank, and steps, of parts that measure no speed.
 ROWS, STEPS = 4, 4
-"""Pairs of a rank, and steps, of parts that measure no speed."""
 LOG_EVERY = 4
 
 
 class Setting(NamedTuple):
-    """Shared settings of a check.
-
-    config: of a pretraining; rows: pairs of its timed steps; dry: run every part on the CPU at tiny
-    sizes; out: folder of the results.
-    """
+    """Shared settings of a check."""
 
     config: PretrainConfig
+    # Pairs of the timed steps.
     rows: tuple[int, ...]
     device: torch.device
+    # Every part runs on the CPU at tiny sizes.
     dry: bool
+    # Folder of the results.
     out: Path
 
     @property
@@ -189,10 +188,8 @@ def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device
 
 @contextmanager
 def counted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list that gets a line for every wait of the host within the context.
-
-    On a GPU PyTorch warns of them, with file and line; elsewhere every number that is read is one.
-    """
+    """Yield a list that gets a line for every wait of the host within the context."""
+    # On a GPU PyTorch warns of waits, with file and line; on a CPU each number that is read counts.
     waits: list[str] = []
     if device.type != "cuda":
         with _Reads(waits):
@@ -231,16 +228,14 @@ class EnoughSteps(Exception):
 
 
 class WatchedData(Generic[T]):
-    """One batch (on the CPU) of `rows` samples, repeated, with a watching context around each step.
-
-    watch: makes the context of each step after the warm-up; yields go to `steps`.
-    """
+    """One batch (on the CPU) of `rows` samples, repeated, with a watching context for each step."""
 
     def __init__(
         self, batch: Slots, rows: int, watch: Callable[[], AbstractContextManager[T]]
     ) -> None:
         self.batch, self.rows, self.watch = batch, rows, watch
         self.fingerprint = {"source": "none"}
+        # What the contexts of the steps after the warm-up yield.
         self.steps: list[T] = []
 
     def floor(self, samples_consumed: int) -> int:
@@ -280,13 +275,11 @@ def watched_steps(
 ) -> list[T]:
     """Train on one batch; return the yields of `watch` contexts: ordinary steps, then a logged one.
 
-    Args:
-        config: of `watched_config`; its model need not be the task's.
-        task: a `Task` and module that logs every `LOG_EVERY` steps.
-        batch: of `config.training.batch` rows, on the CPU.
+    config: of `watched_config`; task: a `Task` and module that logs every `LOG_EVERY` steps.
     """
     data = WatchedData(batch, config.training.batch, watch)
-    patience = patch.object(loop, "MAX_NON_FINITE", 10**6)  # the learnt weights do not matter
+    # The learnt weights do not matter.
+    patience = patch.object(loop, "MAX_NON_FINITE", 10**6)
     with patience, tempfile.TemporaryDirectory() as folder, suppress(EnoughSteps):
         config = config.model_copy(update={"output": folder})
         engine = DdpEngine(task, config.training)
@@ -392,7 +385,8 @@ def sizes(setting: Setting) -> Iterator[CheckedFigure]:
 
 
 def _forget() -> None:
-    """Drop compiled graphs and their memory, as forms of all sizes count towards one limit."""
+    """Drop compiled graphs and their memory."""
+    # Forms of all sizes count towards one limit.
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -404,7 +398,8 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
     rate = product_rate(setting)
     trainee = Trainee(setting.config, device)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(device)
-    small = setting.rows[0]  # all that counts grows with the pairs
+    # FLOPs grow with the pairs, so that a small batch is enough.
+    small = setting.rows[0]
     with FlopCounterMode(display=False) as counter:
         trainee.step(random_batch(setting.config.inputs, small, WORDS).to(device))
     compile_task(trainee.task, how, device, setting.backend)
@@ -418,7 +413,8 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(device)
     yield CheckedFigure(f"{name}: peak memory", peak / 2**30, "GiB")
-    if on_gpu:  # what counts them on a CPU is no part of a whole graph
+    # The counter on a CPU cannot be part of a whole graph.
+    if on_gpu:
         with counted_waits(device) as waits:
             trainee.run(batch, 1)
         yield waits_figure(f"{name}: waits for the device", waits, 0, device)
@@ -478,6 +474,7 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
         _forget()
 
 
+# Functions and time limits in seconds of the parts, by name.
 PARTS: dict[str, tuple[Part, float]] = {
     "A device": (rates, 60),
     "B losses": (losses, 300),
@@ -488,7 +485,6 @@ PARTS: dict[str, tuple[Part, float]] = {
     "C ACE-RPE": (anchors, 900),
     "C step": (whole_steps, 900),
 }
-"""Functions and time limits in seconds of the parts, by name."""
 _TINY = (
     *(f"model.{part}.layers=1" for part in ("text", "image", "cross")),
     *(f"model.{part}.heads=2" for part in ("text", "image", "cross")),
@@ -600,7 +596,7 @@ def gpu(
     """Check correctness and speed of pretraining on this machine's GPUs.
 
     --out gets check.md, figures.jsonl, profiler traces and a log of each part. --dry goes through
-    all parts on the CPU at tiny sizes. --only runs the parts whose name starts so: A (rates of the
+    all parts on the CPU at tiny sizes. --only runs the parts with that prefix: A (rates of the
     device), B (losses, waits for the device, resuming under DDP and ZeRO on all GPUs), C (steps as
     written and compiled, cost of ACE-RPE). Compiled graphs stay on disk: what ran out of time goes
     on in a second check. The exit code is 1 where a part fails or a result is wrong, and 2 without

@@ -88,10 +88,8 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def interleave(
     works: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[T]]:
-    """Call each of `works` once a round and return the results by work, without the warm-up.
-
-    The order alternates, so that a slow moment of the machine is shared.
-    """
+    """Call each of `works` once a round and return the results by work, without the warm-up."""
+    # The order alternates, so that a slow moment of the machine is shared.
     results: dict[str, list[T]] = {name: [] for name in works}
     for number in range(warm_up + rounds):
         for name in list(works)[:: 1 if number % 2 else -1]:
@@ -115,6 +113,7 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
+    # The profiler has no peak: the sum of all changes so far is followed over time.
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     live = peak = 0

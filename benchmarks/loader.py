@@ -1,10 +1,7 @@
 """Throughput of data loading (samples/s and core) compared with open_clip's loader and others.
 
 All sides read the same samples: without `--shards` images of 500 x 375 with the spectrum of
-photographs. Processes are pinned to as many cores as there are loader processes. All sides warm up
-by one pass over the shards and then take turns of one pass each, the others being stopped. As the
-machine has other work, CPU time (loader processes and their share of the main one) is measured: the
-ratio is of samples per CPU second, the median over rounds.
+photographs.
 """
 
 from __future__ import annotations
@@ -56,8 +53,8 @@ CROP = (0.9, 1.0)
 _CHUNK = 1 << 24
 
 PLAIN = AugmentConfig(randaugment=False, hflip=False, crop_scale=CROP)
+# Starts a side's endless batches.
 Side = Callable[[], Iterator[Any]]
-"""Starts a side's endless batches."""
 
 
 class Settings(NamedTuple):
@@ -71,11 +68,9 @@ class Settings(NamedTuple):
 
 
 def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
-    """Yield batches of this project's loader, without masks.
-
-    Images are 8-bit levels, which training normalises on its device; with `normalised` the main
-    process does it, for batches like open_clip's.
-    """
+    """Yield batches of this project's loader, without masks."""
+    # Images are 8-bit levels, which training normalises on its device; with `normalised` the main
+    # process does it, for batches like open_clip's.
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
         vocabulary=str(settings.vocabulary),
@@ -171,13 +166,11 @@ TRANSFORMS = {OURS: _our_image, "pillow": _pillow_image, "torchvision": _torchvi
 
 
 class Prepare:
-    """A sample's transforms, for the sides that take a function.
-
-    transforms: key of `TRANSFORMS`; its `image` makes uint8 levels (3, size, size) of JPEG bytes.
-    """
+    """A sample's transforms, for the sides that take a function."""
 
     def __init__(self, settings: Settings, transforms: str) -> None:
         self._text = TextProcessor.load(settings.vocabulary, TOKENS)
+        # From JPEG bytes to uint8 levels (3, size, size).
         self.image = TRANSFORMS[transforms](settings.size)
 
     def text(self, caption: str) -> tuple[Tensor, Tensor]:
@@ -301,6 +294,7 @@ class Stream:
 
     def turn(self, batches: int) -> Turn:
         """Receive some batches."""
+        # The processes of the other sides are stopped.
         self._signal(signal.SIGCONT)
         start, cpu = time.perf_counter(), self._cpu()
         for _ in range(batches):
@@ -312,9 +306,10 @@ class Stream:
     def close(self) -> None:
         """End the loader processes."""
         self._signal(signal.SIGCONT)
-        self._batches.close()  # type: ignore[attr-defined]  # both are generators
+        self._batches.close()  # type: ignore[attr-defined]
         del self._batches
-        gc.collect()  # open_clip's processes end with the last reference to their loader
+        # open_clip's processes end with the last reference to their loader.
+        gc.collect()
         for worker in self._workers:
             worker.join(timeout=10)
 
@@ -323,6 +318,7 @@ class Stream:
             os.kill(worker.pid, number)  # type: ignore[arg-type]  # it was started
 
     def _cpu(self) -> float:
+        # CPU time, as the machine has other work.
         used = time.process_time()
         for worker in self._workers:
             # After the name in brackets: state, ..., user and system time as numbers 14 and 15.
@@ -346,13 +342,8 @@ class LoaderTurns(NamedTuple):
 def take_turns(
     sides: Mapping[str, Side], batches: int, samples: int, rounds: int, cores: int
 ) -> dict[str, LoaderTurns]:
-    """Start every side and let them receive batches in turn, the first round uncounted.
-
-    Args:
-        sides: makers of each one's endless batches.
-        batches: of a turn, with `samples` samples.
-        cores: shared by all sides; each process computes in one thread.
-    """
+    """Start every side and let them receive batches in turn, the first round uncounted."""
+    # As many cores as loader processes, shared by all sides; each process computes in one thread.
     all_cores = sorted(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     os.sched_setaffinity(0, all_cores[:cores])
@@ -479,7 +470,8 @@ def prepared(
             make_shards(shards, samples)
         check_shards(shards, batch, workers)
         save_vocabulary(shards, folder / "vocabulary", TOKENS)
-        keep_freed_memory()  # as training does in its main process; forks inherit it
+        # As training does in its main process; forks inherit it.
+        keep_freed_memory()
         try:
             yield Settings(shards, folder / "vocabulary", size, batch, workers), folder
         except ImportError as error:
@@ -496,7 +488,7 @@ def loader(
     rounds: int = 7,
     row: Literal["pillow", "equal", "best"] = "equal",
 ) -> None:
-    """Time this loader beside open_clip's own training code, unchanged, on the same shards.
+    """Time this loader and open_clip's own training code, unchanged, on the same shards.
 
     Rows: "pillow" makes the very same Pillow calls on both sides (decode, squash bicubic,
     normalise); "equal" the same operations, each side by its own code (decode, random crop of
@@ -516,11 +508,11 @@ def loader_peers(
     rounds: int = 7,
     transforms: Literal["ours", "pillow", "torchvision"] = "ours",
 ) -> None:
-    """Time this loader beside webdataset, litdata and MosaicML Streaming.
+    """Time this loader, webdataset, litdata and MosaicML Streaming.
 
     All have the same transforms (decode, random crop of 0.9..1 of the area, bicubic, tokens) and
-    end with the same uint8 batches. --transforms says by whose code those of the peers work. Ratios
-    are of a peer to ours.
+    end with the same uint8 batches. --transforms is the code of the peers' transforms. Ratios are
+    of a peer to ours.
     """
     with prepared(shards, samples, size, batch, 1) as (settings, folder):
         os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder)  # of litdata

@@ -1,10 +1,7 @@
 """Re-ranking compared with a plain loop over queries, as in ALBEF's evaluation.
 
 A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and a
-few images with all the set's pairs for them in ours, by turns. The rest is extrapolated: queries
-times the mean of a query against pairs times the mean of a pair, with our one-time work for texts.
-A pair that is near in both directions is one pair of ours and two of the loop's. Features are
-random, as the cost depends on sizes alone.
+few images with all the set's pairs for them in ours, by turns; the rest is extrapolated.
 """
 
 from __future__ import annotations
@@ -42,13 +39,13 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 
+# Noise of a caption's feature against its image's; the nearest of both directions then overlap.
 _NOISE = 1.5
-"""Noise of a caption's feature against its image's; the nearest of both directions then overlap."""
 LAYOUTS = ("text", "albef", "ace")
 LOOP, OURS = "plain loop", "ours"
-_BUCKET = "a shelf of texts"
+_BUCKET = "a bucket of texts"
+# A query, its scores by a loop, and by ours.
 _Compared = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
-"""A query, its scores by a loop, and by ours."""
 
 
 def random_model(config: ModelConfig) -> VLPModel:
@@ -67,10 +64,9 @@ def random_model(config: ModelConfig) -> VLPModel:
 
 
 class StandIns:
-    """Blocks of random features in place of an encoder's, with their `collection`.
+    """Blocks of random features in place of an encoder's, as the cost depends on sizes alone.
 
-    texts: captions, dealt to images in turn. batch: rows of a block. memory: bytes of kept blocks,
-    for images and for captions each. precision: of the cross-modal encoder.
+    batch: rows of a block; memory: bytes of cached blocks, for images and for captions each.
     """
 
     def __init__(
@@ -142,7 +138,8 @@ class StandIns:
         rows = self._rows(block, len(self.collection.image))
         states = self._random(generator, rows, 1 + self.patches, self.width)
         tokens = self._random(generator, rows, self.patches, self.embed_dim)
-        feature = states[:, 0, :1]  # never read: the collection has them
+        # Never read: the collection has them.
+        feature = states[:, 0, :1]
         return Block(ImageFeatures(states, feature, functional.normalize(tokens, dim=-1)))
 
     def _encode_texts(self, block: int) -> Block:
@@ -186,19 +183,18 @@ class Sizes(NamedTuple):
 
 
 class RerankTimes(NamedTuple):
-    """Seconds of the whole set by way, extrapolated.
-
-    pair: milliseconds of a pair by way; pairs: scored pairs by way. difference: largest between
-    scores of both ways; inversion: largest step by which one way's order contradicts the other's;
-    both in deviations of a query's scores. same_ranks: share of compared queries with the same rank
-    of the right candidate both ways.
-    """
+    """Seconds of the whole set by way, extrapolated, and the agreement of both ways."""
 
     seconds: dict[str, float]
+    # Milliseconds of a pair.
     pair: dict[str, float]
+    # Scored pairs.
     pairs: dict[str, int]
+    # Largest difference of two scores, in deviations of a query's scores.
     difference: float
+    # Largest step by which one way's order contradicts the other's, in the same unit.
     inversion: float
+    # Share of compared queries with the same rank of the right candidate.
     same_ranks: float
 
     def speedup(self) -> float:
@@ -273,7 +269,7 @@ class _Set:
         return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
 
     def buckets_of(self, image: int) -> list[CandidatePairs]:
-        """Return all pairs of an image, by shelf of texts."""
+        """Return all pairs of an image, by bucket of texts."""
         rows = np.flatnonzero(self.pairs.image == image)
         image_pairs = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
         groups = self.scorer.groups(image_pairs)
@@ -307,9 +303,10 @@ def measure(
     timer, draw = _Timer(device), np.random.default_rng(1)
     *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
-    for pairs in whole.buckets_of(idle):  # the first calls of a process are slow
+    # The first calls of a process are slow, on a GPU the first of each shape.
+    for pairs in whole.buckets_of(idle):
         whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
-    if device.type == "cuda":  # and there the first of each shape
+    if device.type == "cuda":
         _take_turns(whole, _Timer(device), images, texts, idle)
     return _extrapolate(whole, timer, _take_turns(whole, timer, images, texts, idle))
 
@@ -348,8 +345,9 @@ def _run_loop(
 
 
 def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
-    """Score an image by text; shelves serve many images and are timed apart."""
+    """Score an image by text."""
     scores: dict[int, float] = {}
+    # Buckets serve many images, and their preparation is timed separately.
     for pairs in whole.buckets_of(image):
         timer(_BUCKET, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
         pair_scores = timer(OURS, len(pairs.text), whole.ours, pairs)
@@ -362,6 +360,7 @@ def _extrapolate(whole: _Set, timer: _Timer, compared: list[_Compared]) -> Reran
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
     seconds = {LOOP: sum(queries[to] * timer.mean(to) for to in DIRECTIONS)}
     shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.images))
+    # A pair that is near in both directions is one pair of ours and two of the loop's.
     our_pairs = len(whole.pairs.text)
     seconds[OURS] = our_pairs * timer.mean(OURS) + shelves * timer.mean(_BUCKET)
     loop_pairs = min(sizes.nearest, sizes.images) * sizes.texts
@@ -421,7 +420,7 @@ def rerank(
     device: harness.Device = None,
     overrides: harness.Overrides = None,
 ) -> None:
-    """Time re-ranking beside a plain loop over queries that does what ALBEF's evaluation does.
+    """Time re-ranking and a plain loop over queries that does what ALBEF's evaluation does.
 
     The loop takes each query with its --nearest candidates, repeats the query, and runs the
     cross-modal encoder over the pairs in one call, with features of both encoders at hand and texts

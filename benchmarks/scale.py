@@ -1,11 +1,7 @@
 """A billion samples on a thousand ranks, simulated: order, resume, and collective calls of a step.
 
-A folder of 100,000 shards of 10,000 samples each has a full-size index and file of samples; its
-shards link to one real tar of small images, and only rows that are read are written. A fresh
-process takes the place of one rank of 1,024: it opens the index, starts a worker and waits for the
-first batch, from the start of the run and, as after a resume, from a random point. Mixing, and a
-node's reads, follow from the order itself. Collective calls are traced in a step on fake tensors,
-in a process group with simulated other ranks.
+A fresh process takes the place of one rank of 1,024: it opens the index, starts a worker and waits
+for the first batch, from the start of the run and, as after a resume, from a random point.
 """
 
 from __future__ import annotations
@@ -49,23 +45,23 @@ from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import checkpoint_activations
 
 SEED = 0
-ONE = "one"  # the folder of the real shard
+# The folder of the real shard.
+ONE = "one"
 CORPUS = "corpus"
 TABLE = "samples-0.npy"
 
 
 class Scale(NamedTuple):
-    """Size of the corpus and of the run.
-
-    batch: slots of a global batch; window: samples of a stream that are shuffled at a time.
-    """
+    """Size of the corpus and of the run."""
 
     shards: int = 100_000
     shard_samples: int = 10_000
     ranks: int = 1024
     ranks_per_node: int = 8
     streams: int = 8192
+    # Rows of a global batch.
     batch: int = 32_768
+    # Samples of a stream that are shuffled at a time.
     window: int = 4096
 
     @property
@@ -85,28 +81,25 @@ class Scale(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Seconds and bytes of one rank with one worker.
+    """Seconds and bytes of one rank with one worker."""
 
-    opened: the index; first, resumed: to the first batch, from the start and from a random place;
-    added: bytes of index and order in the main process.
-    """
-
+    # Until the index is open.
     opened: float
+    # To the first batch, from the start and from a random place.
     first: float
     resumed: float
+    # Bytes of index and order in the main process.
     added: int
 
 
 class Mixing(NamedTuple):
-    """Statistics of the order, with expectations under a uniform shuffle.
+    """Statistics of the order, with expectations under a uniform shuffle."""
 
-    displacement: mean distance between a sample's places in corpus and epoch, as a share of the
-    epoch. pairs: share of a global batch's pairs from one shard. distinct: shards in a global
-    batch.
-    """
-
+    # Mean distance between a sample's places in corpus and epoch, as a share of the epoch.
     displacement: tuple[float, float]
+    # Share of a global batch's pairs that are from one shard.
     pairs: tuple[float, float]
+    # Shards in a global batch.
     distinct: tuple[float, float]
 
 
@@ -124,6 +117,7 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     corpus = folder / CORPUS
     corpus.mkdir()
     names = [f"{number:06d}.tar" for number in range(scale.shards)]
+    # All shards link to one real tar.
     for name in names:
         (corpus / name).symlink_to(folder / ONE / entry.name)
     write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
@@ -215,10 +209,7 @@ def shards_of_node(scale: Scale) -> int:
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Counter of the collective calls of tensors inside it, by name.
-
-    bytes: of whole tensors, for an all-gather after it, for a reduce-scatter before it.
-    """
+    """Counter of the collective calls of tensors inside it, by name."""
 
     KINDS: ClassVar = {
         "allreduce_": "all_reduce",
@@ -243,6 +234,7 @@ class CollectiveTrace(TorchDispatchMode):
         if kind and func.namespace in ("c10d", "_c10d_functional"):
             tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
             self.calls[kind] += 1
+            # Of whole tensors: of an all-gather the result, of a reduce-scatter the input.
             self.bytes[kind] += max(x.nbytes for x in tensors)
         return out
 
@@ -261,11 +253,9 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
 
 
 def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> CollectiveTrace:
-    """Trace a task's collective calls in the forward and backward pass of one step.
-
-    Engine calls, such as the reduction of gradients, are excluded, as is the histogram of a running
-    anchor threshold, one all-reduce: fake tensors have no numbers for it.
-    """
+    """Trace a task's collective calls in a forward and backward pass, without its engine's."""
+    # Without the histogram of a running anchor threshold, one all-reduce: fake tensors have no
+    # numbers for it.
     cross = config.model.cross
     anchor = {**cross.options.get("anchor", {}), "threshold": 0.05}
     cross = cross.model_copy(update={"options": {**cross.options, "anchor": anchor}})
@@ -278,7 +268,8 @@ def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> Col
         for network in task.networks():
             network.to_empty(device="cpu")
         if task.teacher:
-            task.teacher.average.to("cpu")  # which is no part of a step
+            # The average is no part of a step.
+            task.teacher.average.to("cpu")
         fields: dict[str, Any] = {
             name: fake.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch._asdict().items()
@@ -329,7 +320,7 @@ def scale(
 def collectives(
     config: harness.Config, ranks: int = 1024, overrides: harness.Overrides = None
 ) -> None:
-    """Trace the collective calls of a task's step among so many pretended ranks."""
+    """Trace the collective calls of a task's step among pretended ranks."""
     settings = harness.load_pretraining(config, overrides)
     settings.require_world_size(ranks)
     trace = task_collectives(settings, ranks)

@@ -1,9 +1,4 @@
-"""Time of one pretraining step on random pairs: its parts, and the additions of ACE-RPE.
-
-A step is forward and backward pass, gradient clipping, AdamW and the teacher's update, with every
-loss of the configuration, without log statistics. On a CPU freed memory is kept, as in training:
-mapping it anew costs more than ACE-RPE.
-"""
+"""Time of one pretraining step on random pairs: its parts, and the additions of ACE-RPE."""
 
 from __future__ import annotations
 
@@ -35,12 +30,11 @@ from vlp.training.optimiser import build_adamw
 RANGES = ("pass/", "anchor/")
 WARM_UP = 3
 WITH, WITHOUT = "with ACE-RPE", "without"
+# Keys of the teacher's queue in `overhead`; a longer one makes the shares smaller.
 QUEUE = 1024
-"""Keys of the teacher's queue in `overhead`; a longer one makes the shares smaller."""
+# Gamma distribution of the tokens of COCO's captions (bert-base-uncased, [CLS] and [SEP] counted):
+# mean 14.0, deviation 3.0, least 9, 5 % above 19 (795 captions).
 SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
-"""Gamma distribution of the tokens of COCO's captions (bert-base-uncased, [CLS] and [SEP] counted):
-mean 14.0, deviation 3.0, least 9, 5 % above 19 (795 captions).
-"""
 _CLS = 2
 
 
@@ -153,23 +147,23 @@ def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
         for event in profiler.profiler.kineto_results.events():
             if event.name().startswith(RANGES):
                 ranges[event.name()][str(event.device_type())] += event.duration_ns()
-        for name, spans in ranges.items():  # on a GPU, the CPU's span and the GPU's
+        # On a GPU, the CPU's span and the GPU's.
+        for name, spans in ranges.items():
             seconds[name].append(max(spans.values()) / 1e9)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 class Overhead(NamedTuple):
-    """Medians in seconds by variant and part, and the shares that ACE-RPE adds.
+    """Medians in seconds by variant and part, and the shares that ACE-RPE adds."""
 
-    parts: forward, backward, optimiser and step of timed steps; passes: ranges of profiled ones,
-    with the profiler's cost. time (with its 95 % `interval`) and memory: added share of the step
-    and of the peak. peak: bytes by variant.
-    """
-
+    # Forward, backward, optimiser and step of timed steps.
     parts: dict[str, dict[str, float]]
+    # Ranges of profiled steps, with the profiler's cost.
     passes: dict[str, dict[str, float]]
+    # Added share of the step, with its 95 % interval.
     time: float
     interval: tuple[float, float]
+    # Bytes by variant, and their added share.
     peak: dict[str, int]
     memory: float
 
@@ -203,18 +197,15 @@ def measure_overhead(
 ) -> Overhead:
     """Run the benchmark on a configuration with ACE-RPE.
 
-    Args:
-        rows: pairs of a batch.
-        steps: timed steps of each variant.
-        words: real words of every text, fewer where they do not fit.
-        profiled_steps: steps of each variant for the rows of passes.
+    words: of every text, fewer where they do not fit; profiled_steps: of each variant, for passes.
     """
     configs = variants(config)
     batch = random_batch(config.inputs, rows, words).to(device)
     makers = {name: partial(Trainee, c, device) for name, c in configs.items()}
     peak = {}
     for name, make in makers.items():
-        gc.collect()  # what an earlier task left would be freed, and counted, during this one
+        # What an earlier task left would be freed, and counted, during this one.
+        gc.collect()
         peak[name] = harness.peak_memory(partial(two_steps, make, batch), device)
     trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
@@ -242,10 +233,8 @@ def added_share(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, tuple[float, float]]:
-    """Compute the added share from steps that took turns, and its 95 % bootstrap interval.
-
-    The median of the ratios of neighbouring steps, less 1: a slow moment hits both of a pair.
-    """
+    """Compute the added share from steps that took turns, and its 95 % bootstrap interval."""
+    # The median of the ratios of neighbouring steps: a slow moment hits both of a pair.
     ratios = with_it / without
     drawn = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
     low, high = percentile_interval(np.median(ratios[drawn], axis=1))
@@ -253,8 +242,9 @@ def added_share(
 
 
 def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
-    """Build a task and train it for two steps: the second has the optimiser's state in memory."""
+    """Build a task and train it for two steps."""
     trainee = make()
+    # The second step has the optimiser's state in memory.
     for _ in range(2):
         trainee.step(batch)
 
@@ -297,6 +287,7 @@ def overhead(
     sum of live tensors, weights and optimiser state included.
     """
     torch_device = harness.select_device(device)
+    # As in training: mapping freed memory anew costs more than ACE-RPE.
     if torch_device.type == "cpu":
         keep_freed_memory()
     rows = rows or (64 if torch_device.type == "cuda" else 16)

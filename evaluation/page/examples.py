@@ -9,15 +9,15 @@ from PIL import Image
 
 from evaluation.retrieval.gallery import Gallery
 from vlp.data.schema import Annotation, texts_of
-from vlp.scenes.annotation import annotate
+from vlp.scenes.annotation import annotation as annotate
 from vlp.scenes.render import render
 from vlp.scenes.sample import distinct_scenes
 
+# Number of examples; the answer below them stays on the screen.
 COUNT = 3
-"""Number of examples; the answer below them stays on the screen."""
 
+# Larger images are reduced, as the browser loads them before the page shows.
 SIDE = 640
-"""Larger images are reduced, as the browser loads them before the page shows."""
 
 
 class Example(NamedTuple):

@@ -24,6 +24,7 @@ Answer = TypeVar("Answer")
 HOST, PORT = "127.0.0.1", 7860
 
 
+# Small images fill their frames; a phone shows every tab, and no column leaves its screen.
 STYLE = """
 .image .image-frame img { object-fit: contain; }
 .tiles .grid-wrap { max-height: none; }
@@ -38,14 +39,11 @@ STYLE = """
   .words .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; }
 }
 """
-"""Small images fill their frames; a phone shows every tab, and no column leaves its screen."""
 
 
 def page(session: ModelSession) -> Any:
-    """Build the page as `gradio.Blocks`, with the actions that the model supports.
-
-    Endpoints: `/search`, the task's (`/answer`), `/match`, `/ground`, `/anchors`.
-    """
+    """Build the page as `gradio.Blocks`, with an endpoint for each action of the model."""
+    # `/search`, the task's (such as `/answer`), `/match`, `/ground`, `/anchors`.
     gradio = gradio_module()
 
     def with_errors(act: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -72,7 +70,7 @@ def page(session: ModelSession) -> Any:
         submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
         triggers = [button.click, *submits]
         event = gradio.on(triggers, with_errors(act), inputs, outputs, api_name=name)
-        # Else the badge of an error, or an older result, stays where the result would be.
+        # Else the badge of an error, or an older result, would stay in the place of the result.
         empty = None if len(outputs) == 1 else [None] * len(outputs)
         event.failure(lambda: empty, None, outputs, api_visibility="private")
         with example_columns[button]:
@@ -112,7 +110,8 @@ def page(session: ModelSession) -> Any:
         component = gradio.Image(
             images[0] if visible else None,
             type="filepath",
-            image_mode=None,  # Gradio hands the file over as it came, and does not decode it
+            # Gradio hands the file over as it came, and does not decode it.
+            image_mode=None,
             label=label,
             sources=["upload", "clipboard"],
             format="png",
@@ -273,7 +272,7 @@ def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool
 
 def gradio_module() -> Any:
     """Import Gradio without telemetry, with images in a folder of this user alone."""
-    # Said before the import: Gradio asks its servers for its newest version and counts starts.
+    # Before the import: Gradio asks its servers for its newest version and counts starts.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     if "GRADIO_TEMP_DIR" not in os.environ:
         # Its own choice, /tmp/gradio, belongs to its first user, and all may read uploads there.

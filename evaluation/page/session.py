@@ -34,25 +34,21 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 
+# An image, or the file that was uploaded, which is decoded within the limits of samples.
 ImageInput = Image.Image | str | Path | None
-"""An image, or the file that was uploaded, which is decoded within the limits of samples."""
 
+# Pixels of the longer side of an image that is sent back.
 DISPLAY_SIDE = 480
-"""Pixels of the longer side of an image that is sent back."""
 
+# Larger images are first reduced to about this multiple of the model's image side.
 DECODED_SIDES = 2
-"""Larger images are first reduced to about this multiple of the model's image side."""
 
+# Images cached as read and encoded, for the other tabs.
 CACHED_IMAGES = 4
-"""Images cached as read and encoded, for the other tabs."""
 
 
 class EncodedImage:
-    """A user's image, resized once and encoded at most once.
-
-    `image` is upright RGB with a smaller side of `min_side` pixels, or fewer if it came so; an
-    uploaded JPEG is decoded at about that size.
-    """
+    """A user's image, upright and RGB, resized once and encoded at most once."""
 
     def __init__(
         self, image: ImageInput, min_side: int, loaded: Loaded, device: torch.device
@@ -60,6 +56,7 @@ class EncodedImage:
         if image is None:
             raise EvaluationError("choose an image first")
         self._loaded, self._device = loaded, device
+        # An uploaded JPEG is decoded at about the size that it is reduced to.
         source = image if isinstance(image, Image.Image) else _uploaded(Path(image), min_side)
         self.image = _reduced(upright_rgb(source), min_side)
 
@@ -125,13 +122,11 @@ class ModelSession:
         return self.loaded.model.match_is_trained
 
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
-        """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
-
-        Each has its similarity, and a match probability if requested and trained.
-        """
+        """Return images that fit a text, the best first, re-ranked by the cross-modal encoder."""
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
         gallery = self.gallery
+        # An untrained match score would shuffle the best.
         rerank = rerank if self.can_match else 0
         results = []
         for hit in gallery.search(_require_text(text), top, rerank):
@@ -145,10 +140,7 @@ class ModelSession:
     def act(
         self, name: str, images: Sequence[ImageInput], text: str | None = None
     ) -> list[tuple[str, float]]:
-        """Predict by the `PageAction` `name`, likeliest first with probabilities.
-
-        `text`: None if the task reads no text.
-        """
+        """Predict by the `PageAction` `name`, likeliest first with probabilities."""
         task = self._task
         if task is None or self.action is None or self.action.name != name:
             raise self._wrong_task(name)
@@ -165,7 +157,8 @@ class ModelSession:
         self._require_match()
         encoded, caption = self._encoded(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
-            features = encoded.features  # float32: the maps of the other tabs are made of them, too
+            # In float32, as the maps of the other tabs are made of them, too.
+            features = encoded.features
             with inference(self.device, None):
                 return match_of(self.loaded, features, caption)
 
@@ -219,7 +212,8 @@ class ModelSession:
 def _require_text(text: str) -> str:
     if not (text or "").strip():
         raise EvaluationError("type a text first")
-    if len(text) > MAX_TEXT:  # the tokenizer takes 90 bytes a letter
+    # The tokenizer takes 90 bytes a letter.
+    if len(text) > MAX_TEXT:
         raise EvaluationError(f"the text has {len(text):,} letters; at most {MAX_TEXT:,} are read")
     return text.strip()
 

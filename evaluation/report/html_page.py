@@ -28,8 +28,8 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.registry import task_kinds
 
+# Results shown of a search.
 HITS = 3
-"""Results shown of a search."""
 ANCHORS = (
     "Small images: share of channel groups in which a word anchors each patch, from dark for few "
     "to yellow for all."
@@ -83,6 +83,7 @@ def page(
         element("h2", "Results"),
         *(tables or [element("p", "None of these folders holds results.")]),
     ]
+    # One figure for all runs, so that their losses can be compared.
     losses = {source.name: _line(source.log, "loss/total") for source in sources if source.log}
     if len(losses) > 1:
         parts += [_row([_curve("Total loss", losses)])]
@@ -170,11 +171,7 @@ def _samples(
 
 
 def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
-    """Yield the captions with the lowest and highest ranks by the dual encoder, and retrieved
-    images.
-
-    Each caption has the anchors of its words in its image.
-    """
+    """Yield captions with the worst and best ranks by the dual encoder, and retrieved images."""
     stored = gallery.collection
     owners = stored.image_of_text
     ranking = search(stored.text, stored.image, owners[:, None], HITS)
@@ -194,6 +191,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
                 images.append((framed(gallery.image(int(image)).image), label))
             yield element("p", caption)
             yield _images(images)
+            # The anchors of the words are those in the caption's own image.
             sample = target._replace(captions=[caption], annotation=Annotation())
             with evaluating(gallery.loaded.model, gallery.encoder.device) as device:
                 words = map_caption(gallery.loaded, sample, device).words
@@ -225,7 +223,7 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Ht
     canvas = Canvas(figsize=(4, 3), layout="constrained")
     axes = canvas.add_subplot(title=title, xlabel="step")
     for label, points in lines.items():
-        # A label with dollar signs would be a formula, and one with an underscore left out.
+        # Matplotlib reads dollar signs as a formula and leaves out labels that begin with "_".
         legend = label.replace("$", r"\$").lstrip("_") or " "
         axes.plot(*zip(*points), marker=".", markersize=2, linewidth=1, label=legend)
     axes.legend(fontsize=7)

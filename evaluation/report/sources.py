@@ -21,7 +21,7 @@ from vlp.training.run_folder import read_log
 EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
 _TAILS = {"best", "model", "evaluation"}
-# Dotted keys of config.yaml in the order that a reader asks; what a run has not is left out.
+# Dotted keys of config.yaml in the order that a reader asks; those that a run lacks are left out.
 _SETTINGS = (
     ("init_from", "starts from"),
     ("task.kind", "task"),
@@ -41,14 +41,12 @@ _SETTINGS = (
 
 
 class StoredResult(NamedTuple):
-    """One KIND.json: figures by name, and for retrieval by stage in `variants`.
-
-    variants: stage ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts: of
-    evaluated items, such as {"images": 1000}.
-    """
+    """One KIND.json: figures by name, and for retrieval by stage in `variants`."""
 
     kind: str
+    # Stage ("" or "dual encoder", "re-ranked top 16") -> figures by name.
     variants: dict[str, dict[str, Figure]]
+    # Of evaluated items, such as {"images": 1000}.
     counts: dict[str, int]
     shards: tuple[str, ...]
     skipped: dict[str, int]
@@ -203,6 +201,7 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             variants=_stages(figures, content.get("rerank"))
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))},
+            # Every other whole number counts something.
             counts={k: v for k, v in content.items() if type(v) is int and k != "rerank"},
             shards=tuple(map(str, content.get("shards") or ())),
             skipped=dict(content.get("skipped") or {}),

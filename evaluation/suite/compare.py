@@ -18,25 +18,25 @@ from evaluation.samples import EvaluationError
 from vlp.metrics import RECALL_AT, bootstrap_means, percentile_interval
 from vlp.models.pretrained.local_copy import RESULTS, results_folder
 
+# Signs in memory at once.
 _SIGNS = 2**24
-"""Signs in memory at once."""
 
 
 class ItemDifference(NamedTuple):
-    """One figure of two models, second minus first.
+    """One figure of two models, second minus first."""
 
-    first, second: means over the items. difference with its 95 % bootstrap interval low, high. p:
-    two-sided, of the sign-flip test over images. mcnemar: two-sided exact p, None for a value other
-    than 0 or 1. only_first, only_second: items where one is higher. items: their number.
-    """
-
+    # Means over the items.
     first: float
     second: float
+    # With its 95 % bootstrap interval.
     difference: float
     low: float
     high: float
+    # Two-sided, of the sign-flip test over images.
     p: float
+    # Two-sided exact p; None for values other than 0 or 1.
     mcnemar: float | None
+    # Items where one of both is higher.
     only_first: int
     only_second: int
     items: int
@@ -51,10 +51,7 @@ def item_difference(
     permutations: int = 10_000,
     seed: int = 0,
 ) -> ItemDifference:
-    """Compare two models item by item.
-
-    permutations: of the sign-flip test; the smallest p is 1 / (permutations + 1).
-    """
+    """Compare two models item by item; the smallest p is 1 / (permutations + 1)."""
     if not len(first) or len({len(first), len(second), len(clusters)}) > 1:
         raise ValueError(
             f"{len(first)} and {len(second)} values and {len(clusters)} images: a comparison "
@@ -63,6 +60,7 @@ def item_difference(
     gap = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     numbers: dict[Hashable, int] = {}
     cluster_ids = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    # Items of an image are not independent: images are drawn, and whole images change their sign.
     sums: NDArray[np.float64] = np.bincount(cluster_ids, gap).astype(float)
     weights = np.bincount(cluster_ids).astype(float)
     means = bootstrap_means(sums[:, None], weights[:, None], resamples=resamples, seed=seed)
@@ -84,14 +82,12 @@ def item_difference(
 def sign_flip_p(
     differences: NDArray[np.floating], permutations: int = 10_000, seed: int = 0
 ) -> float:
-    """Return the two-sided p of the sum of independent differences under random signs.
-
-    Up to 12 non-zero differences get all signs; else some are drawn, and p counts the data as one.
-    """
+    """Return the two-sided p of the sum of independent differences under random signs."""
     nonzero = differences[differences != 0].astype(float)
     if not len(nonzero):
         return 1.0
     observed = abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
+    # Few differences get all signs; of more some are drawn, and the data count as one draw.
     if len(nonzero) <= 12:
         bits = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1
         return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
@@ -118,10 +114,10 @@ _LISTED = 5
 _TRUTH = {"True", "False"}
 
 Row = dict[str, Any]
+# By figure, the value of each item by its identity.
 Values = dict[str, dict[tuple[Any, ...], float]]
-"""By figure, the value of each item by its identity."""
 
-# What tells the items of a task apart, and by which field its rows are known.
+# Field that marks the rows of a task -> fields that identify an item.
 _IDENTITY = {
     "direction": ("direction", "key", "caption", "text"),
     "question_id": ("key", "question_id", "question"),
@@ -275,7 +271,8 @@ def _kind(row: Row, file: Path) -> str:
 
 
 def _by_identity(rows: Sequence[Row], kind: str) -> dict[tuple[Any, ...], Row]:
-    """Index rows by identity; equal ones, as one key in two folders, by their order too."""
+    """Index rows by identity."""
+    # Equal ones, as one key in two folders, are told apart by their order.
     counts: Counter[tuple[Any, ...]] = Counter()
     indexed = {}
     for row in rows:
@@ -334,6 +331,7 @@ def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], floa
     """Compute NLVR2's: the sentences that are right every time, a sentence being one item."""
     right: dict[tuple[Any, ...], float] = {}
     for row in rows.values():
+        # A sentence is right where it is right of every pair of images.
         sentence = ("sentence", sentence_of(row))
         right[sentence] = min(right.get(sentence, 1.0), row["scores"]["accuracy"])
     return right

@@ -116,8 +116,7 @@ def suite_of(
 ) -> SuiteConfig:
     """Return the configuration of all evaluations that the data allow, for each model.
 
-    shards: with captions, for retrieval and foils. labelled: with classes, for zero-shot
-    classification; requires `classes`.
+    shards: with captions; labelled: with classes, for zero-shot classification by `classes`.
     """
     if bool(labelled) != (classes is not None):
         raise ConfigError(
@@ -140,18 +139,18 @@ def _row(model: str) -> str:
     return re.sub(r"[^\w.+@-]+", "-", model).strip("-.") or "model"
 
 
+# A card is written after an evaluation, and must not make it obsolete.
 _NOT_THE_MODEL = ("README.md", ".gitattributes")
 
 
+# Evaluations that need only one vector per image and per text.
 BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
-"""Evaluations that need only one vector per image and per text."""
 
 
 def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:
     """Hash a result's inputs: the model's files, the options, the data, the prompts.
 
-    Data are the shards' index, which covers contents; for class folders and tars, names, sizes and
-    modification times. `sums` caches the hashes of model folders.
+    `sums` caches the hashes of model folders.
     """
     parts = [json.dumps(_options(job), sort_keys=True)]
     try:
@@ -164,6 +163,7 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
+            # An index covers contents; class folders and tars have names, sizes and times alone.
             index = shards / INDEX_NAME
             parts.append(_checksum(index) if index.is_file() else _stamps(shards))
         for name in ("classes", "templates"):
@@ -195,7 +195,8 @@ def run_job(
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)
         loaded = folder.load()
-    elif job.task in JOBS and job.task != "vqa":  # these take any model folder
+    elif job.task in JOBS and job.task != "vqa":
+        # These take any model folder.
         with said_in_one_line():
             loaded = vlp.load(folder)
     else:
@@ -389,7 +390,7 @@ def _result(
             return "", None, str(error)
         return key, _saved(target, key, job.task), ""
 
-    # One rank decides, so that all do the same.
+    # One rank decides, so that all either read or evaluate.
     ((key, content, problem),) = ranks.map_blocks(1, lambda _: lookup())
     if problem:
         raise EvaluationError(problem)
@@ -404,6 +405,7 @@ def _result(
         _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:
             print(f"{name}: judged in {time.monotonic() - start:.0f} s", flush=True)
+    # As a saved one is read, so that new and saved results do not differ.
     fresh: dict[str, Any] = json.loads(json.dumps(result.to_json()))
     return fresh
 

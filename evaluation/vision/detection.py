@@ -59,10 +59,12 @@ def _at_size(
         partial(_read, images, size, task.config.data, numbers), device, options.workers
     )
     blocks = range(-(-len(numbers) // BATCH))
+    # A batch has images of one shape; the buckets fill in any order.
     with reader.ahead(blocks):
         for target, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
             bucket = buckets[pixels.shape]
-            bucket.append((len(truth), pixels.clone()))  # a view would keep its whole block
+            # A view would keep its whole block in memory.
+            bucket.append((len(truth), pixels.clone()))
             truth.append(target)
             if len(bucket) == BATCH:
                 detections |= _detected(task, bucket, truth, device, options.precision)

@@ -1,8 +1,4 @@
-"""Encodings in the last blocks of a pretrained ViT, with frozen first blocks.
-
-Outputs of the frozen blocks are computed once, in bfloat16; a run trains the last blocks, the norm,
-the head and the encoding from them. Runs of a seed share the initial head and image order.
-"""
+"""Encodings in the last blocks of a pretrained ViT, with frozen first blocks."""
 
 from __future__ import annotations
 
@@ -39,6 +35,7 @@ from vlp.training.config import VisionConfig
 from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
 
 BATCH = 50
+# Outputs of the frozen blocks are computed once; a run trains these parts from them.
 TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
 
 
@@ -55,11 +52,9 @@ class FrozenConfig(Config):
 
 
 class Tokens(NamedTuple):
-    """Outputs of the frozen blocks, (images, tokens, width) bfloat16, and labels, by part.
+    """Outputs of the frozen blocks, (images, tokens, width) bfloat16, and labels, by part."""
 
-    Parts are `train` and the test images' sizes.
-    """
-
+    # Parts are `train` and the test images' sizes.
     of: dict[str, Tensor]
     labels: dict[str, Tensor]
     classes: int
@@ -163,24 +158,21 @@ def stored_tokens(
 
 
 def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str, float]:
-    """Train one run and test it at each size.
-
-    Returns `top1@SIZE` and `loss@SIZE` of the sizes that the encoding supports; `changed`, percent
-    by which it changes the features before training; `parameters` of it, thousands; `macs` of the
-    trained part for one image, millions; `ms`, milliseconds of processor time of a training image
-    (median over steps); `steps` and `seconds` of the training.
-    """
+    """Train one run; return `top1@SIZE` and `loss@SIZE` of each supported size, and costs."""
     task, training = config.task, config.training
     assert isinstance(task, ClassificationConfig)
     tail = _new_tail(task, frozen, stored.classes, training.seed)
     sample = stored.of["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
     figures = {
+        # Percent by which the encoding changes the features before training.
         "changed": _relative_change(tail, _new_tail(plain, frozen, stored.classes, 0), sample)
     }
+    # Of the trained part for one image, in millions.
     figures["macs"] = _macs(tail, sample[:1])
     encodings = tail.encodings()
     weights = [parameter for encoding in encodings.values() for parameter in encoding.parameters()]
+    # Of the encoding, in thousands.
     figures["parameters"] = sum(parameter.numel() for parameter in weights) / 1e3
 
     adam = training.optimiser
@@ -215,6 +207,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         optimiser.step()
         cpu_seconds.append((time.process_time() - cpu_start) / len(numbers))
     seconds = time.monotonic() - start
+    # Processor time of a training image: the median over steps, as the machine has other work.
     figures["ms"] = 1e3 * float(torch.tensor(cpu_seconds).median())
     for size in frozen.sizes:
         figures |= _test(tail, size, stored, half)
@@ -223,6 +216,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
 
 
 def _new_tail(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
+    # Runs of a seed share the initial head and image order.
     torch.manual_seed(seed)
     return Tail(task, frozen.blocks, classes)
 
@@ -263,6 +257,7 @@ def _test(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]
     """Compute accuracy in percent and cross-entropy in nats; empty for an unsupported grid."""
     tokens, labels = stored.of[str(size)], stored.labels["test"]
     side = size // int(tail.model.patch_embed.patch_size[0])
+    # Some encodings do not carry over to other grids.
     try:
         model = tail.at((side, side)).eval()
     except ValueError:

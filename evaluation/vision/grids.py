@@ -15,7 +15,8 @@ from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
 from vlp.tasks.grids.task import Grids, question_of
 
-TOKENS = 2**14  # of one batch
+# Tokens of one batch.
+TOKENS = 2**14
 
 
 class _Question(NamedTuple):
@@ -47,8 +48,8 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             batch = collate_grids(config.size, [question.sample for question in part]).to(
                 torch_device
             )
-            # Greedy writing gives a template where all its tokens are the likeliest ones after
-            # those before them, which one pass over the template itself tells.
+            # Greedy decoding gives a template if each of its tokens is the likeliest after those
+            # before it, so that one pass over the template itself is enough.
             with inference(torch_device, options.precision or "float32"):
                 likeliest = task.model(question_of(batch), batch.outputs).argmax(-1)
             for question, hit in zip(
@@ -65,7 +66,7 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
 
 
 def _questions(config: GridDataConfig) -> list[_Question]:
-    """The same for every model of one configuration."""
+    """Return the questions, the same for every model of one configuration."""
     tasks = open_grids(config)
     questions = []
     for number, grid_task in enumerate(config.tasks):

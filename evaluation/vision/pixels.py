@@ -16,7 +16,8 @@ from vlp.tasks.pixels.metrics import bits_per_dimension
 from vlp.tasks.pixels.task import Pixels
 
 COLOURS = ("red", "green", "blue")
-TOKENS = 2**14  # of one batch
+# Tokens of one batch.
+TOKENS = 2**14
 
 
 def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:

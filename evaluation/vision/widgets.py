@@ -19,8 +19,8 @@ from vlp.tasks.widgets.screens import Screen
 from vlp.tasks.widgets.task import Widgets
 
 BATCH = 32
+# Lines per side of the screen; boxes are equal if equal in the tables of `learned-4d`.
 LINES = 100
-"""Lines per side of the screen; boxes are equal if equal in the tables of `learned-4d`."""
 
 
 def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
@@ -28,9 +28,7 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
 
     `exact` is the share of captions equal to a reference. `cider_seen` and `cider_unseen` (Table 4)
     are the means over widgets with a box (to the nearest of 100 lines) that some widget of the
-    training screens has, and over the others; `seen` is their share. The paper does not define a
-    seen position; its overall CIDEr is the weighted mean of both, so it averaged single captions,
-    as here. All training screens are read.
+    training screens has, and over the others; `seen` is their share.
     """
     config = task.config
     require_caption_tools(config.java)
@@ -59,6 +57,8 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
         for candidate, accepted in zip(candidates, references)
     ]
     figures["exact"] = 100 * float(np.mean(exact))
+    # The paper does not define a seen position; its overall CIDEr is the weighted mean of both, so
+    # it averaged single captions, as here.
     train_boxes = set(_boxes(open_screens(config.data.screens, "train")))
     in_training = np.array([box in train_boxes for box in boxes])
     figures["seen"] = 100 * float(in_training.mean())
@@ -95,7 +95,8 @@ def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
     for number in range(len(screens)):
         try:
             screen = screens.read(number)
-        except BadSample:  # it was not trained on, either
+        except BadSample:
+            # It was not trained on, either.
             continue
         for widget in screen.widgets:
             yield _lines(widget.box)

@@ -16,7 +16,8 @@ from vlp.scenes.snli_ve import SnliVeTriple
 from vlp.scenes.vqa import questions
 
 SOURCE = "scenes"
-ANNOTATORS = 10  # answers per question, as in VQA
+# Answers per question, as in VQA.
+ANNOTATORS = 10
 
 
 def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Annotation:

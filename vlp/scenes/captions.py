@@ -1,9 +1,4 @@
-"""Captions that identify their image by colour, shape, size and place or relation of each object.
-
-Slots of a pattern: `N0` is the noun phrase of object 0 with article, `T0` without; `P0` its place,
-`C0` the same in telegram style; `R01` the relation of object 0 to object 1, `B01` the same with
-object 1 as 'it'; `A01` tells near or far. All other words are literal.
-"""
+"""Captions that identify their image by colour, shape, size, place or relation of each object."""
 
 from __future__ import annotations
 
@@ -21,6 +16,9 @@ MAX_WORDS = 18  # with punctuation; 20 tokens with [CLS] and [SEP]
 CAPTIONS = 5
 SIZE_SHARE = 1.0  # probability of a size; a single object always has one
 
+# Slots: `N0` is the noun phrase of object 0 with article, `T0` without; `P0` its place, `C0` the
+# same in telegram style; `R01` the relation of object 0 to object 1, `B01` the same with object 1
+# as 'it'; `A01` tells near or far. All other words are literal.
 # Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
 # of training reach much lower recall.
 PATTERNS = {
@@ -59,7 +57,8 @@ PATTERNS = {
         "N0 with N1 B10 and N2 B20",
     ),
 }
-EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")  # true of the whole image
+# Claims about the whole image, which another object makes false.
+EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
 
 RELATION_WORDS = {
     "left": ("left of", "to the left of"),
@@ -123,7 +122,8 @@ def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
     rng = make_rng(0, 0, scene.key, "captions")
     patterns = PATTERNS[len(scene.objects)]
     written: dict[str, SceneCaption] = {}
-    for _ in range(count):  # each round adds one caption or, nearly always, several
+    # Each round adds one caption or, nearly always, several.
+    for _ in range(count):
         for pattern in rng.permutation(len(patterns)):
             caption = write(scene, patterns[int(pattern)], rng)
             if caption is not None:
@@ -139,6 +139,7 @@ def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption 
     order = [int(number) for number in rng.permutation(count)]
     sizes = [bool(sized) for sized in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
     style = draw_style(rng)
+    # Sizes are left out one by one, in random order, until the caption is short enough.
     while True:
         caption = fill(scene, pattern, order, sizes, style)
         if len(words_of(caption.text)) <= MAX_WORDS:
@@ -169,11 +170,7 @@ def draw_style(rng: np.random.Generator) -> list[int]:
 def fill(
     scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
 ) -> SceneCaption:
-    """Fill a pattern's slots.
-
-    order: the scene's object per object of the pattern; sizes: objects with a size; style:
-    wordings.
-    """
+    """Fill a pattern with the scene's objects in an `order`, some with `sizes`, in a wording."""
     words: list[str] = []
     object_words: list[ObjectWord] = []
     relations: list[tuple[int, str, int]] = []
@@ -216,6 +213,7 @@ def fill(
         )
         for position, number in enumerate(order)
     )
+    # The claim holds exactly what the words say, so it can be checked against other images.
     meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
     return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(object_words))
 

@@ -1,9 +1,10 @@
 """The scene graph: coloured shapes at places, their boxes, relations, and claims about them.
 
-All text of an image is derived from its graph, so captions, questions and expressions agree. Vague
-words ('left of', 'at the top') have two readings: strict truth is surely true, lenient falsehood
-surely false, and no text of the corpus lies between.
+All text of an image is derived from its graph, so captions, questions and expressions agree.
 """
+
+# Vague words ('left of', 'at the top') have two readings: strict truth is surely true, lenient
+# falsehood surely false, and no text of the corpus lies between.
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ RELATIONS = ("left", "right", "above", "below")
 NEARNESS = ("near", "far")
 INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
-LATTICE = 64  # positions are whole 64ths of the side, equal at every image size
-
-CLEAR = 8  # 64ths between two centres that are clearly left of or above one another
-
-NEAR, FAR = 16, 24  # 64ths between boxes: at most NEAR is near, at least FAR is far
+# Positions are whole 64ths of the side, equal at every image size.
+LATTICE = 64
+# 64ths between two centres that are clearly left of or above one another.
+CLEAR = 8
+# 64ths between boxes: at most NEAR is near, at least FAR is far.
+NEAR, FAR = 16, 24
 
 Box = tuple[float, float, float, float]
 
@@ -52,22 +54,22 @@ class Obj(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """An image as a graph.
+    """An image as a graph; colours are RGB in 0..255, sizes are in pixels."""
 
-    `key` seeds all text of the scene; `image_size` is the side in pixels; `background` and `tints`
-    (per object) are RGB in 0..255; `cover` is the place hidden by a curtain, if any.
-    """
-
+    # Seeds all text of the scene.
     key: str
     image_size: int
     objects: tuple[Obj, ...]
     background: tuple[int, int, int]
+    # Colour of each object.
     tints: tuple[tuple[int, int, int], ...]
+    # The place hidden by a curtain, if any.
     cover: str | None = None
 
 
 def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
     """Return (right, down) between two centres in half 64ths of the side, whole numbers."""
+    # Rounding gives the same whole numbers at every image size.
     scale = 2 * LATTICE / image_size
     x = second.box[0] - first.box[0] + (second.box[2] - first.box[2]) / 2
     y = second.box[1] - first.box[1] + (second.box[3] - first.box[3]) / 2
@@ -92,9 +94,9 @@ def relation_holds(
 ) -> bool:
     """Return whether object `first` is clearly (or with `lenient` perhaps) `relation` of `second`.
 
-    'left' and 'above' may both hold. Centres closer than `CLEAR` have no clear relation; with
-    `lenient` any offset is enough, and 'near' and 'far' hold unless the opposite clearly does.
+    'left' and 'above' may both hold. Centres closer than `CLEAR` have no clear relation.
     """
+    # Leniently any offset is enough, and 'near' and 'far' hold unless the opposite clearly does.
     if relation in NEARNESS:
         measured = nearness(scene, first, second)
         return measured == relation or (lenient and measured is None)
@@ -125,7 +127,7 @@ def relations(scene: Scene) -> list[tuple[int, str, int]]:
 
 
 class ObjectPhrase(NamedTuple):
-    """Attributes that a phrase gives of one object; None = not given."""
+    """Attributes that a phrase gives of one object; None: any."""
 
     shape: str | None = None
     colour: str | None = None
@@ -161,6 +163,7 @@ def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]
     """Return the objects of the scene that can be the claim's first noun."""
     if meaning.alone and len(scene.objects) != len(meaning.nouns):
         return []
+    # Each noun needs an object of its own.
     fitting = [
         [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
         for noun in meaning.nouns

@@ -1,7 +1,7 @@
 """Hard negatives: two images and two captions, each caption true of exactly one image.
 
-Captions and images of a pair differ in one thing (place, relation, order of nouns, colour binding
-or distance), so neither a text alone nor a bag of words can tell which image is right.
+Captions and images of a pair differ in one thing: place, relation, order of nouns, colour binding
+or distance.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vlp.scenes.sample import (
     swap_family,
 )
 
+# Neither a text alone nor a bag of words can tell which image is right.
 SwapKind = Literal["place", "relation", "order", "binding", "distance"]
 SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
 
@@ -54,7 +55,8 @@ DISTANCE_PATTERNS = (
 
 _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
-_FIRST_NEW_INDEX = 1 << 40  # first index of scenes outside any training corpus
+# First index of scenes outside any training corpus.
+_FIRST_NEW_INDEX = 1 << 40
 
 _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
     "place": PLACE_PATTERNS,
@@ -80,10 +82,9 @@ def sample_swap(
     image_size: int = 64,
     variety: Variety = FULL,
 ) -> SwapPair:
-    """Draw pair `index`, with held-out objects for `swaps` and `unseen` and without for `train`.
-
-    A `place` swap has one object and nothing held out: `swaps` has new images of trained contents.
-    """
+    """Draw pair `index`, with held-out objects for `swaps` and `unseen`, without for `train`."""
+    # A `place` swap has one object, nothing of which is held out: `swaps` has new images of trained
+    # contents.
     if kind == "place" and split == "swaps":
         split, index = "train", index + _FIRST_NEW_INDEX
     for attempt in range(_MAX_ATTEMPTS):
@@ -98,6 +99,7 @@ def sample_swap(
         pair = pairs[int(rng.integers(len(pairs)))]
         swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
         if swapped is not None:
+            # The twin may belong to a split that training must not see.
             if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
                 continue
             # Which of the two is 'the' image is a coin as well.
@@ -108,16 +110,13 @@ def sample_swap(
 def swap_pair(
     scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
-    """Swap objects numbered `pair` (caption's subject first); None if no caption becomes false.
-
-    Sizes stay with their boxes. `place` moves one object; `relation` exchanges two boxes and
-    inverts the relation word; `order` exchanges the nouns instead; `binding` exchanges colours;
-    `distance` moves the second object from near to far or back, in the same direction.
-    """
+    """Swap objects numbered `pair` (caption's subject first); None if no caption becomes false."""
     patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
     sizes = [False] * len(scene.objects)
+    # `relation` exchanges two boxes and inverts the relation word; `order` exchanges the nouns
+    # instead. Sizes stay with their boxes.
     if kind == "place":
         pair = pair[:1]
         twin = moved(scene, pair[0], rng)

@@ -1,7 +1,6 @@
 """Statements about two images, true or false (the form of NLVR2).
 
-The statement and its label (by a coin) precede the images, so the text alone gives 50 %. Three of
-four statements tell where something is, and their images contain it.
+Three of four statements tell where something is, and their images contain it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ from vlp.scenes.sample import Split, sample_scene
 Rule = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
-_IMAGES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
-_SHARE_OF_WHAT = 0.25  # such statements can be judged on shuffled patches too
+# Too many to know by heart, few enough to keep in memory.
+_IMAGES = 1 << 15
+# Such statements can be judged on shuffled patches too.
+_SHARE_OF_WHAT = 0.25
 _SIDES = ("left", "right")
 
 
@@ -58,6 +59,7 @@ def sample_statement(
     rng = make_rng(seed, 0, key, "statement")
     makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
     text, rule = makers[int(rng.integers(len(makers)))](rng)
+    # The label is drawn before the images, so that the text alone gives 50 %.
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
         left, right = (

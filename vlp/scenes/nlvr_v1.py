@@ -4,21 +4,6 @@ A box holds scattered items or a tower of blocks. Sentences are drawn from table
 as people did. NLVR v1's dev and test sentences were at hand when they were written; a split that
 was never at hand confirms the recipe: 72.1 % [69.5, 74.9], majority 55.4
 (docs/results/downstream.md).
-
-A rule of a table reads `NAME*weight of a box: draws "text" truth`. The weight is how often it
-makes a sentence of its own; `of a box` (or `tower`) marks a text about one box, and the rule `SOME`
-adds the number of such boxes. Draws are made in order. A draw's value is
-
-    NAME or NAME a          the phrase of another rule
-    noun, count(4), x       what an entry of `_CHOICES` draws; a value that was drawn before
-    <left|right>            one of some values
-    either(.3, YES, NO)     the first with probability .3, else the second
-    case(NAME, form)        the rule `NAME a` where `form` is "a", or else `NAME`
-
-The text holds values in braces ("{n:be} {n:{x}}": a quantity with its verb and its noun), rules
-("{HAVING}"), and choices of equal probability ("<with|having>"). The truth joins phrases and truth
-functions by "&" (default: the phrase `said`); before a colon, `each`, `any`, `many` (`n` of them)
-or `all` (items of all boxes together) leads from boxes to one.
 """
 
 from __future__ import annotations
@@ -43,8 +28,8 @@ from vlp.scenes.sample import Split
 SHAPES = ("circle", "square", "triangle")
 COLOURS = {"yellow": (255, 255, 0), "blue": (0, 153, 255), "black": (0, 0, 0)}
 SIZES = {"small": 10, "medium": 20, "big": 30}
-SIDE, PITCH, BOXES = 100, 150, 3  # pixels: side of a box, distance of left edges
-
+# Pixels: side of a box, distance of left edges.
+SIDE, PITCH, BOXES = 100, 150, 3
 WIDTH = PITCH * (BOXES - 1) + SIDE
 BLOCK, TALLEST, MOST_ITEMS = 20, 4, 7
 _GROUND, _GAP = (211, 211, 211), (128, 128, 128)
@@ -79,7 +64,8 @@ class BoxItem(NamedTuple):
         return frozenset(wall for wall, there in touched.items() if there)
 
 
-Box = tuple[BoxItem, ...]  # in any order; a tower's blocks from its base up
+# Items in any order; a tower's blocks from its base up.
+Box = tuple[BoxItem, ...]
 
 
 class ThreeBoxes(NamedTuple):
@@ -163,6 +149,7 @@ def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
 
 def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     """Place items that do not touch each other; some four in ten touch a wall."""
+    # All anew if one finds no room.
     while True:
         items = list[BoxItem]()
         for shape, colour, size in kinds:
@@ -210,7 +197,8 @@ def the_only(values: Iterable[bool | None]) -> bool | None:
     return readings[0] if len(readings) == 1 else None
 
 
-Truth = bool | None  # None: a statement can be read either way.
+# None: a statement can be read either way.
+Truth = bool | None
 
 _RULE = re.compile(r'([A-Z][\w ]*?)(?:\*(\d+))?(?: of a (box|tower))?: ([^"]*)"(.*)" ?(.*)')
 _CALL = re.compile(r"(\w+)\((.*)\)")
@@ -253,6 +241,20 @@ class Count(NamedTuple):
         return f"{self.words} {noun}{ending}" if noun else self.words
 
 
+# A rule of a table reads `NAME*weight of a box: draws "text" truth`. The weight is how often it
+# makes a sentence of its own; `of a box` (or `tower`) marks a text about one box, and the rule
+# `SOME` adds the number of such boxes. Draws are made in order. A draw's value is
+#
+#     NAME or NAME a          the phrase of another rule
+#     noun, count(4), x       what an entry of `_CHOICES` draws; a value that was drawn before
+#     <left|right>            one of some values
+#     either(.3, YES, NO)     the first with probability .3, else the second
+#     case(NAME, form)        the rule `NAME a` where `form` is "a", or else `NAME`
+#
+# The text holds values in braces ("{n:be} {n:{x}}": a quantity with its verb and its noun), rules
+# ("{HAVING}"), and choices of equal probability ("<with|having>"). The truth joins phrases and
+# truth functions by "&" (default: the phrase `said`); before a colon, `each`, `any`, `many` (`n` of
+# them) or `all` (items of all boxes together) leads from boxes to one.
 class Grammar:
     """Generator of phrases from a table of rules and its truth functions."""
 
@@ -559,7 +561,8 @@ OF_ITEMS = Grammar(_SHARED + _ITEMS, _TRUTHS).sentences
 OF_TOWERS = Grammar(_SHARED + _TOWERS, _TRUTHS).sentences
 
 
-_HOARDS, _ARRANGEMENTS = 1 << 13, 8  # few enough to keep what was drawn
+# Few enough to keep in memory: items, and arrangements of the same items.
+_HOARDS, _ARRANGEMENTS = 1 << 13, 8
 _ATTEMPTS = 40
 
 
@@ -575,10 +578,8 @@ class BoxStatement(NamedTuple):
 def sample_box_statement(
     seed: int, index: int, split: Split = "train", same_items: bool = True
 ) -> BoxStatement:
-    """Draw statement `index` of a split.
-
-    With `same_items`, false images hold a true one's items; without, the items alone tell much.
-    """
+    """Draw statement `index` of a split."""
+    # With `same_items` false images hold a true one's items; without, the items alone tell much.
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")
     label = bool(rng.random() < 0.5)

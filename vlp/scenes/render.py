@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw
 from vlp.scenes.graph import PLACES, Box, Scene
 
 SUPERSAMPLING = 4
-CURTAIN = ((92, 84, 78), (120, 110, 102))  # stripes; no object has these colours
+# Stripes; no object has these colours.
+CURTAIN = ((92, 84, 78), (120, 110, 102))
 
 Point = tuple[float, float]
 

@@ -1,14 +1,4 @@
-"""Scenes drawn by (seed, split, index), in pixels of any image size.
-
-A scene's contents alone fix its split, so no seed brings contents of another split into train:
-
-* `unseen`: some pair of objects has a relation between shapes that training never shows.
-* `swaps`: some pair belongs to a held-out family of swaps: a direction (horizontal or vertical) and
-  the pair's colours and shapes in any order. A caption and its swapped twins are held out together,
-  as a model could know the true one from its text otherwise.
-* `val`: held-out contents (colours, shapes and main relations; for a single object its place).
-* `train`: all the rest.
-"""
+"""Scenes drawn by (seed, split, index), in pixels of any image size."""
 
 from __future__ import annotations
 
@@ -44,17 +34,22 @@ UNSEEN_FAMILIES = frozenset(
         ("vertical", ("cross", "star")),
     }
 )
-SWAP_SHARE = 10  # one in 10 families of swaps is held out
-
-VAL_SHARE = 8  # one in 8 contents is held out for validation
+# One in 10 families of swaps is held out, and one in 8 contents for validation.
+SWAP_SHARE = 10
+VAL_SHARE = 8
 
 
 def split_of(scene: Scene) -> Split:
-    """Return the split of a scene, from its contents alone."""
+    """Return the split of a scene, from its contents alone, whatever the seed."""
+    # Some pair of objects has a relation between shapes that training never shows.
     if held_out_pairs(scene, "unseen"):
         return "unseen"
+    # Some pair belongs to a held-out family: a direction (horizontal or vertical) and the pair's
+    # colours and shapes in any order. A caption and its swapped twins are held out together, as a
+    # model could know the true one from its text otherwise.
     if held_out_pairs(scene, "swaps"):
         return "swaps"
+    # Colours, shapes and main relations; of a single object its place.
     if _in_share(VAL_SHARE, "content", *content(scene)):
         return "val"
     return "train"
@@ -104,13 +99,14 @@ def _in_share(share: int, *words: str) -> bool:
     return int.from_bytes(digest, "big") % share == 0
 
 
-OBJECT_SHARES = (0.08, 0.4, 0.52)  # scenes with one, two and three objects
-
-SAME_COLOUR_SHARE = 0.25  # lets two objects share a colour, so that there is something to count
-
-SIDES = {"small": (12, 14), "large": (25, 28)}  # shortest and longest side in 64ths of the image's
-
-CENTRES = ((0, 20), (25, 39), (44, 64))  # 64ths, clearly within each third
+# Scenes with one, two and three objects.
+OBJECT_SHARES = (0.08, 0.4, 0.52)
+# Lets two objects share a colour, so that there is something to count.
+SAME_COLOUR_SHARE = 0.25
+# Shortest and longest side in 64ths of the image's.
+SIDES = {"small": (12, 14), "large": (25, 28)}
+# 64ths, clearly within each third.
+CENTRES = ((0, 20), (25, 39), (44, 64))
 
 MARGIN = 1
 GAP = 2
@@ -157,8 +153,7 @@ def sample_scene(
 ) -> Scene:
     """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    `attempt` draws another scene with as many objects; `least` is the fewest objects (two at least
-    for `swaps` and `unseen`).
+    `attempt` draws another scene with as many objects; `least` is the fewest objects.
     """
     if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
@@ -169,6 +164,7 @@ def sample_scene(
     key = f"{split}-{seed}-{index}"
     shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
     count = 1 + int((make_rng(seed, 0, key, "objects").random() >= shares[:-1]).sum())
+    # These splits hold out pairs of objects.
     count = max(count, 2 if split in ("swaps", "unseen") else least)
     rng = make_rng(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
@@ -287,11 +283,9 @@ MAX_ATTEMPTS = 200
 def distinct_scenes(
     seed: int, count: int, split: Split = "val", image_size: int = 64, variety: Variety = FULL
 ) -> Iterator[Scene]:
-    """Draw scenes 0 .. count - 1 of a split with captions that tell them apart.
-
-    A clash is drawn again with as many objects, up to `MAX_ATTEMPTS`; `ambiguous_share` counts the
-    captions that remain ambiguous.
-    """
+    """Draw scenes 0 .. count - 1 of a split with captions that tell them apart."""
+    # A clash is drawn again with as many objects; `ambiguous_share` counts the captions that remain
+    # ambiguous after `MAX_ATTEMPTS`.
     scenes: list[Scene] = []
     written: list[list[SceneCaption]] = []
     for index in range(count):

@@ -1,7 +1,6 @@
 """Image and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
 
-A curtain hides one place of every image; hypotheses about it are neutral. The hypothesis is drawn
-first and its label with equal odds, so neither text nor curtain alone predicts the label.
+A curtain hides one place of every image; hypotheses about it are neutral.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ def sample_triple(
     """Draw triple `index`; its image is a scene of the split."""
     key = f"entailment-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "entailment")
+    # The hypothesis is drawn first and its label with equal odds, so neither text nor curtain alone
+    # predicts the label.
     noun, hypothesis = _hypothesis(rng)
     label = LABELS[int(rng.integers(len(LABELS)))]
     for _ in range(_MAX_ATTEMPTS):

@@ -1,7 +1,4 @@
-"""Questions about a scene with one right answer.
-
-Yes and no are equally likely for every colour, shape and relation, so the text tells nothing.
-"""
+"""Questions about a scene with one right answer."""
 
 from __future__ import annotations
 
@@ -76,11 +73,12 @@ def _count(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion
 
 def _exists(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     names = {(obj.colour, obj.shape) for obj in scene.objects}
+    # Yes and no are equally likely for every colour and shape, so the text tells nothing.
     if rng.random() < 0.5:
         colour, shape = scene.objects[number].colour, scene.objects[number].shape
     else:
-        # Half of the false ones take colour and shape from the image, each from another object:
-        # only who knows which belongs to which can answer.
+        # Half of the false ones take colour and shape from different objects of the image, so that
+        # the answer needs the binding of both.
         colours = [obj.colour for obj in scene.objects] if rng.random() < 0.5 else list(COLOURS)
         shapes = [obj.shape for obj in scene.objects] if len(colours) < len(COLOURS) else [*SHAPES]
         absent = [(c, s) for c in colours for s in shapes if (c, s) not in names]

@@ -55,7 +55,8 @@ class VlpConfig(PreTrainedConfig):
         super().__init__(**options)
         for name, value in sizes.items():
             setattr(self, name, value)
-        for module in _MODELS:  # before an Auto class looks for the model of a configuration
+        # Before an Auto class looks for the model of a configuration.
+        for module in _MODELS:
             importlib.import_module(module)
 
     @classmethod
@@ -64,7 +65,8 @@ class VlpConfig(PreTrainedConfig):
 
         Options are keys, of which a part of a section leaves its rest, and transformers' own.
         """
-        options.pop("attn_implementation", None)  # layers choose it by device
+        # Layers choose it by device.
+        options.pop("attn_implementation", None)
         changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
         return super().from_dict(merged(config_dict, changes), **options)
 
@@ -83,7 +85,8 @@ class VlpConfig(PreTrainedConfig):
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
     ) -> None:
         """Write `config.json`, as training does."""
-        from vlp.models.folder import save_sizes  # only who saves a model has to import it
+        # Imported only when a model is saved.
+        from vlp.models.folder import save_sizes
 
         folder = Path(save_directory)
         save_sizes(folder, self.sizes)
@@ -94,22 +97,23 @@ class VlpConfig(PreTrainedConfig):
 AutoConfig.register("vlp", VlpConfig, exist_ok=True)
 
 
+# Arguments of transformers' `from_pretrained` that change nothing here.
 _IGNORED = {
     *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
     *("trust_remote_code", "use_safetensors", "weights_only", "tp_plan"),
 }
-"""Arguments of transformers' `from_pretrained` that change nothing here."""
+# Options of processors, which pipelines mix with the model's.
 OF_PROCESSORS = {
     *("backend", "code_revision", "use_fast"),
     *("device_map", "dtype", "torch_dtype", *ModelConfig.model_fields),
 }
-"""Options of processors, which pipelines mix with the model's."""
 
 
 def weights_dtype(
     dtype: torch.dtype | str | None, options: dict[str, Any]
 ) -> torch.dtype | str | None:
-    """Return the type that weights are to have; None, as of "auto", leaves them."""
+    """Return the type of the weights; None, as of "auto", leaves them."""
+    # The old name of the option, which pipelines still pass.
     torch_dtype = options.pop("torch_dtype", None)
     dtype = torch_dtype if dtype is None else dtype
     return None if dtype == "auto" else dtype

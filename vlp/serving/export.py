@@ -35,10 +35,10 @@ Form = Literal["onnx", "torch"]
 
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2"}
 _NEEDED = ("onnx", "onnxscript")
+# Bytes of weights in one ONNX file, which may not exceed 2 GiB; more go into FILE.data.
 _ONE_FILE = 3 * 2**29
-"""Bytes of weights in one ONNX file, which may not exceed 2 GiB; more go into FILE.data."""
+# Rows of the batch that a program is traced with; 1 would be taken for a constant.
 _EXAMPLE_ROWS = 3
-"""Rows of the batch that a program is traced with; 1 would be taken for a constant."""
 
 
 class ExportPart(NamedTuple):
@@ -104,13 +104,10 @@ class ExportMatch(nn.Module):
 
 @torch.no_grad()
 def export_parts(loaded: Loaded) -> list[ExportPart]:
-    """Return the parts to export, with examples of their inputs.
-
-    Args:
-        loaded: on the CPU in float32; its text encoder leaves its groups of similar length.
-    """
+    """Return the parts of a model (CPU, float32) to export, with examples of their inputs."""
     model, size = loaded.model.eval(), loaded.model.config.image.image_size
-    model.text_encoder.length_groups = 1  # groups depend on the data; the outputs do not on them
+    # Groups depend on the data; the outputs do not on them.
+    model.text_encoder.length_groups = 1
     pixels = torch.rand(_EXAMPLE_ROWS, 3, size, size) * 2 - 1
     ids, attention, word_mask = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
     image, text = ExportImage(model), ExportText(model)
@@ -155,11 +152,8 @@ def exported_program(part: ExportPart) -> ExportedProgram:
 
 
 def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
-    """Write every part of a model, with tokenizer and preparation, and return the parts' files.
-
-    Args:
-        form: "onnx" (opset of the installed torch) or "torch", which `torch.export.load` reads.
-    """
+    """Write every part of a model, with tokenizer and preparation, and return the parts' files."""
+    # ONNX has the opset of the installed torch; `torch.export.load` reads the other form.
     if form == "onnx":
         for package in _NEEDED:
             if importlib.util.find_spec(package) is None:
@@ -169,7 +163,8 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                 )
     out.mkdir(parents=True, exist_ok=True)
     names = []
-    # A kind of file knows its own name, so they are written under it in a second folder.
+    # ONNX files hold the name of their file of weights, so all get their final names at once, in a
+    # second folder.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
         folder = Path(name)
         with _quiet():
@@ -190,7 +185,8 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
 def _write_program(program: ExportedProgram, file: Path) -> None:
     """Write a traced part as PyTorch does; raises OSError where the disk is full."""
     content = BytesIO()
-    torch.export.save(program, content)  # to a file it would say nothing of the reason
+    # Into memory: writing to a file, PyTorch's error would not tell the reason.
+    torch.export.save(program, content)
     file.write_bytes(content.getbuffer())
 
 

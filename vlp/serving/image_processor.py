@@ -19,10 +19,7 @@ from vlp.serving.config import OF_PROCESSORS, VlpConfig, require_options
 
 
 class VlpImageProcessor(BaseImageProcessor):
-    """`Preprocessing` of a model folder as an image processor; images as `as_images` takes them.
-
-    Options of other image processors are kept and change nothing.
-    """
+    """`Preprocessing` of a model folder as an image processor; images as `as_images` takes them."""
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
 
@@ -33,6 +30,7 @@ class VlpImageProcessor(BaseImageProcessor):
         image_std: Sequence[float] = STD,
         **options: Any,
     ) -> None:
+        # Options of other image processors are kept and change nothing.
         super().__init__(**options)
         self.size = dict(size or {"height": 224, "width": 224})
         self.image_mean, self.image_std = list(image_mean), list(image_std)
@@ -49,10 +47,8 @@ class VlpImageProcessor(BaseImageProcessor):
     def preprocess(
         self, images: Any, return_tensors: str | None = None, **options: Any
     ) -> BatchFeature:
-        """Prepare images as pixel_values (B, 3, height, width) float32.
-
-        Options are ignored: a model's preparation is the one it was trained with.
-        """
+        """Prepare images as pixel_values (B, 3, height, width) float32."""
+        # Options are ignored: a model's preparation is the one it was trained with.
         prepare = self.preprocessing
         pixels = torch.stack([prepare(image) for image in as_images(images)])
         return BatchFeature({"pixel_values": pixels}, tensor_type=return_tensors or "pt")
@@ -88,7 +84,8 @@ try:
         image_processor_classes={"pil": VlpImageProcessor, "torchvision": VlpImageProcessor},
         exist_ok=True,
     )
-except TypeError:  # transformers 5.0, which knows a slow and a fast class
+except TypeError:
+    # transformers 5.0 has a slow and a fast class.
     AutoImageProcessor.register(
         VlpConfig, slow_image_processor_class=VlpImageProcessor, exist_ok=True
     )

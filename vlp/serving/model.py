@@ -87,7 +87,7 @@ class VlpModel(PreTrainedModel):
     def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
         super().__init__(config)
         self.model = VLPModel(config.sizes) if model is None else model
-        # Under their names in a folder, too, where accelerate looks for them.
+        # accelerate looks for buffers under their names in a folder.
         self._buffers = self.model._buffers
         self._non_persistent_buffers_set = set(self._buffers)
         self.register_load_state_dict_pre_hook(_add_prefix)
@@ -95,10 +95,11 @@ class VlpModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Leave the weights: `VLPModel` has its own start."""
+        """Leave the weights, which `VLPModel` initialises."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a part of the model by its name in a folder, under which accelerate looks."""
+        """Return a part of the model by its name in a folder."""
+        # accelerate looks for modules under these names.
         inner = self.__dict__.get("_modules", {}).get("model")
         if inner is not None and name in inner._modules:
             return inner._modules[name]
@@ -234,7 +235,7 @@ class VlpModel(PreTrainedModel):
     def _pair_outputs(
         self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
     ) -> dict[str, Tensor]:
-        """Return the outputs of pairs that were asked for, by name."""
+        """Return the requested outputs of pairs by name."""
         pairs = pairs_of(len(image.states), len(text.states), text.states.device)
         crossed = self.model.cross(image, text, pairs, need_image=False)
         outputs = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
@@ -281,6 +282,7 @@ class VlpModel(PreTrainedModel):
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
+        # With weights in place of the folder's, its own need not be read.
         model = None if state_dict is not None else read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
@@ -318,12 +320,14 @@ def text_inputs(
     ones = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
     mask = ones if attention_mask is None else attention_mask.bool()
     parts = [input_ids, mask] if word_mask is None else [input_ids, mask, word_mask.bool()]
+    # Padding moves to the end, as training has it.
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     input_ids, mask, *words = (part.gather(1, order) for part in parts)
     tokens = TextTokens(input_ids, mask, words[0] if words else _inner_tokens(mask))
     if input_ids.shape[1] <= max_tokens:
         return tokens
     positions = torch.arange(max_tokens, device=input_ids.device).repeat(len(input_ids), 1)
+    # [SEP], the last real token, stays last.
     positions[:, -1] = (mask.sum(1) - 1).clamp(min=max_tokens - 1)
     return TextTokens(*(part.gather(1, positions) for part in tokens))
 
@@ -336,7 +340,8 @@ def _inner_tokens(mask: Tensor) -> Tensor:
 
 
 def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename weights as `save_pretrained` writes them, which transformers' Trainer loads itself."""
+    """Rename weights as this class has them."""
+    # transformers' Trainer reads the file of `save_pretrained` by itself.
     for name in [name for name in state if name.startswith(prefix)]:
         inner = name.removeprefix(prefix)
         if not inner.startswith(_PREFIX):
@@ -344,7 +349,8 @@ def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename weights as in a folder, so that accelerate finds them in its files."""
+    """Rename weights as in a folder."""
+    # accelerate compares these names with those in the files.
     for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
         state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)
 
@@ -409,10 +415,8 @@ class VlpForQuestionAnswering(PreTrainedModel):
         return_dict: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> VlpAnswers | tuple[Tensor, ...]:
-        """Score the listed answers of B questions; arguments, (B, ...), as `VlpModel` takes them.
-
-        One image stands for all questions, and one question for all images.
-        """
+        """Score the listed answers of B questions; arguments, (B, ...), as in `VlpModel`."""
+        # One image stands for all questions, and one question for all images.
         max_tokens = self.task.model.config.text.max_tokens
         texts = text_inputs(input_ids, attention_mask, word_mask, max_tokens)
         empty = input_ids.new_zeros(0)
@@ -426,6 +430,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         )
         with torch.no_grad():
             log_likelihoods = self.task.ranking().likelihoods(self.task.remember(batch))
+        # Log-odds, whose sigmoid is the likelihood again.
         logits = log_likelihoods - torch.log(-torch.expm1(log_likelihoods.clamp(max=-1e-7)))
         out = VlpAnswers(logits=logits)
         return out if return_dict is not False else out.to_tuple()

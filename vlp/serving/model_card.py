@@ -1,8 +1,4 @@
-"""Model card of a model folder: README.md with the front matter that the hub reads.
-
-Sizes come from the configuration, training data from the run around the folder (config.yaml,
-report.json), results from the evaluation's tables.
-"""
+"""Model card of a model folder: README.md with the front matter that the hub reads."""
 
 from __future__ import annotations
 
@@ -67,9 +63,7 @@ class _Result(NamedTuple):
 def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
     """Write a folder's README.md, unless it was written by hand (without `MARK`); return whether.
 
-    Args:
-        licence: of the weights, by the hub's name ("apache-2.0"); None: as in the present card, or
-            open.
+    licence: of the weights, by the hub's name ("apache-2.0"); None: as in the present card, if any.
     """
     card = Path(folder) / CARD
     if card.is_file():
@@ -93,6 +87,8 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     kind, results = str(task.get("kind") or ""), list(_results(folder))
     grounds = (folder / GROUNDING).is_file()
     card = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
+    # Sizes come from the configuration, training data from the run around the folder, results from
+    # the evaluation's tables.
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [
         _front_matter(name, kind, card, "anchor" in config.cross.position, licence, results),
@@ -162,6 +158,7 @@ def _use(card: TaskCard, task: Mapping[str, Any]) -> str:
 
 
 def _model(folder: Path, config: ModelConfig) -> str:
+    # Parameters are counted without memory for them.
     with torch.device("meta"):
         model = VLPModel(config)
     counts = {

@@ -46,12 +46,11 @@ class VlpProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Prepare images, texts or both for `VlpModel`.
 
-        Options such as `padding` are ignored: texts always have the length they had in training.
-
         Returns:
             pixel_values (I, 3, height, width); input_ids, attention_mask and word_mask (T, N), the
             last True for word pieces that are no special token.
         """
+        # Options such as `padding` are ignored: texts have the length that they had in training.
         if images is None and text is None:
             raise ValueError("there is nothing to prepare: give images, text or both")
         data: dict[str, Any] = {}
@@ -72,7 +71,7 @@ class VlpProcessor(ProcessorMixin):
         hub = hub_options(options)
         require_options(options, OF_PROCESSORS)
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub)
-        # As `tokenizer.json` has it: AutoTokenizer would make that of a named class from scratch.
+        # AutoTokenizer would build the tokenizer of a named class anew, without this file.
         has_tokenizer = Path(folder, "tokenizer.json").is_file()
         tokenizer = (PreTrainedTokenizerFast if has_tokenizer else AutoTokenizer).from_pretrained(
             folder

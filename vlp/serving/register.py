@@ -1,9 +1,4 @@
-"""Registration with transformers' Auto classes when they are imported.
-
-Registering at once would make `import vlp` import transformers and torch, which takes seconds. So
-`import vlp` watches for the modules of the Auto classes, in either order of imports. Models are
-registered by the first configuration that is made.
-"""
+"""Registration with transformers' Auto classes when they are imported."""
 
 from __future__ import annotations
 
@@ -14,12 +9,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _AUTO = "transformers.models.auto"
+# Registering at once would make `import vlp` import transformers and torch, which takes seconds. So
+# `import vlp` watches for the modules of the Auto classes, in either order of imports. Models are
+# registered by the first configuration that is made.
+# Module of transformers -> the module of ours that it needs.
 _OURS = {
     f"{_AUTO}.configuration_auto": "vlp.serving.config",
     f"{_AUTO}.processing_auto": "vlp.serving.processor",
     f"{_AUTO}.image_processing_auto": "vlp.serving.image_processor",
 }
-"""Module of transformers -> the module of ours that it needs."""
 
 
 class AutoClassFinder:

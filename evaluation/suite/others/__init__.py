@@ -24,8 +24,8 @@ class Towers(Protocol):
     """Encoders of images and of texts into one space, of width d, from a library's file."""
 
     module: nn.Module
+    # Pixels of a side.
     image_size: int
-    """Pixels of a side."""
 
     def preprocess(self, image: Image.Image) -> Tensor:
         """Prepare an RGB image: (3, rows, columns) float32."""
@@ -47,11 +47,9 @@ class Towers(Protocol):
 
 
 class AdaptedModel(nn.Module):
-    """A model with features and a temperature, but without states, tokens and cross-modal layers.
+    """A model with features and a temperature; it has no states, tokens or cross-modal layers."""
 
-    Match log-odds are the similarity over the trained temperature.
-    """
-
+    # Match log-odds are the similarity over the trained temperature.
     match_is_trained = True
 
     def __init__(self, towers: Towers) -> None:
@@ -61,7 +59,8 @@ class AdaptedModel(nn.Module):
         self.config = ModelConfig.model_validate(
             {
                 "image": {"image_size": size, "patch_size": next(_divisors(size))},
-                "cross": {"position": []},  # of its settings evaluations read this alone
+                # Of its settings evaluations read this alone.
+                "cross": {"position": []},
             }
         )
         self.cross_encoder = nn.Module()
@@ -114,8 +113,8 @@ def _divisors(size: int) -> Any:
     return (side for side in (16, 14, 8, 4, 2, 1) if size % side == 0)
 
 
+# Each is a module `X_models` of this package with `towers(name)` and `files(name)`.
 LIBRARIES = ("open_clip", "transformers")
-"""Each is a module `X_models` of this package with `towers(name)` and `files(name)`."""
 
 
 class OtherModel(NamedTuple):
