@@ -76,8 +76,8 @@ def attach(
     adapter, encoding = _adapter(model), _Encoding(name, on, options)
     layers = adapter.layers()
     weight, _, heads = sizes_of(layers[0])
-    made = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
-    on_tokens = encoding.acts_on_tokens(made)
+    first = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
+    on_tokens = encoding.acts_on_tokens(first)
     if on_tokens:
         adapter.require_tokens(encoding.name)
     elif adapter.dropped:
@@ -85,7 +85,8 @@ def attach(
             f"{encoding.name} needs whole grids, but patch_drop_rate {adapter.dropped} drops "
             "patches; make the model without it"
         )
-    if fused is not None and on_tokens and not any("positions" in one._modules for one in layers):
+    is_positioned = any("positions" in layer._modules for layer in layers)
+    if fused is not None and on_tokens and not is_positioned:
         raise ValueError(
             f"fused={fused!r} is about attention with encodings, of which there is none: "
             f"{encoding.name} acts on tokens"
@@ -95,9 +96,9 @@ def attach(
     # Nothing was changed so far; from here on nothing fails.
     adapter.prepare()
     if on_tokens:
-        adapter.add_tokens(made)
-    for layer, one in zip(layers, per_layer, strict=False):
-        adapter.add(layer, one)
+        adapter.add_tokens(first)
+    for layer, position in zip(layers, per_layer, strict=False):
+        adapter.add(layer, position)
     if absolute == "drop":
         adapter.drop()
     if fused is not None:
@@ -148,11 +149,11 @@ class _Encoding:
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
         """Check the name and the roles."""
-        other = isinstance(name, type) and not issubclass(name, PositionEncoding)
-        if other or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
-            what = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
+        invalid = isinstance(name, type) and not issubclass(name, PositionEncoding)
+        if invalid or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
+            kind = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
             raise TypeError(
-                f"{what} is no encoding to be made: give its name or class, a module is made for "
+                f"{kind} is no encoding to be made: give its name or class, a module is made for "
                 "every layer"
             )
         self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
@@ -162,26 +163,26 @@ class _Encoding:
         self.checks = isinstance(name, type) and not _passes_on(name)
         self.options = place_roles(self.name, on, options, self.parameters)
 
-    def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
+    def __call__(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
         """Return one module with those sizes that it has, on a weight's device and in its type."""
-        known = {size: value for size, value in sizes.items() if size in self.parameters}
-        options = {**known, **self.options}
+        fitting = {size: value for size, value in sizes.items() if size in self.parameters}
+        options = {**fitting, **self.options}
         if self.checks:
             options = checked_options(f"position encoding {self.name!r}", self.make, options)
         with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
             encoding = self.make(**options)
         if not isinstance(encoding, PositionEncoding):
             raise TypeError(f"{self.name} makes no PositionEncoding, but {type(encoding).__name__}")
-        return encoding.to(device=like.device, dtype=like.dtype).train(training)
+        return encoding.to(device=weight.device, dtype=weight.dtype).train(training)
 
-    def acts_on_tokens(self, made: PositionEncoding) -> bool:
+    def acts_on_tokens(self, encoding: PositionEncoding) -> bool:
         """Return whether it acts once on the tokens, or else in every layer of attention."""
-        if "inputs" in made.hooks or ("tokens" in made.hooks and len(made.hooks) > 1):
+        if "inputs" in encoding.hooks or ("tokens" in encoding.hooks and len(encoding.hooks) > 1):
             raise ValueError(
-                f"{self.name} acts on {', '.join(sorted(made.hooks))}; timm models have places for "
-                "encodings of tokens alone, or of rotate, bias and value"
+                f"{self.name} acts on {', '.join(sorted(encoding.hooks))}; timm models have places "
+                "for encodings of tokens alone, or of rotate, bias and value"
             )
-        return "tokens" in made.hooks
+        return "tokens" in encoding.hooks
 
 
 def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncoding:
@@ -194,9 +195,8 @@ def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncodin
 
 def _passes_on(make: Factory) -> bool:
     """Return whether options without a name of their own are taken, too."""
-    return any(
-        each.kind is each.VAR_KEYWORD for each in inspect.signature(make).parameters.values()
-    )
+    parameters = inspect.signature(make).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _parameters(name: str | Factory) -> Iterable[str]:

@@ -54,18 +54,18 @@ def attend(
     Returns:
         (B, heads, Q, head width).
     """
-    hooked = list(encodings)
+    positions = list(encodings)
     context = NO_CONTEXT if context is None else context
-    for encoding in _using(hooked, "rotate"):
+    for encoding in _using(positions, "rotate"):
         query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
-    at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
-    for encoding in at_logits:
+    bias_encodings, value_encodings = _using(positions, "bias"), _using(positions, "value")
+    for encoding in bias_encodings:
         addition = through_call(encoding, PositionEncoding.bias, query, key, context)
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else _finite(bias.to(query.dtype))
     fused = off_cpu(query) if fused is None else fused
-    if fused and not at_value:
+    if fused and not value_encodings:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
         )
@@ -79,7 +79,7 @@ def attend(
     elif dropout:
         attention = functional.dropout(attention, dropout)
     out = attention @ value
-    for encoding in at_value:
+    for encoding in value_encodings:
         addition = through_call(encoding, PositionEncoding.value, attention, context)
         out = out if addition is None else out + addition
     return out
@@ -87,9 +87,9 @@ def attend(
 
 def cast_once(states: Tensor) -> Tensor:
     """Cast states (B, N, width) to autocast's type on a GPU, once for all layers."""
-    kind = states.device.type
-    if on_gpu(states) and torch.is_autocast_enabled(kind) and states.dtype == torch.float32:
-        return states.to(torch.get_autocast_dtype(kind))
+    device_type = states.device.type
+    if on_gpu(states) and torch.is_autocast_enabled(device_type) and states.dtype == torch.float32:
+        return states.to(torch.get_autocast_dtype(device_type))
     return states
 
 
@@ -175,7 +175,7 @@ class Attention(nn.Module):
         context = NO_CONTEXT if context is None else context
         states = cast_once(states)
         source = states if context_states is None else cast_once(context_states)
-        if self._in_one_kernel(states):
+        if self._uses_kernel(states):
             (encoding,) = self.positions
             out = through_call(
                 encoding,
@@ -216,13 +216,13 @@ class Attention(nn.Module):
         self,
         states: Tensor,
         source: Tensor,
-        given: tuple[Tensor, Tensor] | None,
+        projected: tuple[Tensor, Tensor] | None,
         context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
         query = states
-        key, value = (source, source) if given is None else given
-        if given is not None:
+        key, value = (source, source) if projected is None else projected
+        if projected is not None:
             context = replace(context, projections=(self.key.weight, self.value.weight))
         for encoding in _using(self.positions, "inputs"):
             query, key, value = through_call(
@@ -230,7 +230,7 @@ class Attention(nn.Module):
             )
         # Queries first: gradients add up in the order of these products.
         query = self.query(query)
-        return (query, key, value) if given else (query, self.key(key), self.value(value))
+        return (query, key, value) if projected else (query, self.key(key), self.value(value))
 
     def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of (B, K, width), the same shape, for calls that share them."""
@@ -239,11 +239,11 @@ class Attention(nn.Module):
     @property
     def shares_keys(self) -> bool:
         """Tell whether calls may share projected keys and values, and pass some of the queries."""
-        return all(offers(each, "shares_keys") for each in self.positions)
+        return all(offers(encoding, "shares_keys") for encoding in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
         """Return the `kernel_terms` of `PositionContext` for calls with these states, or None."""
-        if not self._in_one_kernel(states):
+        if not self._uses_kernel(states):
             return None
         (encoding,) = self.positions
         return through_call(encoding, PositionEncoding.kernel_terms, self._weights())
@@ -251,12 +251,12 @@ class Attention(nn.Module):
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight
 
-    def _in_one_kernel(self, states: Tensor) -> bool:
+    def _uses_kernel(self, states: Tensor) -> bool:
         """Tell whether a kernel of the encoding (ACE-RPE's) computes this attention as a whole."""
-        offering = [each for each in self.positions if offers(each, "has_kernel")]
-        if not offering or not on_gpu(states) or self.fused is False:
+        kernels = [encoding for encoding in self.positions if offers(encoding, "has_kernel")]
+        if not kernels or not on_gpu(states) or self.fused is False:
             return False
-        if hooks_of(offering[0]) == {"inputs"}:  # SDPA has no need of probabilities either
+        if hooks_of(kernels[0]) == {"inputs"}:  # SDPA has no need of probabilities either
             return False
         alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         width = self.query.out_features // self.heads

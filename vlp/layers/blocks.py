@@ -28,13 +28,13 @@ def contract(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
     active = activation(wide)
     if not active.is_cuda or torch.compiler.is_compiling():
         return linear(active)
-    place = active.data_ptr()
+    address = active.data_ptr()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.data_ptr() == place else saved
+        return saved.shape if saved.data_ptr() == address else saved
 
-    def unpack(kept: Tensor | torch.Size) -> Tensor:
-        return kept if isinstance(kept, Tensor) else activation(wide).view(kept)
+    def unpack(saved: Tensor | torch.Size) -> Tensor:
+        return saved if isinstance(saved, Tensor) else activation(wide).view(saved)
 
     with saved_tensors_hooks(pack, unpack):
         return linear(active)
@@ -65,9 +65,9 @@ class FeedForward(nn.Module):
         return contract(self.expand(x), self.activation, self.contract)
 
 
-def pick(states: Tensor, wanted: Tensor) -> Tensor:
+def pick(states: Tensor, index: Tensor) -> Tensor:
     """Return tokens `wanted` (B, Q) int64 of states (B, T, width)."""
-    return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[2]))
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[2]))
 
 
 class PostNormLayer(nn.Module):
@@ -133,14 +133,14 @@ class CrossLayer(nn.Module):
         states: Tensor,
         mask: Tensor | None,
         context: PositionContext,
-        wanted: Tensor | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """Run the first step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q)."""
-        if wanted is None:
+        if index is None:
             attended = self.attention(states, mask=mask, context=context)
         else:
-            whole, states = states, pick(states, wanted)
-            attended = self.attention(states, whole, mask=mask, context=context)
+            source, states = states, pick(states, index)
+            attended = self.attention(states, source, mask=mask, context=context)
         return self.attention_norm(states + self.dropout(attended))
 
     def attend_other(
@@ -216,10 +216,10 @@ class TextEmbedding(nn.Module):
             raise ValueError(
                 f"a text of {tokens} tokens exceeds the {self.position.num_embeddings} positions"
             )
-        places = torch.arange(tokens, device=text_ids.device)
         # Every text here is of type 0; the row is looked up so that public weights act in full.
-        kind = torch.zeros(1, dtype=torch.long, device=text_ids.device)
-        return self.norm(self.word(text_ids) + self.position(places) + self.token_type(kind))
+        type_ids = torch.zeros(1, dtype=torch.long, device=text_ids.device)
+        positions = self.position(torch.arange(tokens, device=text_ids.device))
+        return self.norm(self.word(text_ids) + positions + self.token_type(type_ids))
 
 
 Pooling = Literal["cls", "mean", "cls+mean"]
@@ -266,11 +266,11 @@ class ThreadLocal(threading.local):
         return type(self), ()
 
 
-def no_weight_decay(model: nn.Module, with_own: bool = True) -> set[str]:
+def no_weight_decay(model: nn.Module, include_self: bool = True) -> set[str]:
     """Collect the names of parameters in its modules' `no_weight_decay()` (timm's)."""
-    found: set[str] = set()
-    for place, module in model.named_modules():
-        declared = getattr(module, "no_weight_decay", None)
-        if callable(declared) and (place or with_own):
-            found |= {f"{place}.{name}".removeprefix(".") for name in declared()}
-    return found & {name for name, _ in model.named_parameters()}
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        method = getattr(module, "no_weight_decay", None)
+        if callable(method) and (prefix or include_self):
+            names |= {f"{prefix}.{name}".removeprefix(".") for name in method()}
+    return names & {name for name, _ in model.named_parameters()}

@@ -49,9 +49,9 @@ class CausalAttention(nn.Module):
         if width % heads:
             raise ValueError(f"{heads} heads do not divide width {width}")
         for encoding in positions:
-            if other := sorted(hooks_of(encoding) - {"rotate", "bias", "value"}):
+            if hooks := sorted(hooks_of(encoding) - {"rotate", "bias", "value"}):
                 raise ValueError(
-                    f"{type(encoding).__name__} acts on {', '.join(other)}, for which causal "
+                    f"{type(encoding).__name__} acts on {', '.join(hooks)}, for which causal "
                     "self-attention has no place"
                 )
         self.heads, self.scale = heads, scale

@@ -27,8 +27,8 @@ class _Bounded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         at_low, at_high = ctx.saved_tensors
         gradient = gradients[0]
-        leaves = (at_low & (gradient > 0)) | (at_high & (gradient < 0))
-        return gradient.masked_fill(leaves, 0), None, None
+        outward = (at_low & (gradient > 0)) | (at_high & (gradient < 0))
+        return gradient.masked_fill(outward, 0), None, None
 
 
 @region

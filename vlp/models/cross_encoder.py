@@ -122,7 +122,7 @@ class CrossEncoder(nn.Module):
                 text = text if some is None else pick(text, some)
                 other = None if other is None else other[pairs.images]
             if some is not None and anchors is not None:
-                text_asks = replace(text_asks, anchors=anchors.asked_by(some))
+                text_asks = replace(text_asks, anchors=anchors.select_text(some))
             shared = None if keys is None else keys[number]
             if shared is not None and pairs is not None:
                 key, value = (states.index_select(0, pairs.images) for states in shared)

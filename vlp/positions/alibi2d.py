@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, shared
 from vlp.positions.coordinates import require_grid_tokens
-from vlp.positions.options import require_known
+from vlp.positions.options import require_choice
 
 Ratio = Literal["paper", "code"]
 Variant = Literal["two-slope", "four-diagonal"]
@@ -32,15 +32,15 @@ def slopes(
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
-    require_known("alibi-2d ratio", ratio, get_args(Ratio))
+    require_choice("alibi-2d ratio", ratio, get_args(Ratio))
     if ratio == "paper":
         exponents = [8 * head / heads for head in range(heads)]
     else:
-        whole = 2 ** (heads.bit_length() - 1)
-        exponents = [*range(whole), *range(0, 2 * (heads - whole), 2)]
-    falling = torch.tensor(exponents, dtype=torch.float64, device="cpu")
-    starts = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
-    return torch.exp2(-starts[:, None] - falling).to(device=device, dtype=dtype)
+        power = 2 ** (heads.bit_length() - 1)
+        exponents = [*range(power), *range(0, 2 * (heads - power), 2)]
+    per_head = torch.tensor(exponents, dtype=torch.float64, device="cpu")
+    per_side = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
+    return torch.exp2(-per_side[:, None] - per_head).to(device=device, dtype=dtype)
 
 
 def bias(
@@ -73,16 +73,16 @@ def bias(
     """
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
-    require_known("alibi-2d variant", variant, get_args(Variant))
+    require_choice("alibi-2d variant", variant, get_args(Variant))
     left, right = slopes(heads, ratio)[..., None, None]
-    place = torch.arange(height * width, device=left.device)
-    down = (place // width)[None, :] - (place // width)[:, None]
-    along = (place % width)[None, :] - (place % width)[:, None]
-    closeness = -(down.abs() + along.abs()).double()
+    index = torch.arange(height * width, device=left.device)
+    row_offset = (index // width)[None, :] - (index // width)[:, None]
+    column_offset = (index % width)[None, :] - (index % width)[:, None]
+    penalty = -(row_offset.abs() + column_offset.abs()).double()
     if variant == "four-diagonal":
-        closeness = torch.where((along > 0) & (down != 0), closeness * 2**0.25, closeness)
-    slope = torch.where(place[None, :] <= place[:, None], left, right)
-    return (slope * closeness).to(device=device, dtype=dtype)
+        penalty = torch.where((column_offset > 0) & (row_offset != 0), penalty * 2**0.25, penalty)
+    slope = torch.where(index[None, :] <= index[:, None], left, right)
+    return (slope * penalty).to(device=device, dtype=dtype)
 
 
 class DirectionalDistance(PositionEncoding):
@@ -122,7 +122,7 @@ class DirectionalDistance(PositionEncoding):
         return _cached_bias(grid, *options, query.dtype, query.device)
 
 
-@shared(kept=8)
+@shared(maxsize=8)
 def _cached_bias(
     grid: tuple[int, int],
     prefix: int,

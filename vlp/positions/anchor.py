@@ -26,10 +26,10 @@ from vlp.precision import at_least_float32
 
 def distance_along_axis(x: Tensor, dim: int) -> Tensor:
     """Return the minimum over i of x[i] + |m - i| along one axis, same shape."""
-    places = list(x.unbind(dim))
-    for place, before in _there_and_back(len(places)):
-        places[place] = torch.minimum(places[place], places[before] + 1)
-    return torch.stack(places, dim)
+    slices = list(x.unbind(dim))
+    for index, previous in _sweep(len(slices)):
+        slices[index] = torch.minimum(slices[index], slices[previous] + 1)
+    return torch.stack(slices, dim)
 
 
 def manhattan_distance(x: Tensor) -> Tensor:
@@ -40,15 +40,15 @@ def manhattan_distance(x: Tensor) -> Tensor:
 def chebyshev_distance(x: Tensor) -> Tensor:
     """Return minima over a grid under Chebyshev distance: (..., rows, columns, N), same shape."""
     rows = list(x.unbind(-3))
-    for row, before in _there_and_back(len(rows)):
-        rows[row] = torch.minimum(rows[row], _with_neighbours(rows[before]) + 1)
+    for row, previous in _sweep(len(rows)):
+        rows[row] = torch.minimum(rows[row], _with_neighbours(rows[previous]) + 1)
     return distance_along_axis(torch.stack(rows, -3), -2)
 
 
-def _there_and_back(length: int) -> list[tuple[int, int]]:
+def _sweep(length: int) -> list[tuple[int, int]]:
     """Yield (place, the one before it) on a walk to the end of an axis and back."""
-    there = [(place, place - 1) for place in range(1, length)]
-    return there + [(before, place) for place, before in reversed(there)]
+    forward = [(index, index - 1) for index in range(1, length)]
+    return forward + [(previous, index) for index, previous in reversed(forward)]
 
 
 def _with_neighbours(row: Tensor) -> Tensor:
@@ -113,9 +113,9 @@ def windowed_path(
     Returns:
         The path (B, M, N, G), 0 where nothing is reachable, and the boolean `reachable`.
     """
-    note = distance.requires_grad and torch.is_grad_enabled()
+    save_winner = distance.requires_grad and torch.is_grad_enabled()
     window = [*grid, text_reach, patch_reach]
-    path, reachable, _ = _path(distance, words, window, metric, note)
+    path, reachable, _ = _path(distance, words, window, metric, save_winner)
     return path, reachable
 
 
@@ -126,68 +126,68 @@ def kernels() -> ModuleType:
 
 
 def _launch(
-    distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
+    distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    path, reachable, winner = _results(distance, words, window, metric, note)
-    seen = reachable.view(torch.uint8)
+    path, reachable, winner = _results(distance, words, window, metric, save_winner)
+    reachable_bytes = reachable.view(torch.uint8)
     if path.numel():
         with torch.cuda.device(path.get_device()):
             kernels().path_forward_kernel[_programs(path)](
                 distance,
-                seen if words is None else words.contiguous().view(torch.uint8),
+                reachable_bytes if words is None else words.contiguous().view(torch.uint8),
                 path,
-                seen,
-                winner if note else seen,
+                reachable_bytes,
+                winner if save_winner else reachable_bytes,
                 *distance.stride(),
                 *path.stride(),
                 **_options(path, window, metric),
                 MASKED=words is not None,
-                NOTE_WINNER=note,
+                SAVE_WINNER=save_winner,
             )
     return path, reachable, winner
 
 
 def _results(
-    distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
+    distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     path = torch.empty_like(distance)
     reachable = torch.empty_like(path, dtype=torch.bool)
-    kind = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
-    return path, reachable, torch.empty_like(path if note else path[:0], dtype=kind)
+    dtype = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
+    return path, reachable, torch.empty_like(path if save_winner else path[:0], dtype=dtype)
 
 
-def _launch_backward(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
-    gradient = torch.empty_like(winner, dtype=above.dtype)
+def _launch_backward(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+    gradient = torch.empty_like(winner, dtype=path_grad.dtype)
     if gradient.numel():
         with torch.cuda.device(gradient.get_device()):
             kernels().path_backward_kernel[_programs(gradient)](
-                above,
+                path_grad,
                 winner,
                 gradient,
-                *above.stride(),
+                *path_grad.stride(),
                 *gradient.stride(),
                 **_options(gradient, window, metric),
             )
     return gradient
 
 
-def _gradient(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
-    return torch.empty_like(winner, dtype=above.dtype)
+def _gradient(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+    return torch.empty_like(winner, dtype=path_grad.dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.window, ctx.metric = inputs[2:4]
     ctx.save_for_backward(output[2])
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _differentiate(ctx: Any, above: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, path_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (winner,) = ctx.saved_tensors
-    gradient = _path_backward(above, winner, ctx.window, ctx.metric)
+    gradient = _path_backward(path_grad, winner, ctx.window, ctx.metric)
     return gradient, None, None, None, None
 
 
-_path = KernelOperator("windowed_path", _launch, _results, _keep, _differentiate)
+_path = KernelOperator("windowed_path", _launch, _results, _setup_context, _differentiate)
 _path_backward = KernelOperator("windowed_path_backward", _launch_backward, _gradient)
 
 
@@ -282,7 +282,7 @@ def anchor_distance(
     anchor = similarity >= threshold
     # Entries below delta are raised to it: where() alone would let 1/0 into the gradient.
     raised = similarity.clamp(min=threshold)
-    if hard and _in_place(raised):
+    if hard and _may_overwrite(raised):
         return raised.reciprocal_().masked_fill_(~anchor, math.inf).to(dtype)
     distance = raised.reciprocal()
     if hard:
@@ -333,7 +333,7 @@ def anchor_path(
         raise ValueError(f"unknown patch metric {metric!r}; one of euclidean, manhattan, chebyshev")
     text_side, patch_side = text_reach(text_window), patch_reach(patch_window)
     shape, dtype = distance.shape, distance.dtype
-    words = None if text_mask is None else _words(text_mask, distance)
+    words = None if text_mask is None else _expand_mask(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
     kernel = kernel and on_gpu(distance) and has_triton()
     if kernel and text_side is not None and patch_side is not None and fits(text_side, patch_side):
@@ -342,15 +342,15 @@ def anchor_path(
 
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
     plane = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
-    if _in_place(plane):
+    if _may_overwrite(plane):
         path, reachable = torch.empty_like(plane), torch.empty_like(plane, dtype=torch.bool)
-        part = _rows_in_cache(plane)
-        for start in range(0, len(plane), part):
-            here = slice(start, start + part)
-            barrier = None if words is None else _barrier(words[here], plane.dtype)
-            nearest = _nearest_anchor(plane[here], barrier, text_side, patch_side, metric)
-            torch.lt(nearest, math.inf, out=reachable[here])
-            torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[here])
+        chunk_size = _pairs_in_cache(plane)
+        for start in range(0, len(plane), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            barrier = None if words is None else _barrier(words[chunk], plane.dtype)
+            nearest = _nearest_anchor(plane[chunk], barrier, text_side, patch_side, metric)
+            torch.lt(nearest, math.inf, out=reachable[chunk])
+            torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
         barrier = None if words is None else _barrier(words, plane.dtype)
         nearest = _nearest_anchor(plane, barrier, text_side, patch_side, metric)
@@ -438,7 +438,7 @@ def _patch_distance(down: int, right: int, metric: Metric) -> float:
     return max(abs(down), abs(right))
 
 
-def _words(mask: Tensor, distance: Tensor) -> Tensor:
+def _expand_mask(mask: Tensor, distance: Tensor) -> Tensor:
     """Expand a mask (..., N) or (B, N) for distances (..., M, N, G) to rows (pairs, N)."""
     lead, tokens = distance.shape[:-3], distance.shape[-2]
     for _ in range(len(lead) + 1 - mask.ndim):
@@ -457,17 +457,17 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
-def _in_place(x: Tensor) -> bool:
+def _may_overwrite(x: Tensor) -> bool:
     """Return whether results may be overwritten: nobody will differentiate or trace them."""
     return not (x.requires_grad or torch.compiler.is_compiling())
 
 
-def _rows_in_cache(plane: Tensor) -> int:
+def _pairs_in_cache(plane: Tensor) -> int:
     """Return pairs at a time: on a CPU few enough that intermediate results stay in the cache."""
     if plane.device.type != "cpu":
         return max(1, len(plane))
-    pair = max(1, plane[:1].numel())
-    return max(1, _CACHED_ENTRIES * torch.get_num_threads() // pair)
+    entries = max(1, plane[:1].numel())
+    return max(1, _CACHED_ENTRIES * torch.get_num_threads() // entries)
 
 
 def _nearest_anchor(
@@ -516,7 +516,7 @@ def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
     """Return the least of a plane and of the values of each step with its length added."""
     nearest = plane
     for values, length in steps:
-        if _in_place(values):
+        if _may_overwrite(values):
             nearest = torch.minimum(nearest, values.add_(length), out=values)
         else:
             nearest = torch.minimum(nearest, values + length)
@@ -526,17 +526,17 @@ def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
 def _either_side(x: Tensor, dim: int, step: int) -> Tensor:
     """Return min(x[k - step], x[k + step]) along one axis, +inf beyond it; always a new tensor."""
     size = x.shape[dim]
-    if not _in_place(x):
+    if not _may_overwrite(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
         return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
-    both = max(0, size - 2 * step)  # places that have two neighbours
-    few = min(step, size - step)  # places at either end that have one
+    inner = max(0, size - 2 * step)  # places that have two neighbours
+    outer = min(step, size - step)  # places at either end that have one
     sides = torch.empty_like(x)
-    sides.narrow(dim, 0, few).copy_(x.narrow(dim, step, few))
-    sides.narrow(dim, size - few, few).copy_(x.narrow(dim, size - few - step, few))
-    middle = sides.narrow(dim, few, size - 2 * few)
-    if both:
-        torch.minimum(x.narrow(dim, 0, both), x.narrow(dim, 2 * step, both), out=middle)
+    sides.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))
+    sides.narrow(dim, size - outer, outer).copy_(x.narrow(dim, size - outer - step, outer))
+    middle = sides.narrow(dim, outer, size - 2 * outer)
+    if inner:
+        torch.minimum(x.narrow(dim, 0, inner), x.narrow(dim, 2 * step, inner), out=middle)
     else:
         middle.fill_(math.inf)
     return sides

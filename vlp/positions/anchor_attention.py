@@ -28,17 +28,17 @@ def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
     """Return tokens of a block and how it is compiled, so that its numbers stay in registers."""
-    most = {"QUERIES": BLOCK if groups <= 8 else BLOCK // 2, "KEYS": BLOCK}
-    found = {
-        name: min(most[name], max(16, power_of_two(tokens)))
+    largest = {"QUERIES": BLOCK if groups <= 8 else BLOCK // 2, "KEYS": BLOCK}
+    options = {
+        name: min(largest[name], max(16, power_of_two(tokens)))
         for name, tokens in (("QUERIES", queries), ("KEYS", keys))
     }
     # In blocks of 32 by 32 tokens eight warps hold the same numbers twice, and half as many
     # programs run at a time; wider heads need them for their registers. Blocks that load ahead
     # would leave room for fewer programs, too.
-    found |= {"num_warps": 4 if forward or channels <= 64 else 8, "num_stages": 1}
+    options |= {"num_warps": 4 if forward or channels <= 64 else 8, "num_stages": 1}
     # Three forward programs run where there were two, for which few numbers leave the registers.
-    return found | ({"maxnreg": 168} if forward and channels <= 64 else {})
+    return options | ({"maxnreg": 168} if forward and channels <= 64 else {})
 
 
 def readable_keys(path: Tensor) -> int:
@@ -47,12 +47,12 @@ def readable_keys(path: Tensor) -> int:
     Paths beyond K are ignored.
     """
     keys, start = path.shape[2], path.storage_offset()
-    others = (path.stride(0), path.stride(1), path.stride(3), start)
-    whole = aligned_length(keys)
+    alignments = (path.stride(0), path.stride(1), path.stride(3), start)
+    aligned = aligned_length(keys)
     last = sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
-    end = (start + last + 1 + whole - keys) * path.itemsize
-    even = path.stride(2) == 1 and not any(stride % _ALIGNED for stride in others)
-    return whole if even and end <= path.untyped_storage().nbytes() else keys
+    end = (start + last + 1 + aligned - keys) * path.itemsize
+    is_aligned = path.stride(2) == 1 and not any(stride % _ALIGNED for stride in alignments)
+    return aligned if is_aligned and end <= path.untyped_storage().nbytes() else keys
 
 
 def aligned_length(keys: int) -> int:
@@ -73,9 +73,9 @@ def contextual_terms(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of_query: Tensor,
-    of_key: Tensor,
-    of_value: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
     pooled: bool = True,
 ) -> Tensor:
     """Return the terms of `anchored_attention` in contextual mode: (4, G, width), float32.
@@ -89,7 +89,7 @@ def contextual_terms(
             alike.
         pooled: False adds nothing to the values' projection (papers.md#ace-a22).
     """
-    tables, weights = (query, key, value), (of_query, of_key, of_value)
+    tables, weights = (query, key, value), (query_weight, key_weight, value_weight)
     terms: Tensor = _terms(*tables, *weights, pooled)
     return terms
 
@@ -121,8 +121,8 @@ def anchored_attention(
         (B, Q, width).
     """
     scale = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
-    asking, answering = (None, None) if means is None else means
-    inputs = query, key, value, path, mask, asking, answering, terms, heads, scale
+    query_mean, key_mean = (None, None) if means is None else means
+    inputs = query, key, value, path, mask, query_mean, key_mean, terms, heads, scale
     out: Tensor = _attention(*inputs)[0]
     return out
 
@@ -155,22 +155,20 @@ def _attend_backward(
     key_mean: Tensor | None,
     terms: Tensor,
     out: Tensor,
-    rest: Tensor,
-    rows: Tensor,
-    above: Tensor,
+    residual: Tensor,
+    statistics: Tensor,
+    out_grad: Tensor,
     heads: int,
     scale: float,
 ) -> Gradients:
     inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
     gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-    single = inputs.key_blocks == 1
-    sums = out if single else torch.empty_like(gradients[0], dtype=torch.float32)
-    shares = query.new_empty(len(query), *terms.shape, dtype=torch.float32)
-    above = above.contiguous()
-    inputs.launch(
-        "backward", heads, scale, out, rest, rows, above, *gradients, sums, shares, ONE_BLOCK=single
-    )
-    return (*gradients, shares.sum(0))  # type: ignore[return-value]
+    single_block = inputs.key_blocks == 1
+    query_sum = out if single_block else torch.empty_like(gradients[0], dtype=torch.float32)
+    term_grads = query.new_empty(len(query), *terms.shape, dtype=torch.float32)
+    results = residual, statistics, out_grad.contiguous(), *gradients, query_sum, term_grads
+    inputs.launch("backward", heads, scale, out, *results, SINGLE_BLOCK=single_block)
+    return (*gradients, term_grads.sum(0))  # type: ignore[return-value]
 
 
 def _differentiate_path(
@@ -183,18 +181,18 @@ def _differentiate_path(
     key_mean: Tensor | None,
     terms: Tensor,
     out: Tensor,
-    rest: Tensor,
-    rows: Tensor,
-    above: Tensor,
+    residual: Tensor,
+    statistics: Tensor,
+    out_grad: Tensor,
     heads: int,
     scale: float,
 ) -> Tensor:
     inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
     gradient = path.new_empty(path.shape)
     programs = inputs.query_blocks * inputs.key_blocks * path.shape[3]
-    results = rest, rows, above.contiguous(), gradient
-    single = inputs.key_blocks == 1
-    inputs.launch("path", programs, scale, out, *results, ONE_BLOCK=single)
+    results = residual, statistics, out_grad.contiguous(), gradient
+    single_block = inputs.key_blocks == 1
+    inputs.launch("path", programs, scale, out, *results, SINGLE_BLOCK=single_block)
     return gradient
 
 
@@ -202,13 +200,14 @@ def _project_tables(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of_query: Tensor,
-    of_key: Tensor,
-    of_value: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
     pooled: bool,
 ) -> Tensor:
     terms = query.new_empty(4, *query.shape, dtype=torch.float32)
-    _launch_shifts("shift", [query, key, value, of_query, of_key, of_value], pooled, terms)
+    inputs = [query, key, value, query_weight, key_weight, value_weight]
+    _launch_shifts("shift", inputs, pooled, terms)
     return terms
 
 
@@ -216,15 +215,15 @@ def _project_tables_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    of_query: Tensor,
-    of_key: Tensor,
-    of_value: Tensor,
-    above: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    out_grad: Tensor,
     pooled: bool,
 ) -> list[Tensor]:
-    inputs = [query, key, value, of_query, of_key, of_value]
+    inputs = [query, key, value, query_weight, key_weight, value_weight]
     gradients = [x.new_empty(x.shape) for x in inputs]
-    _launch_shifts("shift_backward", inputs, pooled, above.contiguous(), *gradients)
+    _launch_shifts("shift_backward", inputs, pooled, out_grad.contiguous(), *gradients)
     return gradients
 
 
@@ -236,10 +235,10 @@ def _results(query: Tensor, key: Tensor, heads: int) -> Results:
     path's, so the residual is kept there, and has no elements elsewhere. Float32 rounds only
     products in TF32.
     """
-    has_rest = query.dtype != torch.float32 and key.shape[1] > BLOCK
-    rest = query.new_empty(query.shape if has_rest else 0)
-    rows = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
-    return query.new_empty(query.shape), rest, rows
+    has_residual = query.dtype != torch.float32 and key.shape[1] > BLOCK
+    residual = query.new_empty(query.shape if has_residual else 0)
+    statistics = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
+    return query.new_empty(query.shape), residual, statistics
 
 
 class _Inputs:
@@ -260,13 +259,13 @@ class _Inputs:
     ) -> None:
         states = [_rows_contiguous(x) for x in (query, key, value)]
         mask, *means = [None if x is None else x.contiguous() for x in (mask, query_mean, key_mean)]
-        spare = states[0]
+        placeholder = states[0]
         (self.pairs, queries, width), keys, groups = query.shape, key.shape[1], path.shape[3]
         self.tensors = [
             *states,
             path,
-            spare if mask is None else mask.view(torch.uint8),
-            *(spare if x is None else x for x in means),
+            placeholder if mask is None else mask.view(torch.uint8),
+            *(placeholder if x is None else x for x in means),
             terms.contiguous(),
         ]
         strides = [*(x.stride(0) for x in states), *path.stride()]
@@ -278,10 +277,10 @@ class _Inputs:
         exact = torch.get_float32_matmul_precision() == "highest"
         self.options = {
             "GROUPS": groups,
-            "EACH": max(8, power_of_two(groups)),
-            "MANY": max(16, power_of_two(groups)),
+            "BLOCK_G": max(8, power_of_two(groups)),
+            "DOT_G": max(16, power_of_two(groups)),
             "CHANNELS": channels,
-            "WIDE": max(16, power_of_two(channels)),
+            "BLOCK_C": max(16, power_of_two(channels)),
             "CONTEXTUAL": query_mean is not None,
             "MASKED": mask is not None,
             "PRECISION": "ieee" if exact else "tf32",
@@ -294,7 +293,7 @@ class _Inputs:
         programs: int,
         scale: float,
         out: Tensor,
-        rest: Tensor,
+        residual: Tensor,
         *results: Tensor,
         **options: bool,
     ) -> None:
@@ -304,10 +303,10 @@ class _Inputs:
         with torch.cuda.device(out.get_device()):
             getattr(kernels(), f"{kernel}_kernel")[(self.pairs * programs,)](
                 *self.tensors,
-                *(out, rest, *results),
+                *(out, residual, *results),
                 *self.sizes,
                 scale,
-                HAS_REST=rest.numel() > 0,
+                HAS_RESIDUAL=residual.numel() > 0,
                 **self.options,
                 **options,
             )
@@ -322,7 +321,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
             *results,
             width,
             GROUPS=groups,
-            MANY=max(16, power_of_two(groups)),
+            DOT_G=max(16, power_of_two(groups)),
             BLOCK=32,
             POOLED=pooled,
         )
@@ -333,7 +332,7 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     *tensors, heads, scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.heads, ctx.scale = heads, scale
@@ -341,31 +340,31 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)  # else zeros are made for what has no gradient
 
 
-def _differentiate(ctx: Any, above: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     query_mean, key_mean, terms = tensors[5:8]
-    arguments = (*tensors, above, ctx.heads, ctx.scale)
-    *states, shares = _attention_backward(*arguments)
-    wanted = ctx.needs_input_grad
-    of_path = of_query_mean = of_key_mean = None
-    if wanted[3]:
-        of_path = _path_gradient(*arguments)
-    if wanted[5]:
-        of_query_mean = (states[0].float() @ terms[0].mT).to(query_mean.dtype)
-    if wanted[6]:
-        of_keys = states[1].float() @ terms[1].mT
-        of_key_mean = (of_keys + states[2].float() @ terms[2].mT).to(key_mean.dtype)
-    of_terms = shares.to(terms.dtype)
-    return *states, of_path, None, of_query_mean, of_key_mean, of_terms, None, None
+    arguments = (*tensors, out_grad, ctx.heads, ctx.scale)
+    *states, term_grads = _attention_backward(*arguments)
+    needs_gradient = ctx.needs_input_grad
+    path_grad = query_mean_grad = key_mean_grad = None
+    if needs_gradient[3]:
+        path_grad = _path_gradient(*arguments)
+    if needs_gradient[5]:
+        query_mean_grad = (states[0].float() @ terms[0].mT).to(query_mean.dtype)
+    if needs_gradient[6]:
+        key_part = states[1].float() @ terms[1].mT
+        key_mean_grad = (key_part + states[2].float() @ terms[2].mT).to(key_mean.dtype)
+    terms_grad = term_grads.to(terms.dtype)
+    return *states, path_grad, None, query_mean_grad, key_mean_grad, terms_grad, None, None
 
 
-def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_tables_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.pooled = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_tables(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _terms_backward(*ctx.saved_tensors, above, ctx.pooled)
+def _differentiate_tables(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _terms_backward(*ctx.saved_tensors, out_grad, ctx.pooled)
     return *gradients, None
 
 
@@ -374,8 +373,8 @@ def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
 
 
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
-    shares = query.new_empty(arguments[4].shape, dtype=torch.float32)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), shares  # type: ignore[return-value]
+    term_grads = query.new_empty(arguments[4].shape, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), term_grads  # type: ignore[return-value]
 
 
 def _empty_path(query: Tensor, key: Tensor, value: Tensor, path: Tensor, *_: Any) -> Tensor:
@@ -390,12 +389,14 @@ def _empty_tables(*arguments: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in arguments[:6]]
 
 
-_attention = KernelOperator("anchor_attention", _attend, _empty_results, _keep, _differentiate)
+_attention = KernelOperator(
+    "anchor_attention", _attend, _empty_results, _setup_context, _differentiate
+)
 _attention_backward = KernelOperator(
     "anchor_attention_backward", _attend_backward, _empty_gradients
 )
 _path_gradient = KernelOperator("anchor_path_gradient", _differentiate_path, _empty_path)
 _terms = KernelOperator(
-    "anchor_terms", _project_tables, _empty_terms, _keep_tables, _differentiate_tables
+    "anchor_terms", _project_tables, _empty_terms, _setup_tables_context, _differentiate_tables
 )
 _terms_backward = KernelOperator("anchor_terms_backward", _project_tables_backward, _empty_tables)

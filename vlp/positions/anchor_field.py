@@ -64,17 +64,17 @@ class AnchorField(NamedTuple):
     alignment: Tensor | None
     similarity: Tensor
 
-    def asked_by(self, tokens: Tensor) -> AnchorField:
+    def select_text(self, tokens: Tensor) -> AnchorField:
         """Return what some tokens of each text, (B, Q) int64, ask of it; `path` stays whole."""
         index = tokens[..., None]
-        of_path = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
+        path_index = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
         return self._replace(
-            text_path=self.text_path.mT.gather(1, of_path).mT,
+            text_path=self.text_path.mT.gather(1, path_index).mT,
             text_mean=self.text_mean.gather(1, index.expand(-1, -1, self.text_mean.shape[2])),
-            alignment=None if self.alignment is None else _asked(self.alignment, index),
+            alignment=None if self.alignment is None else _select_columns(self.alignment, index),
         )
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> AnchorField:
+    def map(self, change: Callable[[Tensor], Tensor]) -> AnchorField:
         """Return the field with every tensor changed."""
         return AnchorField._make(None if part is None else change(part) for part in self)
 
@@ -87,7 +87,7 @@ class AnchorField(NamedTuple):
         return self.path[:, 1:] > 0
 
 
-def _asked(alignment: Tensor, index: Tensor) -> Tensor:
+def _select_columns(alignment: Tensor, index: Tensor) -> Tensor:
     return alignment.mT.gather(1, index.expand(-1, -1, alignment.shape[1])).mT
 
 
@@ -132,14 +132,14 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
     Each image keeps its prefix token and its paths; a word's mean (Eq. 10) is over all images.
     """
 
-    def joined(tensors: Sequence[Tensor]) -> Tensor:
+    def join(tensors: Sequence[Tensor]) -> Tensor:
         # Side by side in memory as `with_prefix` leaves them.
         return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=-1).transpose(2, 3)
 
     aligned = [field.alignment for field in fields if field.alignment is not None]
     return AnchorField(
         path=torch.cat([field.path.transpose(2, 3) for field in fields], dim=1).transpose(2, 3),
-        text_path=joined([field.text_path for field in fields]),
+        text_path=join([field.text_path for field in fields]),
         image_mean=torch.cat([field.image_mean for field in fields], dim=1),
         text_mean=torch.stack([field.text_mean for field in fields]).mean(0),
         alignment=torch.cat(aligned, dim=1) if aligned else None,
@@ -165,19 +165,19 @@ def with_prefix(
     """
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
-    short = path.to(dtype)
-    text_asks = _rows(short, pairs, words, groups, 1 + patches)
-    text_asks[..., 0] = 0
-    text_asks[..., 1:] = short.permute(0, 2, 3, 1)
-    image_asks = _rows(short, pairs, 1 + patches, groups, words)
-    image_asks.copy_(text_asks.permute(0, 3, 2, 1))
+    values = path.to(dtype)
+    text_path = _rows(values, pairs, words, groups, 1 + patches)
+    text_path[..., 0] = 0
+    text_path[..., 1:] = values.permute(0, 2, 3, 1)
+    image_path = _rows(values, pairs, 1 + patches, groups, words)
+    image_path.copy_(text_path.permute(0, 3, 2, 1))
     alignment = None
     if aligned:
         alignment = similarity.mean(-1) * word_mask[:, None]
         alignment = functional.pad(alignment, (0, 0, 1, 0)).to(dtype)
     return AnchorField(
-        path=image_asks.transpose(2, 3),
-        text_path=text_asks.transpose(2, 3),
+        path=image_path.transpose(2, 3),
+        text_path=text_path.transpose(2, 3),
         image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)).to(dtype),
         text_mean=mean_over_patches(path).to(dtype),
         alignment=alignment,
@@ -193,8 +193,8 @@ def _rows(like: Tensor, *shape: int) -> Tensor:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _float(x: Tensor) -> Tensor:

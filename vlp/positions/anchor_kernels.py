@@ -14,13 +14,9 @@ import triton.language as tl
 
 @triton.jit
 def _entries(
-    tokens: tl.tensor,
-    groups: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
+    tokens: tl.tensor, groups: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Return pair, patch, token and group of this program's entries, in the order of memory."""
     patches = ROWS * COLUMNS
     blocks = (patches * tokens * groups + BLOCK - 1) // BLOCK
@@ -50,33 +46,16 @@ def _length(down: int, right: int, metric: str) -> float:
 
 @triton.jit
 def path_forward_kernel(
-    distance: tl.tensor,
-    words: tl.tensor,
-    path: tl.tensor,
-    reachable: tl.tensor,
-    winner: tl.tensor,
-    distance_pair: tl.tensor,
-    distance_patch: tl.tensor,
-    distance_token: tl.tensor,
+    distance: tl.tensor, words: tl.tensor,
+    path: tl.tensor, reachable: tl.tensor, winner: tl.tensor,
+    distance_pair: tl.tensor, distance_patch: tl.tensor, distance_token: tl.tensor,
     distance_group: tl.tensor,
-    path_pair: tl.tensor,
-    path_patch: tl.tensor,
-    path_token: tl.tensor,
-    path_group: tl.tensor,
-    tokens: tl.tensor,
-    groups: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TEXT: tl.constexpr,
-    PATCH: tl.constexpr,
-    METRIC: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUPS_LAST: tl.constexpr,
-    TYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-    NOTE_WINNER: tl.constexpr,
-) -> None:
+    path_pair: tl.tensor, path_patch: tl.tensor, path_token: tl.tensor, path_group: tl.tensor,
+    tokens: tl.tensor, groups: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
+    METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, SAVE_WINNER: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the paths of a block of entries, and the step of the window that won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
@@ -87,86 +66,73 @@ def path_forward_kernel(
     source = distance + pair * distance_pair
     source += patch * distance_patch + token * distance_token + group * distance_group
     best = tl.full((BLOCK,), float("inf"), TYPE)
-    won = tl.full((BLOCK,), STEPS, tl.int32)
+    winning_step = tl.full((BLOCK,), STEPS, tl.int32)
     side: tl.constexpr = 2 * PATCH + 1
-    for along in range(-TEXT, TEXT + 1):
-        near = token + along
-        steps_along = tl.abs(near - token).to(TYPE)
-        real = target & (near >= 0) & (near < tokens)
+    for text_step in range(-TEXT, TEXT + 1):
+        source_token = token + text_step
+        text_distance = tl.abs(source_token - token).to(TYPE)
+        is_word = target & (source_token >= 0) & (source_token < tokens)
         if MASKED:
-            real = real & (tl.load(words + near, mask=real, other=0) != 0)
+            is_word = is_word & (tl.load(words + source_token, mask=is_word, other=0) != 0)
         for down in tl.static_range(-PATCH, PATCH + 1):
-            line = real & (row + down >= 0) & (row + down < ROWS)
+            in_rows = is_word & (row + down >= 0) & (row + down < ROWS)
             for right in tl.static_range(-PATCH, PATCH + 1):
-                there = line & (column + right >= 0) & (column + right < COLUMNS)
-                offset = (down * COLUMNS + right) * distance_patch + along * distance_token
-                value = tl.load(source + offset, mask=there, other=float("inf")).to(TYPE)
-                value = (value + steps_along) + _length(down, right, METRIC)
-                nearer = value < best
-                best = tl.where(nearer, value, best)
-                if NOTE_WINNER:
-                    step = ((along + TEXT) * side + down + PATCH) * side + right + PATCH
-                    won = tl.where(nearer, step, won)
-    found = best < float("inf")
-    place = pair * path_pair + patch * path_patch + token * path_token + group * path_group
-    tl.store(path + place, tl.where(found, best, 0.0), mask=inside)
-    tl.store(reachable + place, found, mask=inside)
-    if NOTE_WINNER:
-        tl.store(winner + place, won, mask=inside)
+                in_window = in_rows & (column + right >= 0) & (column + right < COLUMNS)
+                offset = (down * COLUMNS + right) * distance_patch + text_step * distance_token
+                value = tl.load(source + offset, mask=in_window, other=float("inf")).to(TYPE)
+                value = (value + text_distance) + _length(down, right, METRIC)
+                is_nearer = value < best
+                best = tl.where(is_nearer, value, best)
+                if SAVE_WINNER:
+                    step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                    winning_step = tl.where(is_nearer, step, winning_step)
+    has_path = best < float("inf")
+    address = pair * path_pair + patch * path_patch + token * path_token + group * path_group
+    tl.store(path + address, tl.where(has_path, best, 0.0), mask=inside)
+    tl.store(reachable + address, has_path, mask=inside)
+    if SAVE_WINNER:
+        tl.store(winner + address, winning_step, mask=inside)
 
 
 @triton.jit
 def path_backward_kernel(
-    path_gradient: tl.tensor,
-    winner: tl.tensor,
-    gradient: tl.tensor,
-    path_pair: tl.tensor,
-    path_patch: tl.tensor,
-    path_token: tl.tensor,
-    path_group: tl.tensor,
-    gradient_pair: tl.tensor,
-    gradient_patch: tl.tensor,
-    gradient_token: tl.tensor,
-    gradient_group: tl.tensor,
-    tokens: tl.tensor,
-    groups: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TEXT: tl.constexpr,
-    PATCH: tl.constexpr,
-    METRIC: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUPS_LAST: tl.constexpr,
-    TYPE: tl.constexpr,
+    path_gradient: tl.tensor, winner: tl.tensor, gradient: tl.tensor,
+    path_pair: tl.tensor, path_patch: tl.tensor, path_token: tl.tensor, path_group: tl.tensor,
+    gradient_pair: tl.tensor, gradient_patch: tl.tensor, gradient_token: tl.tensor,
+    gradient_group: tl.tensor, tokens: tl.tensor, groups: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
+    METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Write the gradients of a block of sources, from the entries where they won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
-    place = pair * gradient_pair
-    place += patch * gradient_patch + token * gradient_token + group * gradient_group
-    above = path_gradient + pair * path_pair
-    above += patch * path_patch + token * path_token + group * path_group
+    address = pair * gradient_pair
+    address += patch * gradient_patch + token * gradient_token + group * gradient_group
+    upstream = path_gradient + pair * path_pair
+    upstream += patch * path_patch + token * path_token + group * path_group
     total = tl.full((BLOCK,), 0.0, TYPE)
     side: tl.constexpr = 2 * PATCH + 1
-    for along in range(-TEXT, TEXT + 1):
-        real = inside & (token - along >= 0) & (token - along < tokens)
+    for text_step in range(-TEXT, TEXT + 1):
+        is_word = inside & (token - text_step >= 0) & (token - text_step < tokens)
         for down in tl.static_range(-PATCH, PATCH + 1):
-            line = real & (row - down >= 0) & (row - down < ROWS)
+            in_rows = is_word & (row - down >= 0) & (row - down < ROWS)
             for right in tl.static_range(-PATCH, PATCH + 1):
-                there = line & (column - right >= 0) & (column - right < COLUMNS)
-                back = down * COLUMNS + right
-                noted = winner + place - (back * gradient_patch + along * gradient_token)
-                won = tl.load(noted, mask=there, other=STEPS).to(tl.int32)
-                step = ((along + TEXT) * side + down + PATCH) * side + right + PATCH
-                hit = there & (won == step)
-                offset = back * path_patch + along * path_token
-                total += tl.load(above - offset, mask=hit, other=0.0).to(TYPE)
-    tl.store(gradient + place, total, mask=inside)
+                in_window = in_rows & (column - right >= 0) & (column - right < COLUMNS)
+                patch_step = down * COLUMNS + right
+                winner_address = (
+                    winner + address - (patch_step * gradient_patch + text_step * gradient_token)
+                )
+                winning_step = tl.load(winner_address, mask=in_window, other=STEPS).to(tl.int32)
+                step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                is_source = in_window & (winning_step == step)
+                offset = patch_step * path_patch + text_step * path_token
+                total += tl.load(upstream - offset, mask=is_source, other=0.0).to(TYPE)
+    tl.store(gradient + address, total, mask=inside)
 
 
 @triton.jit
-def _chosen(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor) -> tl.tensor:
+def _select_role(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor) -> tl.tensor:
     """Return the tensor of a role, by its address."""
     address = tl.where(role == 0, query.to(tl.int64), key.to(tl.int64))
     address = tl.where(role == 2, value.to(tl.int64), address)
@@ -176,69 +142,75 @@ def _chosen(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor)
 @triton.jit
 def shift_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor,
-    of_query: tl.tensor, of_key: tl.tensor, of_value: tl.tensor,
+    query_weight: tl.tensor, key_weight: tl.tensor, value_weight: tl.tensor,
     terms: tl.tensor, width: tl.tensor,
-    GROUPS: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
+    GROUPS: tl.constexpr, DOT_G: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write a block of one role's S, and for the value its table: (4, G, width)."""
     role = tl.program_id(0) % 3
-    table = _chosen(role, query, key, value)
-    weight = _chosen(role, of_query, of_key, of_value)
-    group = tl.arange(0, MANY)[:, None]
-    out = (tl.program_id(0) // 3) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((MANY, BLOCK), tl.float32)
+    table = _select_role(role, query, key, value)
+    weight = _select_role(role, query_weight, key_weight, value_weight)
+    group = tl.arange(0, DOT_G)[:, None]
+    outputs = (tl.program_id(0) // 3) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((DOT_G, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
-        into = start + tl.arange(0, BLOCK)[None, :]
-        rows = tl.load(table + group * width + into, (group < GROUPS) & (into < width), 0.0)
-        inside = (out[:, None] < width) & (into < width)
-        block = tl.load(weight + out[:, None] * width + into, inside, 0.0)
-        total += tl.dot(rows.to(tl.float32), tl.trans(block.to(tl.float32)), input_precision="ieee")
-    known = (group < GROUPS) & (out[None, :] < width)
-    place = (role * GROUPS + group) * width + out[None, :]
+        inputs = start + tl.arange(0, BLOCK)[None, :]
+        table_tile = tl.load(
+            table + group * width + inputs, (group < GROUPS) & (inputs < width), 0.0
+        )
+        inside = (outputs[:, None] < width) & (inputs < width)
+        weight_tile = tl.load(weight + outputs[:, None] * width + inputs, inside, 0.0)
+        total += tl.dot(
+            table_tile.to(tl.float32), tl.trans(weight_tile.to(tl.float32)), input_precision="ieee"
+        )
+    in_table = (group < GROUPS) & (outputs[None, :] < width)
+    address = (role * GROUPS + group) * width + outputs[None, :]
     if role == 2:
         if not POOLED:
             total *= 0.0
-        rows = tl.load(table + group * width + out[None, :], known, 0.0)
-        tl.store(terms + GROUPS * width + place, rows.to(tl.float32), known)
-    tl.store(terms + place, total, known)
+        table_tile = tl.load(table + group * width + outputs[None, :], in_table, 0.0)
+        tl.store(terms + GROUPS * width + address, table_tile.to(tl.float32), in_table)
+    tl.store(terms + address, total, in_table)
 
 
 @triton.jit
 def shift_backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor,
-    of_query: tl.tensor, of_key: tl.tensor, of_value: tl.tensor,
-    above: tl.tensor,
-    query_gradient: tl.tensor, key_gradient: tl.tensor, value_gradient: tl.tensor,
-    of_query_gradient: tl.tensor, of_key_gradient: tl.tensor, of_value_gradient: tl.tensor,
+    query_weight: tl.tensor, key_weight: tl.tensor, value_weight: tl.tensor,
+    terms_grad: tl.tensor,
+    query_grad: tl.tensor, key_grad: tl.tensor, value_grad: tl.tensor,
+    query_weight_grad: tl.tensor, key_weight_grad: tl.tensor, value_weight_grad: tl.tensor,
     width: tl.tensor,
-    GROUPS: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
+    GROUPS: tl.constexpr, DOT_G: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write a block of columns of the gradients of one role's table and weight."""
     role = tl.program_id(0) % 3
-    table = _chosen(role, query, key, value)
-    weight = _chosen(role, of_query, of_key, of_value)
-    table_gradient = _chosen(role, query_gradient, key_gradient, value_gradient)
-    weight_gradient = _chosen(role, of_query_gradient, of_key_gradient, of_value_gradient)
-    group = tl.arange(0, MANY)[:, None]
-    into = ((tl.program_id(0) // 3) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    here = (group < GROUPS) & (into < width)
-    rows = tl.load(table + group * width + into, here, 0.0).to(tl.float32)
-    total = tl.zeros((MANY, BLOCK), tl.float32)
+    table = _select_role(role, query, key, value)
+    weight = _select_role(role, query_weight, key_weight, value_weight)
+    table_grad = _select_role(role, query_grad, key_grad, value_grad)
+    weight_grad = _select_role(role, query_weight_grad, key_weight_grad, value_weight_grad)
+    group = tl.arange(0, DOT_G)[:, None]
+    inputs = ((tl.program_id(0) // 3) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    in_table = (group < GROUPS) & (inputs < width)
+    table_tile = tl.load(table + group * width + inputs, in_table, 0.0).to(tl.float32)
+    total = tl.zeros((DOT_G, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
-        out = start + tl.arange(0, BLOCK)
-        known = (group < GROUPS) & (out[None, :] < width)
-        given = tl.load(above + (role * GROUPS + group) * width + out[None, :], known, 0.0)
+        outputs = start + tl.arange(0, BLOCK)
+        in_terms = (group < GROUPS) & (outputs[None, :] < width)
+        upstream = tl.load(
+            terms_grad + (role * GROUPS + group) * width + outputs[None, :], in_terms, 0.0
+        )
         if not POOLED:
-            given = tl.where(role == 2, 0.0, given)
-        place = out[:, None] * width + into
-        inside = (out[:, None] < width) & (into < width)
-        block = tl.load(weight + place, inside, 0.0).to(tl.float32)
-        total += tl.dot(given, block, input_precision="ieee")
-        found = tl.dot(tl.trans(given), rows, input_precision="ieee")
-        tl.store(weight_gradient + place, found, inside)
-    beside = here & (role == 2)
-    total += tl.load(above + (3 * GROUPS + group) * width + into, beside, 0.0)
-    tl.store(table_gradient + group * width + into, total, here)
+            upstream = tl.where(role == 2, 0.0, upstream)
+        address = outputs[:, None] * width + inputs
+        inside = (outputs[:, None] < width) & (inputs < width)
+        weight_tile = tl.load(weight + address, inside, 0.0).to(tl.float32)
+        total += tl.dot(upstream, weight_tile, input_precision="ieee")
+        weight_sum = tl.dot(tl.trans(upstream), table_tile, input_precision="ieee")
+        tl.store(weight_grad + address, weight_sum, inside)
+    in_value_table = in_table & (role == 2)
+    total += tl.load(terms_grad + (3 * GROUPS + group) * width + inputs, in_value_table, 0.0)
+    tl.store(table_grad + group * width + inputs, total, in_table)
 
 
 HIDDEN = tl.constexpr(-1e38)
@@ -246,12 +218,12 @@ HIDDEN = tl.constexpr(-1e38)
 
 
 @triton.jit
-def _tile(
+def _load(
     states: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
-    CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Load one head's channels of some tokens, 0 outside: (BLOCK, WIDE)."""
-    channel = tl.arange(0, WIDE)
+    channel = tl.arange(0, BLOCK_C)
     inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
     return tl.load(states + token[:, None] * width + channel[None, :], mask=inside, other=0.0)
 
@@ -259,87 +231,89 @@ def _tile(
 @triton.jit
 def _store(
     states: tl.tensor, x: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
-    CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> None:  # fmt: skip
-    channel = tl.arange(0, WIDE)
+    channel = tl.arange(0, BLOCK_C)
     inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
     tl.store(states + token[:, None] * width + channel[None, :], x, mask=inside)
 
 
 @triton.jit
-def _rest(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def _residual(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return the rounding residual of float32 numbers of any shape."""
-    return (x - x.to(kind).to(tl.float32)).to(kind)
+    return (x - x.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def _level(
-    weight: tl.tensor, of_weight: tl.tensor, out: tl.tensor, rest: tl.tensor, of_out: tl.tensor,
-    token: tl.tensor, tokens: tl.tensor, width: tl.tensor, CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
+def _delta(
+    weight: tl.tensor, weight_grad: tl.tensor, out: tl.tensor, residual: tl.tensor,
+    out_grad: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the mean gradient of each row's weights, (QUERIES,), over a block with all keys.
 
     Without all keys it is output times its gradient.
     """
-    if ONE_BLOCK:
-        level = tl.sum(weight * of_weight, 1)
+    if SINGLE_BLOCK:
+        delta = tl.sum(weight * weight_grad, 1)
     else:
-        found = _tile(out, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
-        if HAS_REST:
-            found += _tile(rest, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
-        level = tl.sum(of_out.to(tl.float32) * found, 1)
-    return level
+        output = _load(out, token, tokens, width, CHANNELS, BLOCK_C).to(tl.float32)
+        if HAS_RESIDUAL:
+            output += _load(residual, token, tokens, width, CHANNELS, BLOCK_C).to(tl.float32)
+        delta = tl.sum(out_grad.to(tl.float32) * output, 1)
+    return delta
 
 
 @triton.jit
-def _paths(
-    path: tl.tensor, first: tl.tensor, answering: tl.tensor, queries: tl.tensor, keys: tl.tensor,
-    room: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+def _load_paths(
+    path: tl.tensor, first_query: tl.tensor, k_ids: tl.tensor, queries: tl.tensor,
+    keys: tl.tensor, readable: tl.tensor,
+    path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Load the paths of a block in all groups, 0 outside: (EACH, QUERIES, KEYS).
 
     Wide loads of keys side by side may pass the last key, up to `room`. In this order of rows a
     thread holds all groups of its keys.
     """
-    row = tl.arange(0, EACH * QUERIES)[:, None]
-    asking, group, answering = first + row % QUERIES, row // QUERIES, answering[None, :]
-    inside = (group < GROUPS) & (asking < queries) & (answering < room)
-    here = group * path_group + asking * path_query + answering * path_key
-    found = tl.load(path + here, mask=inside, other=0.0)
-    return tl.where(answering < keys, found, 0.0).reshape(EACH, QUERIES, KEYS)
+    row = tl.arange(0, BLOCK_G * QUERIES)[:, None]
+    q_ids, group, k_ids = first_query + row % QUERIES, row // QUERIES, k_ids[None, :]
+    inside = (group < GROUPS) & (q_ids < queries) & (k_ids < readable)
+    address = group * path_group + q_ids * path_query + k_ids * path_key
+    paths = tl.load(path + address, mask=inside, other=0.0)
+    return tl.where(k_ids < keys, paths, 0.0).reshape(BLOCK_G, QUERIES, KEYS)
 
 
 @triton.jit
 def _logits(
     query: tl.tensor, key: tl.tensor, paths: tl.tensor, slopes: tl.tensor, mask: tl.tensor,
-    asking: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    k_ids: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return scaled logits of a block with mask and the bias of Eq. 9 (this head's `slopes`)."""
     logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if not CONTEXTUAL:
-        group = tl.arange(0, EACH)[:, None, None]
+        group = tl.arange(0, BLOCK_G)[:, None, None]
         slope = tl.load(slopes + group * heads, mask=group < GROUPS, other=0.0).to(tl.float32)
         logits += tl.sum(paths.to(tl.float32) * slope, 0)
     if MASKED:
-        real = tl.load(mask + asking, mask=asking < keys, other=0)
-        logits += tl.where(real != 0, 0.0, HIDDEN)[None, :]
-    return tl.where(asking[None, :] < keys, logits, float("-inf"))
+        allowed = tl.load(mask + k_ids, mask=k_ids < keys, other=0)
+        logits += tl.where(allowed != 0, 0.0, HIDDEN)[None, :]
+    return tl.where(k_ids[None, :] < keys, logits, float("-inf"))
 
 
 @triton.jit
 def forward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rest: tl.tensor, rows: tl.tensor,
+    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
+    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
@@ -351,88 +325,98 @@ def forward_kernel(
     pair = (tl.program_id(0) // heads // tl.cdiv(queries, QUERIES)).to(tl.int64)
     width = heads * CHANNELS
     column = head * CHANNELS
-    asks = block * QUERIES + tl.arange(0, QUERIES)
-    groups = tl.arange(0, MANY)
+    q_ids = block * QUERIES + tl.arange(0, QUERIES)
+    groups = tl.arange(0, DOT_G)
     key += pair * key_pair + column
     value += pair * value_pair + column
     path += pair * path_pair
-    asked = _tile(query + pair * query_pair + column, asks, queries, width, CHANNELS, WIDE)
-    kind = asked.dtype
+    q = _load(query + pair * query_pair + column, q_ids, queries, width, CHANNELS, BLOCK_C)
+    dtype = q.dtype
     if CONTEXTUAL:
         query_mean += pair * queries * GROUPS
         key_mean += pair * keys * GROUPS
         terms += column
-        shift = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-        query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
-        asked = (asked + tl.dot(query_means, shift, input_precision=PRECISION)).to(kind)
+        shift = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+        query_means = _load(query_mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
+        q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(dtype)
         terms += GROUPS * width
-        of_keys = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+        key_terms = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
         terms += GROUPS * width
-        of_values = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-    largest = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    gathered = tl.zeros((QUERIES, WIDE), tl.float32)
-    along = tl.zeros((EACH, QUERIES), tl.float32)  # sum_j a_ij P_ij
+        value_terms = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+    row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((QUERIES,), tl.float32)
+    accumulator = tl.zeros((QUERIES, BLOCK_C), tl.float32)
+    path_sum = tl.zeros((BLOCK_G, QUERIES), tl.float32)  # sum_j a_ij P_ij
     for start in range(0, keys, KEYS):
-        answers = start + tl.arange(0, KEYS)
-        k = _tile(key, answers, keys, width, CHANNELS, WIDE)
-        v = _tile(value, answers, keys, width, CHANNELS, WIDE)
+        k_ids = start + tl.arange(0, KEYS)
+        k = _load(key, k_ids, keys, width, CHANNELS, BLOCK_C)
+        v = _load(value, k_ids, keys, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
-            key_means = _tile(key_mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
-            k = (k + tl.dot(key_means, of_keys, input_precision=PRECISION)).to(kind)
-            v = (v + tl.dot(key_means, of_values, input_precision=PRECISION)).to(kind)
-        paths = _paths(
-            path, block * QUERIES, answers, queries, keys, room, path_query, path_key, path_group,
-            GROUPS, EACH, QUERIES, KEYS,
+            key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
+            k = (k + tl.dot(key_means, key_terms, input_precision=PRECISION)).to(dtype)
+            v = (v + tl.dot(key_means, value_terms, input_precision=PRECISION)).to(dtype)
+        paths = _load_paths(
+            path, block * QUERIES, k_ids, queries, keys, readable,
+            path_query, path_key, path_group, GROUPS, BLOCK_G, QUERIES, KEYS,
         )  # fmt: skip
         logits = _logits(
-            asked, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
-            GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
+            q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
+            GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
-        above = tl.maximum(largest, tl.max(logits, 1))
-        shrink = tl.exp(largest - above)
-        weight = tl.exp(logits - above[:, None])
-        largest = above
-        total = total * shrink + tl.sum(weight, 1)
-        gathered *= shrink[:, None]
-        gathered += tl.dot(weight.to(kind), v, input_precision=PRECISION)
-        if HAS_REST:
-            gathered += tl.dot(_rest(weight, kind), v, input_precision=PRECISION)
+        new_max = tl.maximum(row_max, tl.max(logits, 1))
+        rescale = tl.exp(row_max - new_max)
+        weight = tl.exp(logits - new_max[:, None])
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        accumulator *= rescale[:, None]
+        accumulator += tl.dot(weight.to(dtype), v, input_precision=PRECISION)
+        if HAS_RESIDUAL:
+            accumulator += tl.dot(_residual(weight, dtype), v, input_precision=PRECISION)
         if CONTEXTUAL:
-            along *= shrink[None, :]
-            along += tl.sum(paths.to(tl.float32) * weight[None, :, :], 2)
-    gathered /= total[:, None]
+            path_sum *= rescale[None, :]
+            path_sum += tl.sum(paths.to(tl.float32) * weight[None, :, :], 2)
+    accumulator /= row_sum[:, None]
     if CONTEXTUAL:
-        along /= total[None, :]
-        embed = _tile(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-        if MANY > EACH:  # a product adds up over at least 16
-            none = tl.zeros((EACH, QUERIES), tl.float32)
-            along = tl.join(along, none).trans(2, 0, 1).reshape(MANY, QUERIES)
-        gathered += tl.dot(tl.trans(along).to(kind), embed, input_precision=PRECISION)
-        if HAS_REST:
-            gathered += tl.dot(tl.trans(_rest(along, kind)), embed, input_precision=PRECISION)
-    place = pair * queries * width + column
-    _store(out + place, gathered.to(kind), asks, queries, width, CHANNELS, WIDE)
-    if HAS_REST:
-        _store(rest + place, _rest(gathered, kind), asks, queries, width, CHANNELS, WIDE)
-    rows += (pair * heads + head) * 2 * queries + asks
-    tl.store(rows, largest, mask=asks < queries)
-    tl.store(rows + queries, total, mask=asks < queries)
+        path_sum /= row_sum[None, :]
+        embed = _load(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+        if DOT_G > BLOCK_G:  # a product adds up over at least 16
+            padding = tl.zeros((BLOCK_G, QUERIES), tl.float32)
+            path_sum = tl.join(path_sum, padding).trans(2, 0, 1).reshape(DOT_G, QUERIES)
+        accumulator += tl.dot(tl.trans(path_sum).to(dtype), embed, input_precision=PRECISION)
+        if HAS_RESIDUAL:
+            accumulator += tl.dot(
+                tl.trans(_residual(path_sum, dtype)), embed, input_precision=PRECISION
+            )
+    offset = pair * queries * width + column
+    _store(out + offset, accumulator.to(dtype), q_ids, queries, width, CHANNELS, BLOCK_C)
+    if HAS_RESIDUAL:
+        _store(
+            residual + offset,
+            _residual(accumulator, dtype),
+            q_ids,
+            queries,
+            width,
+            CHANNELS,
+            BLOCK_C,
+        )
+    statistics += (pair * heads + head) * 2 * queries + q_ids
+    tl.store(statistics, row_max, mask=q_ids < queries)
+    tl.store(statistics + queries, row_sum, mask=q_ids < queries)
 
 
 @triton.jit
 def backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rest: tl.tensor, rows: tl.tensor, above: tl.tensor,
-    query_gradient: tl.tensor, key_gradient: tl.tensor, value_gradient: tl.tensor,
-    query_sum: tl.tensor, shares: tl.tensor,
+    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor, out_grad: tl.tensor,
+    query_grad: tl.tensor, key_grad: tl.tensor, value_grad: tl.tensor,
+    query_sum: tl.tensor, term_grads: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of the states, and each pair's share in that of the terms.
@@ -445,120 +429,127 @@ def backward_kernel(
     pair = (tl.program_id(0) // heads).to(tl.int64)
     width = heads * CHANNELS
     column = head * CHANNELS
-    groups, each = tl.arange(0, MANY), tl.arange(0, EACH)
+    groups, group_ids = tl.arange(0, DOT_G), tl.arange(0, BLOCK_G)
     query += pair * query_pair + column
     key += pair * key_pair + column
     value += pair * value_pair + column
     path += pair * path_pair
-    place = pair * queries * width + column
-    rows += (pair * heads + head) * 2 * queries
-    kind = query.dtype.element_ty
+    offset = pair * queries * width + column
+    statistics += (pair * heads + head) * 2 * queries
+    dtype = query.dtype.element_ty
     if CONTEXTUAL:
         query_mean += pair * queries * GROUPS
         key_mean += pair * keys * GROUPS
         terms += column
-        query_share = tl.zeros((MANY, WIDE), tl.float32)
-        shares += pair * 4 * GROUPS * width + column
-        table_share = tl.zeros((EACH, WIDE), tl.float32)
+        query_terms_sum = tl.zeros((DOT_G, BLOCK_C), tl.float32)
+        term_grads += pair * 4 * GROUPS * width + column
+        table_sum = tl.zeros((BLOCK_G, BLOCK_C), tl.float32)
     else:
-        slope_share = tl.zeros((EACH,), tl.float32)
+        slope_sum = tl.zeros((BLOCK_G,), tl.float32)
     for key_start in tl.range(0, keys, KEYS, disable_licm=True):
-        answers = key_start + tl.arange(0, KEYS)
-        k = _tile(key, answers, keys, width, CHANNELS, WIDE)
-        v = _tile(value, answers, keys, width, CHANNELS, WIDE)
+        k_ids = key_start + tl.arange(0, KEYS)
+        k = _load(key, k_ids, keys, width, CHANNELS, BLOCK_C)
+        v = _load(value, k_ids, keys, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
-            key_means = _tile(key_mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
-            own = terms + GROUPS * width  # read when needed: there are few registers to spare
-            shift = _tile(own, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-            k = (k + tl.dot(key_means, shift, input_precision=PRECISION)).to(kind)
-            shift = _tile(own + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-            v = (v + tl.dot(key_means, shift, input_precision=PRECISION)).to(kind)
-        of_k = tl.zeros((KEYS, WIDE), tl.float32)
-        of_v = tl.zeros((KEYS, WIDE), tl.float32)
+            key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
+            key_terms = terms + GROUPS * width  # read when needed: there are few registers to spare
+            shift = _load(key_terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+            k = (k + tl.dot(key_means, shift, input_precision=PRECISION)).to(dtype)
+            shift = _load(key_terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(
+                dtype
+            )
+            v = (v + tl.dot(key_means, shift, input_precision=PRECISION)).to(dtype)
+        k_grad = tl.zeros((KEYS, BLOCK_C), tl.float32)
+        v_grad = tl.zeros((KEYS, BLOCK_C), tl.float32)
         for start in tl.range(0, queries, QUERIES, disable_licm=True):
-            asks = start + tl.arange(0, QUERIES)
-            paths = _paths(
-                path, start, answers, queries, keys, room, path_query, path_key, path_group,
-                GROUPS, EACH, QUERIES, KEYS,
+            q_ids = start + tl.arange(0, QUERIES)
+            paths = _load_paths(
+                path, start, k_ids, queries, keys, readable, path_query, path_key, path_group,
+                GROUPS, BLOCK_G, QUERIES, KEYS,
             )  # fmt: skip
-            q = _tile(query, asks, queries, width, CHANNELS, WIDE)
+            q = _load(query, q_ids, queries, width, CHANNELS, BLOCK_C)
             if CONTEXTUAL:
-                query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
-                shift = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-                q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(kind)
-            largest = tl.load(rows + asks, mask=asks < queries, other=0.0)
-            total = tl.load(rows + queries + asks, mask=asks < queries, other=1.0)
+                query_means = _load(query_mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
+                shift = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+                q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(dtype)
+            row_max = tl.load(statistics + q_ids, mask=q_ids < queries, other=0.0)
+            row_sum = tl.load(statistics + queries + q_ids, mask=q_ids < queries, other=1.0)
             logits = _logits(
-                q, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
-                GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
+                q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
+                GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
             )  # fmt: skip
-            weight = tl.exp(logits - largest[:, None]) * (1 / total)[:, None]
-            of_out = _tile(above + place, asks, queries, width, CHANNELS, WIDE)
-            of_v += tl.dot(tl.trans(weight.to(kind)), of_out, input_precision=PRECISION)
-            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
+            weight = tl.exp(logits - row_max[:, None]) * (1 / row_sum)[:, None]
+            out_tile = _load(out_grad + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
+            v_grad += tl.dot(tl.trans(weight.to(dtype)), out_tile, input_precision=PRECISION)
+            weight_grad = tl.dot(out_tile, tl.trans(v), input_precision=PRECISION)
             if CONTEXTUAL:
-                embed = _tile(terms + 3 * GROUPS * width, each, GROUPS, width, CHANNELS, WIDE)
-                slopes = tl.dot(embed.to(kind), tl.trans(of_out), input_precision=PRECISION)
-                steps = paths.to(tl.float32)
-                along = tl.sum(steps * weight[None, :, :], 2).to(kind)
-                of_weight += tl.sum(steps * slopes[:, :, None], 0)
-                table_share += tl.dot(along, of_out, input_precision=PRECISION)
-            level = _level(
-                weight, of_weight, out + place, rest + place, of_out, asks, queries, width,
-                CHANNELS, WIDE, HAS_REST, ONE_BLOCK,
+                embed = _load(
+                    terms + 3 * GROUPS * width, group_ids, GROUPS, width, CHANNELS, BLOCK_C
+                )
+                slopes = tl.dot(embed.to(dtype), tl.trans(out_tile), input_precision=PRECISION)
+                path_tile = paths.to(tl.float32)
+                path_sum = tl.sum(path_tile * weight[None, :, :], 2).to(dtype)
+                weight_grad += tl.sum(path_tile * slopes[:, :, None], 0)
+                table_sum += tl.dot(path_sum, out_tile, input_precision=PRECISION)
+            delta = _delta(
+                weight, weight_grad, out + offset, residual + offset, out_tile, q_ids,
+                queries, width, CHANNELS, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
             )  # fmt: skip
-            of_logits = weight * (of_weight - level[:, None])
+            logits_grad = weight * (weight_grad - delta[:, None])
             if not CONTEXTUAL:
-                slope_share += tl.sum(tl.sum(paths.to(tl.float32) * of_logits[None, :, :], 2), 1)
-            of_products = (of_logits * scale).to(kind)
-            of_k += tl.dot(tl.trans(of_products), q, input_precision=PRECISION)
-            of_q = tl.dot(of_products, k, input_precision=PRECISION)
-            if not ONE_BLOCK:
+                slope_sum += tl.sum(tl.sum(paths.to(tl.float32) * logits_grad[None, :, :], 2), 1)
+            product_grad = (logits_grad * scale).to(dtype)
+            k_grad += tl.dot(tl.trans(product_grad), q, input_precision=PRECISION)
+            q_sum = tl.dot(product_grad, k, input_precision=PRECISION)
+            if not SINGLE_BLOCK:
                 if key_start > 0:
-                    of_q += _tile(query_sum + place, asks, queries, width, CHANNELS, WIDE)
-                _store(query_sum + place, of_q, asks, queries, width, CHANNELS, WIDE)
-            if ONE_BLOCK or key_start + KEYS >= keys:
-                of_query = of_q.to(kind)
-                _store(query_gradient + place, of_query, asks, queries, width, CHANNELS, WIDE)
+                    q_sum += _load(query_sum + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
+                _store(query_sum + offset, q_sum, q_ids, queries, width, CHANNELS, BLOCK_C)
+            if SINGLE_BLOCK or key_start + KEYS >= keys:
+                q_grad = q_sum.to(dtype)
+                _store(query_grad + offset, q_grad, q_ids, queries, width, CHANNELS, BLOCK_C)
                 if CONTEXTUAL:
                     means = tl.trans(query_means)
-                    query_share += tl.dot(means, of_query, input_precision=PRECISION)
-        of_k, of_v = of_k.to(kind), of_v.to(kind)
-        into = pair * keys * width + column
-        _store(key_gradient + into, of_k, answers, keys, width, CHANNELS, WIDE)
-        _store(value_gradient + into, of_v, answers, keys, width, CHANNELS, WIDE)
+                    query_terms_sum += tl.dot(means, q_grad, input_precision=PRECISION)
+        k_grad, v_grad = k_grad.to(dtype), v_grad.to(dtype)
+        key_offset = pair * keys * width + column
+        _store(key_grad + key_offset, k_grad, k_ids, keys, width, CHANNELS, BLOCK_C)
+        _store(value_grad + key_offset, v_grad, k_ids, keys, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
             key_means = tl.trans(key_means)
-            of_k = tl.dot(key_means, of_k, input_precision=PRECISION)
-            of_v = tl.dot(key_means, of_v, input_precision=PRECISION)
-            of_keys = shares + GROUPS * width
-            of_values = of_keys + GROUPS * width
+            k_grad = tl.dot(key_means, k_grad, input_precision=PRECISION)
+            v_grad = tl.dot(key_means, v_grad, input_precision=PRECISION)
+            key_terms_grad = term_grads + GROUPS * width
+            value_terms_grad = key_terms_grad + GROUPS * width
             if key_start > 0:
-                of_k += _tile(of_keys, groups, GROUPS, width, CHANNELS, WIDE)
-                of_v += _tile(of_values, groups, GROUPS, width, CHANNELS, WIDE)
-            _store(of_keys, of_k, groups, GROUPS, width, CHANNELS, WIDE)
-            _store(of_values, of_v, groups, GROUPS, width, CHANNELS, WIDE)
-        if not ONE_BLOCK:
+                k_grad += _load(key_terms_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
+                v_grad += _load(value_terms_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
+            _store(key_terms_grad, k_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
+            _store(value_terms_grad, v_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
+        if not SINGLE_BLOCK:
             tl.debug_barrier()  # what one thread has stored, another may add to
     if CONTEXTUAL:
-        _store(shares, query_share, groups, GROUPS, width, CHANNELS, WIDE)
-        _store(shares + 3 * GROUPS * width, table_share, each, GROUPS, width, CHANNELS, WIDE)
+        _store(term_grads, query_terms_sum, groups, GROUPS, width, CHANNELS, BLOCK_C)
+        _store(
+            term_grads + 3 * GROUPS * width, table_sum, group_ids, GROUPS, width, CHANNELS, BLOCK_C
+        )
     else:
-        shares += (pair * GROUPS + each) * heads + head
-        tl.store(shares, slope_share, mask=each < GROUPS)
+        term_grads += (pair * GROUPS + group_ids) * heads + head
+        tl.store(term_grads, slope_sum, mask=group_ids < GROUPS)
 
 
 @triton.jit
 def path_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rest: tl.tensor, rows: tl.tensor, above: tl.tensor, path_gradient: tl.tensor,
+    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor,
+    out_grad: tl.tensor, path_grad: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
@@ -568,58 +559,60 @@ def path_kernel(
     program, key_blocks = tl.program_id(0), tl.cdiv(keys, KEYS)
     group = program % GROUPS
     key_block, block = (program // GROUPS) % key_blocks, program // GROUPS // key_blocks
-    first = (block % tl.cdiv(queries, QUERIES)) * QUERIES
-    asks = first + tl.arange(0, QUERIES)
+    first_query = (block % tl.cdiv(queries, QUERIES)) * QUERIES
+    q_ids = first_query + tl.arange(0, QUERIES)
     pair = (block // tl.cdiv(queries, QUERIES)).to(tl.int64)
-    answers = key_block * KEYS + tl.arange(0, KEYS)
-    inside = (asks[:, None] < queries) & (answers[None, :] < keys)
+    k_ids = key_block * KEYS + tl.arange(0, KEYS)
+    inside = (q_ids[:, None] < queries) & (k_ids[None, :] < keys)
     path += pair * path_pair
-    paths = _paths(
-        path, first, answers, queries, keys, room, path_query, path_key, path_group,
-        GROUPS, EACH, QUERIES, KEYS,
+    paths = _load_paths(
+        path, first_query, k_ids, queries, keys, readable, path_query, path_key, path_group,
+        GROUPS, BLOCK_G, QUERIES, KEYS,
     )  # fmt: skip
     width = heads * CHANNELS
-    groups, channel = tl.arange(0, MANY), tl.arange(0, WIDE)
-    kind = query.dtype.element_ty
+    groups, channel = tl.arange(0, DOT_G), tl.arange(0, BLOCK_C)
+    dtype = query.dtype.element_ty
     sum_of_heads = tl.zeros((QUERIES, KEYS), tl.float32)
     for head in range(0, heads):
         column = head * CHANNELS
-        q = _tile(query + pair * query_pair + column, asks, queries, width, CHANNELS, WIDE)
-        k = _tile(key + pair * key_pair + column, answers, keys, width, CHANNELS, WIDE)
+        q = _load(query + pair * query_pair + column, q_ids, queries, width, CHANNELS, BLOCK_C)
+        k = _load(key + pair * key_pair + column, k_ids, keys, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
-            own = terms + column
-            shift = _tile(own, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            head_terms = terms + column
+            shift = _load(head_terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
             mean = query_mean + pair * queries * GROUPS
-            mean = _tile(mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
-            q = (q + tl.dot(mean, shift, input_precision=PRECISION)).to(kind)
-            shift = _tile(own + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            mean = _load(mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
+            q = (q + tl.dot(mean, shift, input_precision=PRECISION)).to(dtype)
+            shift = _load(head_terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(
+                dtype
+            )
             mean = key_mean + pair * keys * GROUPS
-            mean = _tile(mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
-            k = (k + tl.dot(mean, shift, input_precision=PRECISION)).to(kind)
+            mean = _load(mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
+            k = (k + tl.dot(mean, shift, input_precision=PRECISION)).to(dtype)
         logits = _logits(
-            q, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
-            GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
+            q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
+            GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
-        row = rows + (pair * heads + head) * 2 * queries + asks
-        largest = tl.load(row, mask=asks < queries, other=0.0)
-        total = tl.load(row + queries, mask=asks < queries, other=1.0)
-        weight = tl.exp(logits - largest[:, None]) / total[:, None]
-        place = pair * queries * width + column
-        of_out = _tile(above + place, asks, queries, width, CHANNELS, WIDE)
+        row = statistics + (pair * heads + head) * 2 * queries + q_ids
+        row_max = tl.load(row, mask=q_ids < queries, other=0.0)
+        row_sum = tl.load(row + queries, mask=q_ids < queries, other=1.0)
+        weight = tl.exp(logits - row_max[:, None]) / row_sum[:, None]
+        offset = pair * queries * width + column
+        out_tile = _load(out_grad + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
             embed = terms + (3 * GROUPS + group) * width + column + channel
             embed = tl.load(embed, mask=channel < CHANNELS, other=0.0).to(tl.float32)
-            slope = tl.sum(of_out.to(tl.float32) * embed[None, :], 1)
+            slope = tl.sum(out_tile.to(tl.float32) * embed[None, :], 1)
             sum_of_heads += weight * slope[:, None]
         else:
-            v = _tile(value + pair * value_pair + column, answers, keys, width, CHANNELS, WIDE)
-            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
-            level = _level(
-                weight, of_weight, out + place, rest + place, of_out, asks, queries, width,
-                CHANNELS, WIDE, HAS_REST, ONE_BLOCK,
+            v = _load(value + pair * value_pair + column, k_ids, keys, width, CHANNELS, BLOCK_C)
+            weight_grad = tl.dot(out_tile, tl.trans(v), input_precision=PRECISION)
+            delta = _delta(
+                weight, weight_grad, out + offset, residual + offset, out_tile, q_ids,
+                queries, width, CHANNELS, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
             )  # fmt: skip
-            of_weight -= level[:, None]
+            weight_grad -= delta[:, None]
             slope = tl.load(terms + group * heads + head).to(tl.float32)
-            sum_of_heads += weight * of_weight * slope
-    into = path_gradient + (pair * queries + asks[:, None]) * keys * GROUPS
-    tl.store(into + answers[None, :] * GROUPS + group, sum_of_heads, mask=inside)
+            sum_of_heads += weight * weight_grad * slope
+    address = path_grad + (pair * queries + q_ids[:, None]) * keys * GROUPS
+    tl.store(address + k_ids[None, :] * GROUPS + group, sum_of_heads, mask=inside)

@@ -171,9 +171,9 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
     """
     if isinstance(encoding, PositionEncoding):
         return encoding.hooks
-    for part in encoding.modules():
-        if isinstance(part, PositionEncoding):
-            return part.hooks
+    for module in encoding.modules():
+        if isinstance(module, PositionEncoding):
+            return module.hooks
     raise TypeError(f"{type(encoding).__name__} is no PositionEncoding and wraps none")
 
 
@@ -232,7 +232,7 @@ class ByModality(PositionEncoding):
 Sizes = ParamSpec("Sizes")
 
 
-def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
+def shared(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
     """Keep the latest results of a function of sizes, names, number types and devices.
 
     They are made outside of inference mode and tracing, as inference tensors serve no backward pass
@@ -240,37 +240,37 @@ def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Ten
     sizes.
     """
 
-    def decorate(make: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
-        def real(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+    def decorate(function: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
+        def compute(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
             with torch.inference_mode(False), _disable_current_modes():
-                return make(*sizes, **names)
+                return function(*sizes, **names)
 
-        keep = cast("Callable[Sizes, Tensor]", functools.lru_cache(maxsize=kept)(real))
+        cached = cast("Callable[Sizes, Tensor]", functools.lru_cache(maxsize=maxsize)(compute))
 
         def constant(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
-            return keep(*sizes, **names)
+            return cached(*sizes, **names)
 
         # `torch.compiler.assume_constant_result` does no more, but imports the compiler first.
         constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-        @functools.wraps(make)
+        @functools.wraps(function)
         def result(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
             if torch.compiler.is_dynamo_compiling():
-                fixed = {name: _fixed(value) for name, value in names.items()}
-                return constant(*(_fixed(size) for size in sizes), **fixed)
-            return keep(*sizes, **names)
+                concrete = {name: _concrete(value) for name, value in names.items()}
+                return constant(*(_concrete(size) for size in sizes), **concrete)
+            return cached(*sizes, **names)
 
         return result
 
     return decorate
 
 
-def _fixed(size: Any) -> Any:
+def _concrete(size: Any) -> Any:
     """Turn sizes into numbers where `torch.compile(dynamic=True)` has symbols for them."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes half a second
 
     if isinstance(size, tuple):
-        return tuple(_fixed(one) for one in size)
+        return tuple(_concrete(part) for part in size)
     return guard_scalar(size) if isinstance(size, int | float) else size
 
 
@@ -280,8 +280,8 @@ def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tenso
     `tokens` and `positions` are (..., width) and broadcast, `alpha` and `beta` (width,). The result
     has the tokens' number type; half precision is computed in float32.
     """
-    kind = torch.promote_types(tokens.dtype, torch.float32)
-    mixed = alpha.to(kind) * tokens.to(kind) + beta.to(kind) * positions.to(kind)
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    mixed = alpha.to(dtype) * tokens.to(dtype) + beta.to(dtype) * positions.to(dtype)
     return mixed.to(tokens.dtype)
 
 

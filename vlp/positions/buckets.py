@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.positions.options import require_known
+from vlp.positions.options import require_choice
 
 Method = Literal["euclidean", "quantization", "cross", "product"]
 IndexFunction = Literal["piecewise", "clip"]
@@ -42,8 +42,8 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
     x = x.double()
     distance = x.abs()
     slope = (beta - alpha) / math.log(gamma / alpha)
-    far = alpha + slope * (distance / alpha).log()
-    index = torch.where(distance <= alpha, distance, far).round().clamp(max=int(beta))
+    logarithmic = alpha + slope * (distance / alpha).log()
+    index = torch.where(distance <= alpha, distance, logarithmic).round().clamp(max=int(beta))
     return (x.sign() * index).long()
 
 
@@ -63,7 +63,7 @@ def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> in
     They are 2 int(beta) + 1, its square for product, and one for a prefix (papers.md#irpe-i7,
     #irpe-i10).
     """
-    require_known("bucket method", method, get_args(Method))
+    require_choice("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
         raise ValueError(f"the bucket ratio must be positive, not {ratio}")
     if prefix_tokens < 0:
@@ -107,9 +107,9 @@ def bucket_ids(
             then columns; and the size of one table.
     """
     size = table_size(method, ratio, prefix_tokens)
-    require_known("bucket function", function, get_args(IndexFunction))
-    require_known("bucket variant", variant, get_args(Variant))
-    require_known("bucket universe", universe, get_args(Universe))
+    require_choice("bucket function", function, get_args(IndexFunction))
+    require_choice("bucket variant", variant, get_args(Variant))
+    require_choice("bucket universe", universe, get_args(Universe))
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
     index = _index_function(function, ratio)
@@ -130,8 +130,8 @@ def bucket_ids(
     else:
         by_offset = (index(down) + shift) * (2 * shift + 1) + index(right) + shift
 
-    place = torch.arange(height * width, device=cpu)
-    row, column = place // width, place % width
+    patch = torch.arange(height * width, device=cpu)
+    row, column = patch // width, patch % width
     row = row[:, None] - row + height - 1
     column = column[:, None] - column + width - 1
     ids = by_offset[..., row, column]
@@ -151,8 +151,8 @@ def _index_function(function: IndexFunction, ratio: float) -> Callable[[Tensor],
 
 def _rank(squared: Tensor, universe: Universe) -> Tensor:
     """Rank of each squared distance, from 0, among those that occur."""
-    known = squared
+    distances = squared
     if universe == "global":
-        reach = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
-        known = reach[:, None].square() + reach.square()
-    return torch.searchsorted(known.unique(), squared.contiguous())
+        sides = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
+        distances = sides[:, None].square() + sides.square()
+    return torch.searchsorted(distances.unique(), squared.contiguous())

@@ -49,23 +49,23 @@ def carry_over(
     """
     if grid == trained_grid:
         return dict(tables)
-    sizes = (
+    text = (
         f"{name} was trained on a {grid_size(trained_grid)} grid and does not carry over to "
         f"{grid_size(grid)}"
     )
     if reason := _bound(encoding, trained, grid, trained_grid):
-        raise ValueError(f"{sizes}: {reason}")
-    own = dict(encoding.named_parameters())
-    carried = {}
-    for part, table in tables.items():
-        if part in own and part.startswith("table"):
-            table = _on_other_grid(encoding, trained, table, own[part], grid, trained_grid)
-        if part in own and table.shape != own[part].shape:
+        raise ValueError(f"{text}: {reason}")
+    targets = dict(encoding.named_parameters())
+    resized = {}
+    for key, table in tables.items():
+        if key in targets and key.startswith("table"):
+            table = _on_other_grid(encoding, trained, table, targets[key], grid, trained_grid)
+        if key in targets and table.shape != targets[key].shape:
             raise ValueError(
-                f"{sizes}: {part} is {tuple(table.shape)} there and {tuple(own[part].shape)} here"
+                f"{text}: {key} is {tuple(table.shape)} there and {tuple(targets[key].shape)} here"
             )
-        carried[part] = table
-    return carried
+        resized[key] = table
+    return resized
 
 
 def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid) -> str | None:
@@ -90,7 +90,7 @@ def _on_other_grid(
     encoding: PositionEncoding,
     trained: Any,
     table: Tensor,
-    own: Tensor,
+    target: Tensor,
     grid: Grid,
     trained_grid: Grid,
 ) -> Tensor:
@@ -100,14 +100,14 @@ def _on_other_grid(
         return table[..., _clipped_rows(encoding, trained.reach), :]
     if isinstance(encoding, ContextualPosition | SemanticPosition):
         # Places beyond the table share its last row (papers.md#sape-s11).
-        return table[..., torch.arange(own.shape[-2]).clamp(max=table.shape[-2] - 1), :]
+        return table[..., torch.arange(target.shape[-2]).clamp(max=table.shape[-2] - 1), :]
     if isinstance(encoding, LearnedGridPosition):
         # As one row: resampling a column of width 1 with antialias is wrong in PyTorch 2.15.
-        return _resampled(table[None], (1, len(own)))[0]
+        return _resampled(table[None], (1, len(target)))[0]
     if isinstance(encoding, LearnedPosition) and min(grid[0], trained_grid[0]) > 1:
         return _resampled(table.unflatten(0, trained_grid), grid).flatten(0, 1)
     if isinstance(encoding, LearnedPosition):
-        return table[: len(own)]  # a sequence may be shorter than its table
+        return table[: len(target)]  # a sequence may be shorter than its table
     return table
 
 

@@ -11,7 +11,7 @@ from vlp.positions.base import PositionContext, shared
 from vlp.positions.buckets import Method, bucket_ids, table_size
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import LookupPosition
-from vlp.positions.options import require_known
+from vlp.positions.options import require_choice
 
 Offsets = Literal["product", "axes", "raster"]
 
@@ -51,7 +51,7 @@ def clipped_ids(
 
 def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
     """Return the rows of one table: 2 reach + 1, squared for product, and one for a prefix."""
-    require_known("offsets", offsets, get_args(Offsets))
+    require_choice("offsets", offsets, get_args(Offsets))
     if reach < 1 or reach != int(reach):
         raise ValueError(f"the reach of clipped offsets must be a whole number from 1 on: {reach}")
     return table_size(_METHODS[offsets], reach / 2, prefix_tokens)
@@ -92,8 +92,8 @@ class ClippedPosition(LookupPosition):
     ) -> None:
         super().__init__()
         if offsets not in self.OFFSETS:
-            known = ", ".join(self.OFFSETS)
-            raise ValueError(f"{name}: unknown offsets {offsets!r}; one of {known}")
+            choices = ", ".join(self.OFFSETS)
+            raise ValueError(f"{name}: unknown offsets {offsets!r}; one of {choices}")
         if width % heads:
             raise ValueError(f"{name}: {heads} heads do not divide width {width}")
         if grid is not None and min(grid) < 1:
@@ -109,8 +109,8 @@ class ClippedPosition(LookupPosition):
         self.prefix_bucket = prefix_bucket
         try:
             self.size = clipped_size(offsets, reach, int(prefix_bucket))
-        except ValueError as problem:
-            raise ValueError(f"{name}: {problem}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _table(self, channels: int) -> nn.Parameter:
         """Make zeros (1 or heads, rows, channels), which leave the layer as it was."""
@@ -124,7 +124,7 @@ class ClippedPosition(LookupPosition):
         return ids_on(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def ids_on(
     device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
 ) -> Tensor:

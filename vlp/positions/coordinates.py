@@ -101,7 +101,7 @@ def token_coordinates(
     Returns:
         (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
     """
-    kind = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     size = context.grid or grid
     if context.coordinates is None:
         if size is None:
@@ -109,12 +109,14 @@ def token_coordinates(
                 f"{name} needs a grid, in its options or in the context, or coordinates"
             )
         require_grid(name, size, x, context)
-        make = patch_boxes if dimensions == 4 else patch_centres
-        coordinates = make(size, kind, x.device)[None]
+        patch_coordinates = patch_boxes if dimensions == 4 else patch_centres
+        coordinates = patch_coordinates(size, dtype, x.device)[None]
         if extent is not None:
             return coordinates * _along_axes(extent / size[1], extent / size[0], coordinates)
     else:
-        coordinates = _given(name, dimensions, x, context, context.coordinates).to(x.device, kind)
+        coordinates = _checked(name, dimensions, x, context, context.coordinates).to(
+            x.device, dtype
+        )
         if extent is not None:
             return coordinates * extent
         unit = patches_spanned(coordinates, context.grids, size)
@@ -142,16 +144,16 @@ def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
     return torch.tensor(factors, dtype=like.dtype, device=like.device)
 
 
-def _given(
+def _checked(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
 ) -> Tensor:
     """Return the context's coordinates, once they are what this encoding can use."""
-    wanted = (x.shape[-2] - context.prefix_tokens, dimensions)
+    expected = (x.shape[-2] - context.prefix_tokens, dimensions)
     batch = (1, x.shape[0])
     shape = tuple(coordinates.shape)
-    if len(shape) != 3 or shape[0] not in batch or shape[1:] != wanted:
+    if len(shape) != 3 or shape[0] not in batch or shape[1:] != expected:
         raise ValueError(
-            f"{name} needs coordinates ({x.shape[0]} or 1, {wanted[0]}, {wanted[1]}) for "
+            f"{name} needs coordinates ({x.shape[0]} or 1, {expected[0]}, {expected[1]}) for "
             f"{x.shape[-2]} tokens of which {context.prefix_tokens} are prefix, not {shape}"
         )
     # One comparison that NaN fails, too.

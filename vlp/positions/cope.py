@@ -149,19 +149,19 @@ def interpolate(values: Tensor, places: Tensor) -> Tensor:
     `values` (..., T, P) are at places 0 .. P-1; `places` (..., T, N), from 0, are cut at P - 1.
     """
     last = values.shape[-1] - 1
-    lead = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])
-    values = values.expand(*lead, -1)
-    places = places.expand(*lead, -1)
+    shape = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])
+    values = values.expand(*shape, -1)
+    places = places.expand(*shape, -1)
     # from below too, as NaN has no whole part and must not become an index outside the table
-    below = places.long().clamp(0, last)
+    lower = places.long().clamp(0, last)
     steps = functional.pad(values.diff(dim=-1), (0, 1))  # no step leads beyond the last place
-    return values.gather(-1, below) + (places - below) * steps.gather(-1, below)
+    return values.gather(-1, lower) + (places - lower) * steps.gather(-1, lower)
 
 
 def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:
     """Raise ValueError unless queries and keys are (..., tokens, d) and tables (rows, d)."""
-    alike = query.shape == key.shape and query.ndim >= 2
-    if not alike or any(
+    same_shape = query.shape == key.shape and query.ndim >= 2
+    if not same_shape or any(
         table.ndim < 2 or table.shape[-2] < 1 or table.shape[-1] != query.shape[-1]
         for table in tables
     ):

@@ -36,11 +36,11 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
             f"{tuple(coords.shape)}, not {tuple(weight.shape)}"
         )
     out = torch.promote_types(coords.dtype, weight.dtype)
-    kind = torch.promote_types(out, torch.float32)
+    dtype = torch.promote_types(out, torch.float32)
     # Not a matrix product: autocast and TF32 would round the angles, which grow with the image.
     terms = [
         coordinate.unsqueeze(-1) * column
-        for coordinate, column in zip(coords.to(kind).unbind(-1), weight.to(kind).unbind(-1))
+        for coordinate, column in zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
     ]
     angles = reduce(torch.add, terms)
     features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
@@ -65,13 +65,13 @@ def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) 
     Returns:
         A scalar, never negative, finite with its gradient also for equal weights.
     """
-    kind = torch.promote_types(weight.dtype, torch.float32)
-    columns = weight.to(kind) if per_dim else weight.to(kind).reshape(-1, 1)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    columns = weight.to(dtype) if per_dim else weight.to(dtype).reshape(-1, 1)
     if weight.ndim != 2 or len(columns) < 2:
         raise ValueError(f"a weight of shape {tuple(weight.shape)} has no spread to regularise")
     mean = columns.mean(0)
-    variance = columns.var(0, correction=0).clamp(min=torch.finfo(kind).tiny)
-    log_variance = log_variance.to(kind)
+    variance = columns.var(0, correction=0).clamp(min=torch.finfo(dtype).tiny)
+    log_variance = log_variance.to(dtype)
     ratio = (variance + mean.square()) * (-log_variance).exp()
     divergence = (log_variance - variance.log() + ratio - 1) / 2
     return divergence.mean().to(weight.dtype)
@@ -143,26 +143,26 @@ class FourierPosition(TokenEncoding):
             raise ValueError(
                 f"fourier: {groups} groups do not divide {dimensions} coordinates and width {width}"
             )
-        share = width // groups
+        group_width = width // groups
         if features is None:
-            features = width // 2 if mlp or projection else share
+            features = width // 2 if mlp or projection else group_width
         if features < 2 or features % 2:
             raise ValueError(f"fourier: {features} features are no pairs of cosine and sine")
-        if not (mlp or projection) and features != share:
+        if not (mlp or projection) and features != group_width:
             raise ValueError(
                 f"fourier: without MLP and projection the features are the position of width "
-                f"{width}, {share} for each of {groups} groups, not {features}"
+                f"{width}, {group_width} for each of {groups} groups, not {features}"
             )
         if mlp and projection:
             raise ValueError("fourier: the projection is for features without an MLP")
         if not mlp:
-            of_mlp = {
+            mlp_options = {
                 "hidden": hidden,
                 "approximate": approximate,
                 "dropout": dropout,
                 "norm": norm,
             }
-            require_defaults("fourier", FourierPosition, "without the MLP", **of_mlp)
+            require_defaults("fourier", FourierPosition, "without the MLP", **mlp_options)
         if regularised and not learnable:
             raise ValueError("fourier: fixed features have nothing to regularise")
         if not 0 < gamma < math.inf:
@@ -181,9 +181,9 @@ class FourierPosition(TokenEncoding):
         self.log_variance = nn.Parameter(target) if regularised else None
         self.modulator: nn.Module | None = None
         if mlp:
-            self.modulator = Modulator(features, hidden, share, approximate, dropout, norm)
+            self.modulator = Modulator(features, hidden, group_width, approximate, dropout, norm)
         elif projection:
-            self.modulator = nn.Linear(features, share)
+            self.modulator = nn.Linear(features, group_width)
 
     def features(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return Fourier features before any MLP: (B or 1, T - prefix, groups, F)."""

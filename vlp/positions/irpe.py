@@ -102,7 +102,7 @@ class RelativePosition(LookupPosition):
         if self.fixed_grid:
             # Its table has one size on every grid, so the weights say which grid they rank.
             self.register_buffer("ranked_grid", torch.tensor(self.grid))
-            self.register_load_state_dict_pre_hook(_require_own_grid)
+            self.register_load_state_dict_pre_hook(_check_ranked_grid)
         self.mode = mode
         self.roles = tuple(role for role in ROLES if role in roles)
         self.prefix_bucket, self.q_ids_transposed = prefix_bucket, q_ids_transposed
@@ -136,8 +136,8 @@ class RelativePosition(LookupPosition):
     @property
     def hooks(self) -> frozenset[str]:
         """Return the hooks that the roles need; fused attention cannot have values."""
-        needed = {"value" if role == "value" else "bias" for role in self.roles}
-        return frozenset(needed)
+        hooks = {"value" if role == "value" else "bias" for role in self.roles}
+        return frozenset(hooks)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return b_ij over the root of the head width (Eqs 13-16), a term for each role."""
@@ -182,25 +182,25 @@ class RelativePosition(LookupPosition):
         )
 
 
-def _require_own_grid(
+def _check_ranked_grid(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
 ) -> None:
     """Refuse the table of another grid, except for rows, on which a rank is the distance."""
     assert isinstance(module, RelativePosition)
-    own, name = module.grid, f"{prefix}ranked_grid"
-    if own is None or name not in state or state[name].is_meta:
+    grid, name = module.grid, f"{prefix}ranked_grid"
+    if grid is None or name not in state or state[name].is_meta:
         return
     rows, columns = state[name].tolist()
-    if (rows, columns) != own and max(rows, own[0]) > 1:
+    if (rows, columns) != grid and max(rows, grid[0]) > 1:
         errors = others[-1]
         errors.append(
             f"{prefix}tables: {module.name} ranks the distances of a {grid_size((rows, columns))} "
-            f"grid there and of {grid_size(own)} here"
+            f"grid there and of {grid_size(grid)} here"
         )
-    state[name] = torch.tensor(own)
+    state[name] = torch.tensor(grid)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
     """Return ids (tables, T, T) on a device, the second table's after the first's."""
     ids, _ = bucket_ids(**buckets)

@@ -34,17 +34,17 @@ class KernelOperator:
         name: str,
         function: Callable[..., Any],
         fake: Callable[..., Any],
-        keep: Callable[..., None] | None = None,
+        setup_context: Callable[..., None] | None = None,
         differentiate: Differentiate | None = None,
     ) -> None:
-        defined = torch.library.custom_op(f"vlp::{name}", function, mutates_args=())
-        defined.register_fake(fake)
+        operator = torch.library.custom_op(f"vlp::{name}", function, mutates_args=())
+        operator.register_fake(fake)
         self.direct = function
         if differentiate is not None:
-            assert keep is not None
+            assert setup_context is not None
             differentiate = once_differentiable(differentiate)
-            defined.register_autograd(differentiate, setup_context=keep)
-            self.direct = _autograd_function(function, keep, differentiate)
+            operator.register_autograd(differentiate, setup_context=setup_context)
+            self.direct = _autograd_function(function, setup_context, differentiate)
         self.operator = getattr(torch.ops.vlp, name)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -59,14 +59,14 @@ class KernelOperator:
 
 
 def _autograd_function(
-    function: Callable[..., Any], keep: Callable[..., None], differentiate: Differentiate
+    function: Callable[..., Any], setup_context: Callable[..., None], differentiate: Differentiate
 ) -> Callable[..., Any]:
     class Function(torch.autograd.Function):
         # Beside a `setup_context`, `apply` reads the signature anew, longer than a launch takes.
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = function(*inputs)
-            keep(ctx, inputs, output)
+            setup_context(ctx, inputs, output)
             return output
 
         backward = staticmethod(differentiate)

@@ -40,8 +40,8 @@ class Lookup(NamedTuple):
         ids = self.ids.mT if self.of_keys else self.ids
         # Not `shape[-1]`, which fails under torch.compile(dynamic=True) where ids are constant.
         shape = (*self.per_row.shape[:-1], ids.size(-1))
-        found = _sum(self.per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind())
-        return found.mT if self.of_keys else found
+        terms = _sum(self.per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind())
+        return terms.mT if self.of_keys else terms
 
 
 class LookupPosition(PositionEncoding):
@@ -100,4 +100,4 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(lambda one, other: one + other, terms)
+    return functools.reduce(lambda a, b: a + b, terms)

@@ -33,7 +33,7 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
         raise ValueError(f"object boxes are (..., K, 4), not {tuple(boxes.shape)}")
     x, y, width, height = at_least_float32(boxes).unbind(-1)
     right, bottom = x + width, y + height
-    real = (width != 0) & (height != 0)
+    present = (width != 0) & (height != 0)
     inside = (
         (width > 0)
         & (height > 0)
@@ -42,15 +42,15 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
         & (right <= columns + _TOLERANCE)
         & (bottom <= rows + _TOLERANCE)
     )
-    refused = real & ~inside  # NaN is neither inside nor padding
-    if bool(refused.any()):
-        place = refused.nonzero()[0].tolist()
-        box = ", ".join(f"{value:g}" for value in boxes[tuple(place)].tolist())
+    invalid = present & ~inside  # NaN is neither inside nor padding
+    if bool(invalid.any()):
+        index = invalid.nonzero()[0].tolist()
+        box = ", ".join(f"{value:g}" for value in boxes[tuple(index)].tolist())
         raise ValueError(
-            f"object box {place[-1]}{_image(place)} (x, y, width, height: {box}) does not lie "
+            f"object box {index[-1]}{_image(index)} (x, y, width, height: {box}) does not lie "
             f"inside the {rows} x {columns} grid"
         )
-    numbers = torch.arange(1, boxes.shape[-2] + 1, device=boxes.device) * real
+    numbers = torch.arange(1, boxes.shape[-2] + 1, device=boxes.device) * present
     covered = _covers(y, bottom, rows).unsqueeze(-1) & _covers(x, right, columns).unsqueeze(-2)
     # The last painter has the highest number; the background joins so that K may be 0.
     painted = numbers[..., None, None] * covered
@@ -95,15 +95,15 @@ class ObjectPosition(TokenEncoding):
         """Return sinusoids of object, column and row: (B or 1, T - prefix, width)."""
         grid = grid_at_hand(self.name, context, self.grid)
         require_grid(self.name, grid, x, context)
-        kind = torch.promote_types(x.dtype, torch.float32)
-        where = patch_centres(grid, kind, x.device)[None] - 0.5
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        coords = patch_centres(grid, dtype, x.device)[None] - 0.5
         if context.boxes is None:
-            return self._sinusoid(where, self.width // 2).flatten(-2)
+            return self._sinusoid(coords, self.width // 2).flatten(-2)
         if context.boxes.ndim != 3:
             raise ValueError(f"object boxes are (batch, K, 4), not {tuple(context.boxes.shape)}")
-        ids = object_ids(context.boxes.to(x.device), grid).flatten(-2).to(kind)
+        ids = object_ids(context.boxes.to(x.device), grid).flatten(-2).to(dtype)
         objects = self._sinusoid(ids, self.width // 2)
-        patches = self._sinusoid(where, self.width // 4).flatten(-2)
+        patches = self._sinusoid(coords, self.width // 4).flatten(-2)
         return torch.cat([objects, patches.expand(len(ids), -1, -1)], -1)
 
     def _sinusoid(self, positions: Tensor, channels: int) -> Tensor:
@@ -117,5 +117,5 @@ def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
     return (cell + 1 > begins) & (cell < ends)
 
 
-def _image(place: list[int]) -> str:
-    return f" of image {', '.join(map(str, place[:-1]))}" if len(place) > 1 else ""
+def _image(index: list[int]) -> str:
+    return f" of image {', '.join(map(str, index[:-1]))}" if len(index) > 1 else ""

@@ -26,10 +26,10 @@ class EncodingOption(NamedTuple):
     default: Any
 
 
-def require_known(what: str, name: str, known: tuple[str, ...]) -> None:
+def require_choice(kind: str, name: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError for a name that is not known; `what` says of what it is."""
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}; one of {', '.join(known)}")
+    if name not in choices:
+        raise ValueError(f"unknown {kind} {name!r}; one of {', '.join(choices)}")
 
 
 def require_defaults(what: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
@@ -54,11 +54,11 @@ def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
 
 def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters that have names of their own."""
-    found = inspect.signature(make).parameters
+    parameters = inspect.signature(make).parameters
     return {
-        name: each
-        for name, each in found.items()
-        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
 
 
@@ -70,11 +70,11 @@ def checked_options(
     A whole number becomes a float where the type is.
     """
     parameters = parameters_of(make)
-    known, checked = ", ".join(parameters), dict(options)
+    option_names, checked = ", ".join(parameters), dict(options)
     for name, value in options.items():
         if name not in parameters:
-            near = nearest(name, parameters)
-            raise ValueError(f"{what}: no option {name!r}{near}; options: {known}")
+            hint = nearest(name, parameters)
+            raise ValueError(f"{what}: no option {name!r}{hint}; options: {option_names}")
         try:
             checked[name] = _typed(make, name, value)
         except ValidationError:
@@ -82,28 +82,28 @@ def checked_options(
             raise ValueError(f"{what}: the option {name!r} takes {kind}, not {value!r}") from None
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
-            raise ValueError(f"{what}: the option {name!r} is missing; options: {known}")
+            raise ValueError(f"{what}: the option {name!r} is missing; options: {option_names}")
     return checked
 
 
 def untyped(make: type) -> list[str]:
     """Return the parameters of a constructor that have no type."""
-    hints = _hints(make)
+    hints = _type_hints(make)
     return [name for name, parameter in parameters_of(make).items() if name not in hints]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint at the most similar name, or nothing."""
-    names = list(known)
-    longer = [each for each in names if each.startswith(name)]
-    near = longer[:1] or difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    names = list(choices)
+    extensions = [other for other in names if other.startswith(name)]
+    matches = extensions[:1] or difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
     """Return a value as its option's type has it; a list may stand for a tuple, and 1 for 1.0."""
-    made = make.func if isinstance(make, partial) else make
-    adapter = _adapter(made, name)
+    constructor = make.func if isinstance(make, partial) else make
+    adapter = _adapter(constructor, name)
     default = parameters_of(make)[name].default
     if adapter is None or (value is None and default is None):
         return value
@@ -119,27 +119,27 @@ def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
 
 def _kind(make: Callable[..., Any], name: str) -> str:
     """Return an option's type as the code writes it; of a choice its values."""
-    annotation = _hints(make).get(name)
+    annotation = _type_hints(make).get(name)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(annotation)))
-    written = parameters_of(make)[name].annotation
-    return written if isinstance(written, str) else inspect.formatannotation(written)
+    source = parameters_of(make)[name].annotation
+    return source if isinstance(source, str) else inspect.formatannotation(source)
 
 
-def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of a constructor's parameters; empty where a type cannot be resolved."""
-    made: Any = make.func if isinstance(make, partial) else make
+    factory: Any = make.func if isinstance(make, partial) else make
     try:
-        constructor: Any = getattr(made, "__init__") if isinstance(made, type) else made  # noqa: B009
-        return typing.get_type_hints(constructor)
+        function: Any = getattr(factory, "__init__") if isinstance(factory, type) else factory  # noqa: B009
+        return typing.get_type_hints(function)
     except (NameError, TypeError):  # a type that is imported for type checkers alone
         return {}
 
 
 @cache
-def _adapter(made: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
+def _adapter(constructor: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
     """Return what checks an option's type; None where it has no type that can be checked."""
-    kind = _hints(made).get(name)
+    kind = _type_hints(constructor).get(name)
     if kind is None:
         return None
     try:

@@ -111,9 +111,9 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
                 f"{name}: {encoding.__name__}'s option {missing[0]!r} has no type; write it as in "
                 f"`def __init__(self, {missing[0]}: int = 1)`"
             )
-        before = _ENCODINGS.get(name)
+        previous = _ENCODINGS.get(name)
         # A cell of a notebook runs again.
-        if before is not None and _source(before) != _source(encoding):
+        if previous is not None and _source(previous) != _source(encoding):
             raise ValueError(f"a position encoding {name!r} is registered already")
         _ENCODINGS[name] = encoding
         if cross_modal and name not in CROSS_MODAL:
@@ -125,7 +125,7 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
 
 def list_positions() -> Sequence[str]:
     """Return the names that `create_position` knows."""
-    _load_others()
+    _load_external()
     return tuple(sorted(_ENCODINGS))
 
 
@@ -141,50 +141,50 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
     Raises:
         ValueError: unknown name, unknown or missing options, or values of another type.
     """
-    make = _named(name)
+    make = _factory(name)
     return make(**checked_options(f"position encoding {name!r}", make, options))
 
 
 def describe_options(name: str) -> list[EncodingOption]:
     """Return the options of a name with types and defaults."""
-    return options_of(_named(name))
+    return options_of(_factory(name))
 
 
 def position_options(name: str) -> frozenset[str]:
     """Return the options of `create_position` for a name, such as width, heads, grid, roles."""
-    return frozenset(parameters_of(_named(name)))
+    return frozenset(parameters_of(_factory(name)))
 
 
 def create_fitting_position(
     name: str, sizes: Mapping[str, Any], **options: Any
 ) -> PositionEncoding:
     """Make a position encoding with the `sizes` that it takes; options win over them."""
-    takes = position_options(name)
-    fitting = {size: value for size, value in sizes.items() if size in takes}
+    option_names = position_options(name)
+    fitting = {size: value for size, value in sizes.items() if size in option_names}
     return create_position(name, **{**fitting, **options})
 
 
 def place_roles(
-    name: str, on: str | None, options: Mapping[str, Any], takes: Collection[str] | None = None
+    name: str, on: str | None, options: Mapping[str, Any], names: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Return options with the letters of `on` under the encoding's own key.
 
     Args:
         on: letters of "qkv" for the option `roles`, or `mode` (`sape`); None leaves the default.
         options: the others.
-        takes: the encoding's options; None looks the name up.
+        names: of the encoding's options; None looks them up.
     """
     if on is None:
         return dict(options)
-    takes = position_options(name) if takes is None else takes
+    names = position_options(name) if names is None else names
     if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
         raise ValueError(f"{name}: on={on!r} is not made of letters of 'qkv', each once")
     roles = [role for letter, role in ROLES.items() if letter in on]
     option: str
     value: Any
-    if "roles" in takes:
+    if "roles" in names:
         option, value = "roles", tuple(roles)
-    elif "mode" in takes:
+    elif "mode" in names:
         if "value" in roles:
             raise ValueError(f"{name} acts on queries and keys, not on={on!r}")
         option, value = "mode", roles[0] if len(roles) == 1 else "both"
@@ -207,19 +207,19 @@ def causal_positions() -> Sequence[str]:
 
 def position_class(name: str) -> type[PositionEncoding]:
     """Return the class behind a name."""
-    make = _named(name)
-    made: Any = make.func if isinstance(make, partial) else make
-    return made
+    make = _factory(name)
+    encoding: Any = make.func if isinstance(make, partial) else make
+    return encoding
 
 
 def _source(make: Callable[..., PositionEncoding]) -> tuple[str, str]:
-    made: Any = make.func if isinstance(make, partial) else make
-    return made.__module__, made.__qualname__
+    encoding: Any = make.func if isinstance(make, partial) else make
+    return encoding.__module__, encoding.__qualname__
 
 
-def _named(name: str) -> Callable[..., PositionEncoding]:
+def _factory(name: str) -> Callable[..., PositionEncoding]:
     if name not in _ENCODINGS:
-        _load_others()
+        _load_external()
     if name not in _ENCODINGS:
         raise ValueError(
             f"unknown position encoding {name!r}{nearest(name, _ENCODINGS)}; known: "
@@ -229,7 +229,7 @@ def _named(name: str) -> Callable[..., PositionEncoding]:
     return _ENCODINGS[name]
 
 
-def _load_others() -> None:
+def _load_external() -> None:
     """Import the modules that register encodings outside of this package."""
     load_plugins()
     _load_installed()

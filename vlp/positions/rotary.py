@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, shared
 from vlp.positions.coordinates import grid_size, patches_spanned, require_grid_tokens
-from vlp.positions.options import require_known
+from vlp.positions.options import require_choice
 
 Layout = Literal["interleaved", "half"]
 
@@ -88,12 +88,12 @@ def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
     Returns:
         (..., heads, tokens, dim/2), radians; half precision becomes float32.
     """
-    kinds = (places.dtype, frequencies.dtype)
-    kind = functools.reduce(torch.promote_types, kinds, torch.float32)
-    x, y = places.to(kind)[..., None, :, :].split(1, -1)
-    along_x, along_y = frequencies.to(kind)[:, :, None].unbind()
+    dtypes = (places.dtype, frequencies.dtype)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    x, y = places.to(dtype)[..., None, :, :].split(1, -1)
+    frequency_x, frequency_y = frequencies.to(dtype)[:, :, None].unbind()
     # products that broadcast: autocast would round a matrix product to bfloat16
-    return x * along_x + y * along_y
+    return x * frequency_x + y * frequency_y
 
 
 def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) -> Tensor:
@@ -165,7 +165,7 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved"
 
 def require_layout(layout: str) -> None:
     """Raise ValueError for a layout of pairs that `turn` does not know."""
-    require_known("rotary layout", layout, get_args(Layout))
+    require_choice("rotary layout", layout, get_args(Layout))
 
 
 class _Rotary(PositionEncoding):
@@ -266,8 +266,8 @@ class _GridRotary(_Rotary):
         if context.coordinates is None:
             return None
         # float32 at least: patches are told apart by steps that bfloat16 lacks
-        kind = torch.promote_types(query.dtype, torch.float32)
-        shares = context.coordinates.to(query.device, kind)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        shares = context.coordinates.to(query.device, dtype)
         unit = patches_spanned(shares, None if self.spread else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
@@ -355,21 +355,21 @@ class RotaryMixed(_GridRotary):
     ) -> None:
         super().__init__("rope-mixed", width, heads, grid, theta, rescale, layout)
         direction = torch.rand(heads, 1, 1) * (2 * math.pi)
-        pace = pair_frequencies(self.head_width, theta, axes=2).to(direction)
-        along_and_across = torch.cat([direction, direction + math.pi / 2], 1)
-        start = torch.stack([along_and_across.cos() * pace, along_and_across.sin() * pace])
+        frequencies = pair_frequencies(self.head_width, theta, axes=2).to(direction)
+        directions = torch.cat([direction, direction + math.pi / 2], 1)
+        start = torch.stack([directions.cos() * frequencies, directions.sin() * frequencies])
         self.frequency_table = nn.Parameter(start.flatten(-2))
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
         places = self._coordinates(query, context)
         if places is None:
-            kind = torch.promote_types(query.dtype, torch.float32)
+            dtype = torch.promote_types(query.dtype, torch.float32)
             grid = self._grid(query, context)
-            places = _places(grid, self.spread, context.prefix_tokens, kind, query.device)
+            places = _places(grid, self.spread, context.prefix_tokens, dtype, query.device)
         return cosine_and_sine(mixed_angles(places, self.frequency_table), query.dtype)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def _sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -378,7 +378,7 @@ def _sequence(
     return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def _axial(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
@@ -393,7 +393,7 @@ def _axial(
     return torch.stack(cosine_and_sine(split_angles(places, dim, theta), dtype)).to(device)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def _places(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,

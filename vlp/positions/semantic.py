@@ -16,7 +16,7 @@ from torch.nn import functional
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.cope import cope_bias, count_from_end, gate, interpolate, require_shapes
-from vlp.positions.options import require_known
+from vlp.positions.options import require_choice
 from vlp.precision import full_precision
 
 Mode = Literal["key", "query"]
@@ -70,8 +70,8 @@ def sape_bias(
     Returns:
         (..., T, T) in the query's type, not positive, symmetric, 0 on the diagonal.
     """
-    require_known("SaPE mode", mode, get_args(Mode))
-    require_known("SaPE summation", summation, get_args(Summation))
+    require_choice("SaPE mode", mode, get_args(Mode))
+    require_choice("SaPE summation", summation, get_args(Summation))
     require_shapes("SaPE", query, key, table_x, table_y)
     rows, columns = grid
     if min(rows, columns) < 1 or query.shape[-2] != rows * columns:
@@ -137,8 +137,8 @@ class SemanticPosition(PositionEncoding):
             raise ValueError(
                 f"sape: the deviation must be positive, not {deviation}: equal tables never move"
             )
-        require_known("SaPE mode", mode, (*get_args(Mode), "both"))
-        require_known("SaPE summation", summation, get_args(Summation))
+        require_choice("SaPE mode", mode, (*get_args(Mode), "both"))
+        require_choice("SaPE summation", summation, get_args(Summation))
         self.grid = (grid[0], grid[1])
         self.gate_scale, self.bias_scale, self.summation = gate_scale, bias_scale, summation
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
@@ -206,8 +206,8 @@ class _PairDistance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         vectors, distance = ctx.saved_tensors
-        apart = distance > 0
-        pull = torch.where(apart, gradient / torch.where(apart, distance, 1), 0)
+        distinct = distance > 0
+        pull = torch.where(distinct, gradient / torch.where(distinct, distance, 1), 0)
         # no float64 there, and no TF32 either
         wide = vectors.float() if vectors.device.type == "mps" else vectors.double()
         pull = pull.to(wide.dtype)

@@ -15,7 +15,7 @@ from vlp.positions.coordinates import (
     vertical_first,
 )
 from vlp.positions.modulator import Modulator
-from vlp.positions.options import require_defaults, require_known
+from vlp.positions.options import require_choice, require_defaults
 
 LAYOUTS = ("halves", "interleaved")
 
@@ -56,9 +56,9 @@ def sinusoid(
     Returns:
         (..., channels), the positions' type (integers: float32); half is computed in float32.
     """
-    kind = torch.promote_types(positions.dtype, torch.float32)
-    steps = frequencies(channels, temperature, kind, positions.device)
-    out = _waves(positions.to(kind).unsqueeze(-1) * steps, layout)
+    dtype = torch.promote_types(positions.dtype, torch.float32)
+    steps = frequencies(channels, temperature, dtype, positions.device)
+    out = _waves(positions.to(dtype).unsqueeze(-1) * steps, layout)
     return out.to(positions.dtype) if positions.is_floating_point() else out
 
 
@@ -82,8 +82,8 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
             f"frequencies {tuple(freqs.shape)} are neither (pairs,) nor "
             f"(pairs, {coords.shape[-1]} coordinates)"
         )
-    kind = torch.promote_types(coords.dtype, torch.float32)
-    exact, freqs = coords.to(kind), freqs.to(coords.device, kind)
+    dtype = torch.promote_types(coords.dtype, torch.float32)
+    exact, freqs = coords.to(dtype), freqs.to(coords.device, dtype)
     if freqs.ndim == 1:
         angles = exact.sum(-1, keepdim=True) * freqs
     else:
@@ -173,14 +173,14 @@ class SinePosition(TokenEncoding):
 
     def _order(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
-        kind = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         length = places_after_prefix(self.name, x, context)
-        order = torch.arange(length, dtype=kind, device=x.device)[None, :, None]
+        index = torch.arange(length, dtype=dtype, device=x.device)[None, :, None]
         if self.extent is None:
-            return order
+            return index
         if context.grids is None:
-            return (order + 0.5) * (self.extent / max(length, 1))
-        return (order + 0.5) * (self.extent / context.grids.to(order).prod(-1)[:, None, None])
+            return (index + 0.5) * (self.extent / max(length, 1))
+        return (index + 0.5) * (self.extent / context.grids.to(index).prod(-1)[:, None, None])
 
 
 class MDSinePosition(TokenEncoding):
@@ -228,8 +228,8 @@ class MDSinePosition(TokenEncoding):
         cpu = torch.device("cpu")  # `meta` has no numbers
         shared = frequencies(width, temperature, torch.float64, cpu)
         steps = shared if freqs is None else torch.as_tensor(freqs, dtype=shared.dtype, device=cpu)
-        refused = torch.zeros(1, dimensions, device=cpu)
-        md_sinusoid(refused, steps, layout)  # refuses other shapes and layouts
+        probe = torch.zeros(1, dimensions, device=cpu)
+        md_sinusoid(probe, steps, layout)  # refuses other shapes and layouts
         if len(steps) != width // 2:
             raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(steps)}")
         # No buffer: `module.to(bfloat16)` would round it, and angles grow with it.
@@ -249,7 +249,7 @@ class MDSinePosition(TokenEncoding):
 
 def _waves(angles: Tensor, layout: str) -> Tensor:
     """Map (..., pairs) to (..., 2 pairs)."""
-    require_known("layout", layout, LAYOUTS)
+    require_choice("layout", layout, LAYOUTS)
     if layout == "halves":
         return torch.cat([angles.sin(), angles.cos()], -1)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)

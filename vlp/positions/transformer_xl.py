@@ -143,7 +143,7 @@ class TransformerXLPosition(ClippedPosition):
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)
 
 
-@shared(kept=32)
+@shared(maxsize=32)
 def _sinusoids_on(
     device: torch.device,
     dtype: torch.dtype,

@@ -28,8 +28,8 @@ class WithEncodings(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
-        own = super().no_weight_decay()  # type: ignore[misc]
-        return {*own, *no_weight_decay(self, with_own=False)}
+        names = super().no_weight_decay()  # type: ignore[misc]
+        return {*names, *no_weight_decay(self, include_self=False)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Group layers for layer-wise learning rates; the encodings belong to the stem."""
@@ -42,13 +42,13 @@ class WithWatchedPatches(WithEncodings):
 
     places: Places
 
-    def set_input_size(self, *sizes: Any, **named: Any) -> None:
+    def set_input_size(self, *sizes: Any, **options: Any) -> None:
         """Set the size as timm does, with another convolution for another patch size."""
-        own: Any = self
-        before = own.patch_embed.proj
-        super().set_input_size(*sizes, **named)  # type: ignore[misc]
-        if own.patch_embed.proj is not before:
-            own.patch_embed.proj.register_forward_hook(self.places.see_convolution)
+        model: Any = self
+        convolution = model.patch_embed.proj
+        super().set_input_size(*sizes, **options)  # type: ignore[misc]
+        if model.patch_embed.proj is not convolution:
+            model.patch_embed.proj.register_forward_hook(self.places.see_convolution)
 
 
 class PositionedVisionTransformer(WithEncodings, VisionTransformer):
@@ -65,12 +65,12 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
         """Add places to patches (batch, patches or rows and columns, width) -> all tokens."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.places.write(int(rows), int(columns))
-        x = self._own_positions(x)
+        x = self._embed_absolute(x)
         for encoding in self.positions:
             x = through_call(encoding, PositionEncoding.tokens, x, context)
         return self.pos_drop(x) if self.pos_embed is None and len(self.positions) else x
 
-    def _own_positions(self, x: Tensor) -> Tensor:
+    def _embed_absolute(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
             return super()._pos_embed(x)
         # Without pos_embed distilled models fail in timm, and older versions lose the prefix.
@@ -135,7 +135,7 @@ ATTENTION: dict[type, type] = {
 }
 """timm's layers of attention, and what stands in for each."""
 
-OWN_POSITIONS = re.compile(
+MODEL_POSITIONS = re.compile(
     r"(^|\.)(pos_embed|position_embeddings?(\.weight)?|relative_position_bias_table"
     r"|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
 )
@@ -210,14 +210,14 @@ class Adapter:
 
     def add(self, layer: Any, encoding: PositionEncoding) -> None:
         """Add an encoding of attention to a layer."""
-        give_place(layer)
+        add_positions_to(layer)
         layer.places = getattr(self.model, "places", None)
         layer.positions.append(encoding)
 
     def drop(self) -> None:
         """Take the model's own positions away: their parameters are 0 and no longer trained."""
         for name, parameter in self.model.named_parameters():
-            if OWN_POSITIONS.search(name):
+            if MODEL_POSITIONS.search(name):
                 nn.init.zeros_(parameter).requires_grad_(False)
         for module in self.model.modules():
             if getattr(module, "rope", None) is not None:
@@ -282,7 +282,7 @@ class SwinAdapter(Adapter):
     def drop(self) -> None:
         """Take the relative position bias away."""
         for layer in self.layers():
-            give_place(layer)
+            add_positions_to(layer)
             layer.relative_position_bias_table = None
 
 
@@ -294,7 +294,7 @@ class SwinV2Adapter(SwinAdapter):
     def drop(self) -> None:
         """Take the MLP of the relative position bias away."""
         for layer in self.layers():
-            give_place(layer)
+            add_positions_to(layer)
             layer.cpb_mlp = None
 
 
@@ -323,7 +323,7 @@ ADAPTERS: tuple[type[Adapter], ...] = (
 )
 
 
-def give_place(layer: Any) -> None:
+def add_positions_to(layer: Any) -> None:
     """Give a layer of attention the class that has a place for encodings."""
     if type(layer) in ATTENTION:
         layer.__class__ = ATTENTION[type(layer)]
@@ -332,28 +332,28 @@ def give_place(layer: Any) -> None:
 
 def attention_layers(blocks: Iterable[nn.Module]) -> list[Any]:
     """Return layers of exactly known classes: what a subclass does otherwise would be lost."""
-    known = {*ATTENTION, *ATTENTION.values()}
+    supported = {*ATTENTION, *ATTENTION.values()}
     layers = []
     for block in blocks:
         parts = [part for part in block.modules() if not isinstance(part, PositionEncoding)]
-        found = [part for part in parts if type(part) in known]
-        names = [type(part).__name__ for part in parts[1:] if type(part) not in known]
-        other = [name for name in names if "Attention" in name or name.endswith("Attn")]
-        if other or not found:
-            what = f"has {other[0]}" if other else "has no layer of attention"
+        positioned = [part for part in parts if type(part) in supported]
+        names = [type(part).__name__ for part in parts[1:] if type(part) not in supported]
+        unsupported = [name for name in names if "Attention" in name or name.endswith("Attn")]
+        if unsupported or not positioned:
+            reason = f"has {unsupported[0]}" if unsupported else "has no layer of attention"
             raise ValueError(
-                f"{type(block).__name__} {what} that an encoding is attached to; known are "
-                f"{', '.join(sorted({one.__name__ for one in ATTENTION}))}"
+                f"{type(block).__name__} {reason} that an encoding is attached to; known are "
+                f"{', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
             )
-        layers += found
+        layers += positioned
     return layers
 
 
 def sizes_of(layer: Any) -> tuple[Tensor, int, int]:
     """Return a layer's weight, width and heads: queries are `heads` vectors of one width."""
     joint = getattr(layer, "qkv", None)
-    alone = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)
-    weight: Tensor = (joint if joint is not None else alone).weight  # type: ignore[union-attr]
+    query = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)
+    weight: Tensor = (joint if joint is not None else query).weight  # type: ignore[union-attr]
     width = weight.shape[0] // (3 if joint is not None else 1)
     heads = next(
         getattr(layer, name)

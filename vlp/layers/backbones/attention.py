@@ -31,7 +31,7 @@ from vlp.positions.base import PositionContext, PositionEncoding, through_call
 register_notrace_module(PositionEncoding)  # their shape checks have no graph
 
 
-class _Written(ThreadLocal):
+class _ThreadContexts(ThreadLocal):
     """What this thread wrote."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Places:
     def __init__(self, prefix_tokens: int) -> None:
         self.prefix_tokens = prefix_tokens
         self._contexts: dict[int, PositionContext] = {}
-        self._written = _Written()
+        self._by_thread = _ThreadContexts()
 
     def write(self, rows: int, columns: int) -> PositionContext:
         """Set the grid (rows, columns) of the current images' patches."""
@@ -78,9 +78,9 @@ class Places:
         if rows * columns == patches and bool((sizes == sizes[0]).all()):
             self.write(rows, columns)
             return
-        place = torch.arange(patches, device=sizes.device)
+        patch = torch.arange(patches, device=sizes.device)
         height, width = sizes[:, :1], sizes[:, 1:]
-        shares = [(place % width + 0.5) / width, (place // width + 0.5) / height]
+        shares = [(patch % width + 0.5) / width, (patch // width + 0.5) / height]
         # Padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
         self._keep(
@@ -89,18 +89,18 @@ class Places:
         )
 
     def _keep(self, patches: int, context: PositionContext) -> None:
-        for contexts in (self._contexts, self._written.contexts):
+        for contexts in (self._contexts, self._by_thread.contexts):
             contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
         """Return the context of a number of tokens, prefix included."""
         if tokens not in self._contexts:
-            known = ", ".join(map(str, self._contexts)) or "none so far"
+            sizes = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
-                f"no image of this model has {tokens} tokens ({known}), so that nothing says "
+                f"no image of this model has {tokens} tokens ({sizes}), so that nothing says "
                 "where they lie: patches were dropped, or attention was called without its model"
             )
-        return self._written.contexts.get(tokens, self._contexts[tokens])
+        return self._by_thread.contexts.get(tokens, self._contexts[tokens])
 
     def see_convolution(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
         """Read the grid from a patch embedding's output (B, width, rows, columns)."""
@@ -135,7 +135,7 @@ class TokenEncodings(nn.ModuleList):
         return tokens
 
 
-class _Replaced(TorchFunctionMode):
+class _ReplacedAttention(TorchFunctionMode):
     """Within it, a function takes the place of PyTorch's attention, in this thread alone."""
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
@@ -177,11 +177,11 @@ class Positioned(nn.Module):
         context = self.context(x)
 
         def attention(
-            query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any
+            query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            return self.attend(context, query, key, value, *more, **named)
+            return self.attend(context, query, key, value, *args, **kwargs)
 
-        with _Replaced(attention):
+        with _ReplacedAttention(attention):
             out: Tensor = super().forward(x, *arguments, **options)
         return out
 
@@ -295,14 +295,14 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         query, key, value = _heads(projected, self.num_heads)
         scale = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
         query, key = functional.normalize(query, dim=-1) * scale, functional.normalize(key, dim=-1)
-        bias = None if self.cpb_mlp is None else self._own_bias()
+        bias = None if self.cpb_mlp is None else self._relative_bias()
         return _within_windows(self, query, key, value, bias, mask, scale=1.0)
 
-    def _own_bias(self) -> Tensor:
+    def _relative_bias(self) -> Tensor:
         """Return 16 sigmoid(MLP(log distances)): (1, heads, T, T)."""
-        own: Any = self
-        table = own.cpb_mlp(own.relative_coords_table).view(-1, self.num_heads)
-        ids = own.relative_position_index
+        layer: Any = self
+        table = layer.cpb_mlp(layer.relative_coords_table).view(-1, self.num_heads)
+        ids = layer.relative_position_index
         bias: Tensor = table[ids.flatten()].unflatten(0, tuple(ids.shape)).permute(2, 0, 1)
         return 16 * bias[None].sigmoid()
 

@@ -36,25 +36,26 @@ class TransformersAdapter(Adapter):
         """Find the embeddings and the layers."""
         super().__init__(model)
         name = type(model).__name__
-        found = [
-            (where, module)
-            for where, module in model.named_modules()
+        candidates = [
+            (path, module)
+            for path, module in model.named_modules()
             if type(module).__name__.endswith("Embeddings") and _patches(module) is not None
         ]
         if hasattr(model.config, "text_config"):
             raise ValueError(f"{name} has a text encoder, too; attach to its vision_model alone")
-        inner = [each for each in found if not any(each[0].startswith(f"{o}.") for o, _ in found)]
+        paths = [path for path, _ in candidates]
+        inner = [x for x in candidates if not any(x[0].startswith(f"{path}.") for path in paths)]
         self._layers = [part for part in model.modules() if _attends(part)]
         if len(inner) != 1 or not self._layers:
-            what = "layers of attention" if len(inner) == 1 else "one embedding of patches"
-            raise ValueError(f"{name} of transformers has not {what} that encodings could enter")
-        self._where, self._embeddings = inner[0]
+            missing = "layers of attention" if len(inner) == 1 else "one embedding of patches"
+            raise ValueError(f"{name} of transformers has not {missing} that encodings could enter")
+        self._path, self._embeddings = inner[0]
         self._projection = _patches(self._embeddings)
 
     @property
     def embedded(self) -> str:  # type: ignore[override]
         """Return the module that outputs the embedded tokens."""
-        return self._where
+        return self._path
 
     @property
     def width(self) -> int:
@@ -70,17 +71,15 @@ class TransformersAdapter(Adapter):
             side = int(config.num_patches**0.5)
             return side, side
         sizes = (config.image_size, config.patch_size)
-        images, patches = (one if isinstance(one, list | tuple) else (one, one) for one in sizes)
-        return int(images[0] // patches[0]), int(images[1] // patches[1])
+        image, patch = (size if isinstance(size, list | tuple) else (size, size) for size in sizes)
+        return int(image[0] // patch[0]), int(image[1] // patch[1])
 
     @property
     def prefix_tokens(self) -> int:
         """Count the tokens in front of the patches: [CLS], the distillation token, registers."""
-        named = {
-            name.rpartition(".")[2]: each for name, each in self._embeddings.named_parameters()
-        }
-        single = {"cls_token", "class_embedding", "distillation_token"} & named.keys()
-        registers = named.get("register_tokens")
+        parameters = {name.rpartition(".")[2]: x for name, x in self._embeddings.named_parameters()}
+        single = {"cls_token", "class_embedding", "distillation_token"} & parameters.keys()
+        registers = parameters.get("register_tokens")
         return len(single) + (0 if registers is None else int(registers.shape[1]))
 
     @property

@@ -348,7 +348,7 @@ class ImageTextMatching(Objective):
         logits = step.model.match_logits(crossed)
         anchors = crossed.anchors
         if anchors is not None:
-            anchors = anchors.each(lambda part: part[: len(rows)].detach())
+            anchors = anchors.map(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
             wrong_labels = torch.zeros_like(own)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
