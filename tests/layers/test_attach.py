@@ -1,7 +1,5 @@
 """`attach` on small timm models: what it adds, and that all else goes on working."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -26,26 +24,10 @@ from vlp.positions import (
 from vlp.training.optimiser import undecayed
 
 WIDTH = 16
-SIZES = {
-    "img_size": (16, 24),
-    "patch_size": 4,
-    "embed_dim": WIDTH,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_ratio": 1,
-    "num_classes": 5,
-}
+COMMON = {"embed_dim": WIDTH, "mlp_ratio": 1, "num_classes": 5}
+SIZES = COMMON | {"img_size": (16, 24), "patch_size": 4, "depth": 2, "num_heads": 2}
+SWIN = COMMON | {"img_size": (16, 32), "patch_size": 2, "depths": (2, 2), "num_heads": (2, 4)}
 GRID = (4, 6)
-SWIN = {
-    "img_size": (16, 32),
-    "patch_size": 2,
-    "embed_dim": WIDTH,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
-    "window_size": 4,
-    "mlp_ratio": 1,
-    "num_classes": 5,
-}
 
 
 def explicit(model):
@@ -64,7 +46,7 @@ def distilled(**options):
 
 
 def swin(**options):
-    return explicit(SwinTransformer(**{**SWIN, **options}))
+    return explicit(SwinTransformer(**{**SWIN, "window_size": 4, **options}))
 
 
 MODELS = {"vit": vit, "distilled": distilled, "swin": swin}
@@ -89,13 +71,10 @@ def fill(model):
 
 
 def encoded(make, **options):
-    model = fill(attach(make(**options), "irpe-product", on="qkv"))
-    return model
+    return fill(attach(make(**options), "irpe-product", on="qkv"))
 
 
 class Recorder(PositionEncoding):
-    """A bias of zero that remembers its contexts."""
-
     def __init__(self):
         super().__init__()
         self.contexts = []
@@ -123,24 +102,14 @@ def test_weights_and_their_names_are_kept(make):
     }
 
 
-def test_on_is_what_encodings_call_roles_and_options_are_theirs():
-    model = attach(vit(), "irpe-product", on="vk", ratio=0.6, shared_heads=False)
-    position = model.blocks[1].attn.positions[0]
+def test_on_is_what_encodings_call_roles_or_mode():
+    (position,) = attach(vit(), "irpe-product", on="vk", ratio=0.6).blocks[1].attn.positions
     assert position.roles == ("key", "value")
-    assert position.tables["key"].shape == (2, 3 * 3 + 1, WIDTH // 2)
+    assert position.tables["key"].shape == (1, 3 * 3 + 1, WIDTH // 2)
     assert position.grid == GRID
-    assert attach(vit(), "irpe-product").blocks[0].attn.positions[0].roles == ("key",)
-
-
-def test_sape_calls_it_mode():
-    both = ("key", "query")
-    for on, modes in (("q", ("query",)), ("k", ("key",)), ("qk", both), ("kq", both)):
-        assert attach(vit(), "sape", on).blocks[0].attn.positions[0].modes == modes
-    assert attach(vit(), "sape").blocks[0].attn.positions[0].modes == ("key",)
-    with pytest.raises(ValueError, match="sape acts on queries and keys, not on='qv'"):
-        attach(vit(), "sape", "qv")
-    with pytest.raises(ValueError, match="on='q' and mode='key' at once"):
-        attach(vit(), "sape", "q", mode="key")
+    modes = {"q": ("query",), "k": ("key",), "qk": ("key", "query"), "kq": ("key", "query")}
+    for on, expected in (modes | {None: ("key",)}).items():
+        assert attach(vit(), "sape", on).blocks[0].attn.positions[0].modes == expected
 
 
 @pytest.mark.parametrize("make", [vit, distilled])
@@ -207,13 +176,6 @@ def test_the_bias_of_a_swin_dropped_for_nothing(strict):
     torch.testing.assert_close(model(x), by_hand(x))
 
 
-def test_nothing_to_drop():
-    with pytest.raises(TypeError, match="attach takes a model, not 'vit_tiny_patch16_224'"):
-        attach("vit_tiny_patch16_224", "sine-2d")
-    with pytest.raises(ValueError, match="Linear has no layer of attention"):
-        drop_absolute(nn.Linear(2, 2))
-
-
 def test_tokens_of_a_swin_are_its_embedded_patches():
     model, x = swin(), images()
     patches = model.patch_embed(x)
@@ -236,12 +198,9 @@ def test_dynamic_image_sizes():
         fixed.load_state_dict(dynamic.state_dict())
         x = images(*size)
         torch.testing.assert_close(dynamic(x), fixed(x))
-
-
-def test_dynamic_padding():
-    model = attach(vit(dynamic_img_size=True, dynamic_img_pad=True), Recorder)
-    model(images(15, 17))
-    assert model.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
+    padded = attach(vit(dynamic_img_size=True, dynamic_img_pad=True), Recorder)
+    padded(images(15, 17))
+    assert padded.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +225,6 @@ def test_set_input_size(make, sizes, grid):
     assert (context.grid, context.prefix_tokens) == (grid, int(make is vit))
 
 
-def test_dynamic_swin():
-    plain = swin(strict_img_size=False)
-    model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
-    for size in ((16, 16), (16, 40), (24, 20)):
-        x = images(*size)
-        assert torch.equal(model(x), plain(x))
-
-
 def test_a_copy_writes_its_own_places():
     model = encoded(vit, dynamic_img_size=True)
     other = copy.deepcopy(model)
@@ -282,17 +233,6 @@ def test_a_copy_writes_its_own_places():
         model.places.read(33)
     assert all(block.attn.places is other.places for block in other.blocks)
     assert other.places.read(33).grid == (4, 8)
-
-
-@pytest.mark.parametrize("name", ["sine-2d", "rope-mixed", "alibi-2d", "cope", "sape", "shaw"])
-def test_encodings_of_every_hook_run_in_a_swin(name):
-    model = attach(swin(), name).train()
-    x = images()
-    model.forward_features(x).pow(3).mean().backward()
-    for parameter in model.parameters():
-        assert parameter.grad is None or parameter.grad.isfinite().all()
-    model.eval()
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 def test_activation_checkpointing_with_images_of_two_sizes():
@@ -306,14 +246,6 @@ def test_activation_checkpointing_with_images_of_two_sizes():
         sum(model(x).square().sum() for x in sizes).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     torch.testing.assert_close(*gradients)
-
-
-def test_masks_of_the_caller_reach_attention():
-    plain, x = vit(), images(16, 24)
-    model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
-    mask = torch.zeros(25, 25).double().masked_fill(torch.arange(25) > 19, -1e9)
-    assert torch.equal(model(x, attn_mask=mask), plain(x, attn_mask=mask))
-    assert not torch.allclose(model(x, attn_mask=mask), model(x))
 
 
 @pytest.mark.parametrize("block", ["ResPostBlock", "ParallelThingsBlock"])
@@ -426,6 +358,8 @@ class OnBoth(PositionEncoding):
         (vit, ("irpe-product", ""), {}, "on='' is not"),
         (vit, ("irpe-product", "kk"), {}, "on='kk' is not"),
         (vit, ("learned-2d", "k"), {}, "learned-2d has no choice of .*: on='k'"),
+        (vit, ("sape", "qv"), {}, "sape acts on queries and keys, not on='qv'"),
+        (vit, ("sape", "q"), {"mode": "key"}, "on='q' and mode='key' at once"),
         (vit, ("irpe-product", "k"), {"roles": ("query",)}, r"on='k' and roles=.* at once"),
         (vit, ("irpe-product", "v"), {"mode": "bias"}, "bias mode has no encoding on values"),
         (vit, ("irpe-product",), {"groups": 2}, "'irpe-product': .*'groups'"),
@@ -440,48 +374,35 @@ def test_what_does_not_fit_is_refused_and_leaves_the_model(make, arguments, opti
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_dropped_patches_have_no_grid():
-    model = vit(patch_drop_rate=0.25)
-    with pytest.raises(ValueError, match=r"irpe-product .*patch_drop_rate 0\.25"):
-        attach(model, "irpe-product")
-    assert type(model) is VisionTransformer
+class OtherAttention(type(vit().blocks[0].attn)):
+    pass
 
 
-def test_other_models_are_refused_by_name():
-    with pytest.raises(ValueError, match="Linear has no layer of attention"):
-        attach(nn.Linear(2, 2), "irpe-product")
+class OtherEmbed(type(swin().patch_embed)):
+    pass
+
+
+def test_other_models_and_layers_are_refused_by_name():
     wrapped = timm.create_model("vit_tiny_patch16_224", depth=1, features_only=True, out_indices=1)
-    with pytest.raises(ValueError, match=r"FeatureGetterNet is not among .* before anything wraps"):
-        attach(wrapped, "irpe-product")
-
-
-def test_other_attention_is_refused_by_name():
-    with pytest.raises(ValueError, match="ParallelScalingBlock has no layer of attention"):
-        attach(vit(block_fn=ParallelScalingBlock), "irpe-product")
-
-    class OtherAttention(type(vit().blocks[0].attn)):
-        pass
-
-    model = vit()
-    model.blocks[1].attn.__class__ = OtherAttention
-    with pytest.raises(ValueError, match="Block has OtherAttention"):
-        attach(model, "irpe-product")
-
-
-def test_swins_of_another_patch_embedding_are_refused_for_tokens():
-    class OtherEmbed(type(swin().patch_embed)):
-        pass
-
-    model = swin(embed_layer=OtherEmbed)
-    with pytest.raises(ValueError, match=r"learned-2d acts on .* not OtherEmbed"):
-        attach(model, "learned-2d")
-    attach(model, "irpe-product")(images())
-
-
-def test_positions_are_imported_without_timm():
-    probe = "import sys, vlp.positions; print('timm' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
+    mixed, other_swin = vit(), swin(embed_layer=OtherEmbed)
+    mixed.blocks[1].attn.__class__ = OtherAttention
+    for model, name, message in (
+        (nn.Linear(2, 2), "irpe-product", "Linear has no layer of attention"),
+        (wrapped, "irpe-product", "FeatureGetterNet is not among .* before anything wraps"),
+        (vit(block_fn=ParallelScalingBlock), "irpe-product", "ScalingBlock has no layer of att"),
+        (mixed, "irpe-product", "Block has OtherAttention"),
+        (other_swin, "learned-2d", "learned-2d acts on .* not OtherEmbed"),
+        (vit(patch_drop_rate=0.25), "irpe-product", r"irpe-product .*patch_drop_rate 0\.25"),
+    ):
+        kind = type(model)
+        with pytest.raises(ValueError, match=message):
+            attach(model, name)
+        assert type(model) is kind
+    attach(other_swin, "irpe-product")(images())
+    with pytest.raises(TypeError, match="attach takes a model, not 'vit_tiny_patch16_224'"):
+        attach("vit_tiny_patch16_224", "sine-2d")
+    with pytest.raises(ValueError, match="Linear has no layer of attention"):
+        drop_absolute(nn.Linear(2, 2))
 
 
 class Scaled(PositionEncoding):
@@ -494,46 +415,34 @@ class Scaled(PositionEncoding):
 
 
 class Passing(Scaled):
-    """Passes on options that its constructor does not name."""
-
     def __init__(self, heads: int, **options):
         super().__init__(heads, **options)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "message"),
-    [
+def test_classes_and_functions_make_encodings():
+    for make in (Scaled, Passing, lambda heads, **options: Scaled(heads, **options)):
+        model = attach(vit(), make, strength=2.0)
+        assert [block.attn.positions[0].strength for block in model.blocks] == [2.0, 2.0]
+        model(images(16, 24))
+    for options, message in (
+        ({"strenght": 2.0}, r"'Scaled': no option 'strenght' \(did you mean 'strength'\?\)"),
+        ({"strength": "high"}, "'Scaled': the option 'strength' takes float, not 'high'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attach(vit(), Scaled, **options)
+    for make, message in (
         (create_position("alibi-2d", heads=2), "a DirectionalDistance is no .* every layer"),
         (nn.Linear(2, 2), "a Linear is no encoding to be made: give its name or class, a module"),
         (nn.Identity, "Identity is no encoding to be made: give its name or class, a module is"),
         (dict, "dict is no encoding to be made"),
         (None, "a NoneType is no encoding to be made"),
         (lambda: nn.Identity(), "<lambda> makes no PositionEncoding, but Identity"),
-    ],
-)
-def test_what_makes_no_encoding_is_refused(encoding, message):
-    model = vit()
-    with pytest.raises(TypeError, match=message):
-        attach(model, encoding)
-    assert type(model) is VisionTransformer
+    ):
+        with pytest.raises(TypeError, match=message):
+            attach(vit(), make)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strenght": 2.0}, r"'Scaled': no option 'strenght' \(did you mean 'strength'\?\)"),
-        ({"strength": "high"}, "'Scaled': the option 'strength' takes float, not 'high'"),
-    ],
-)
-def test_options_of_a_class_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        attach(vit(), Scaled, **options)
-
-
-@pytest.mark.parametrize(
-    "make", [Scaled, Passing, lambda heads, **options: Scaled(heads, **options)]
-)
-def test_options_reach_the_constructor(make):
-    model = attach(vit(), make, strength=2.0)
-    assert [block.attn.positions[0].strength for block in model.blocks] == [2.0, 2.0]
-    model(images(16, 24))
+def test_positions_are_imported_without_timm():
+    probe = "import sys, vlp.positions; print('timm' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

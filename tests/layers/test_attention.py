@@ -1,18 +1,19 @@
 """Attention against loops, and its probabilities within reach of a hook."""
 
-from __future__ import annotations
-
+import itertools
 import math
 
 import pytest
 import torch
 
 from vlp.layers.attention import Attention, attend, mask_bias
-from vlp.layers.causal import CausalAttention
+from vlp.layers.causal import CausalAttention, Past
 from vlp.positions import create_position
+from vlp.positions.alibi2d import bias as distance_bias
 from vlp.positions.base import PositionContext, PositionEncoding
 
-WIDTH, HEADS = 8, 2
+WIDTH, HEADS, GRID = 8, 2, (2, 3)
+CONTEXT = PositionContext(GRID)
 
 
 def layer(**options):
@@ -24,7 +25,7 @@ def states(rows, tokens):
 
 
 @torch.no_grad()
-def by_loops(attention, queries, source, mask):
+def by_loops(attention, queries, source, mask=None, bias=None):
     """Probabilities (B, heads, Q, K) and the output before the output projection."""
     query, key, value = (
         getattr(attention, name)(x)
@@ -33,37 +34,38 @@ def by_loops(attention, queries, source, mask):
     size = WIDTH // HEADS
     weights = torch.zeros(len(query), HEADS, query.shape[1], key.shape[1], dtype=torch.float64)
     out = torch.zeros_like(query)
-    for row in range(len(query)):
+    for row, head, q in itertools.product(range(len(query)), range(HEADS), range(query.shape[1])):
+        part = slice(head * size, (head + 1) * size)
         keys = [k for k in range(key.shape[1]) if mask is None or mask[row, k]]
-        for head in range(HEADS):
-            part = slice(head * size, (head + 1) * size)
-            for q in range(query.shape[1]):
-                logits = [float(query[row, q, part] @ key[row, k, part]) for k in keys]
-                strength = [math.exp(logit / math.sqrt(size)) for logit in logits]
-                for k, one in zip(keys, strength):
-                    weights[row, head, q, k] = one / sum(strength)
-                    out[row, q, part] += one / sum(strength) * value[row, k, part]
+        keys = [k for k in keys if k <= q] if isinstance(attention, CausalAttention) else keys
+        logits = key[row, keys, part] @ query[row, q, part] / math.sqrt(size)
+        if bias is not None:
+            logits = logits + bias[head, q, keys]
+        weights[row, head, q, keys] = logits.exp() / logits.exp().sum()
+        out[row, q, part] = weights[row, head, q] @ value[row, :, part]
     return weights, out
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Attention, {"fused": False}), (Attention, {"fused": True}), (CausalAttention, {})],
+)
+@pytest.mark.parametrize("biased", [False, True])
 @torch.no_grad()
-def test_a_scale_of_ones_own(fused):
+def test_a_scale_of_the_products(kind, options, biased):
     """As with queries that are so much larger, whose bias keeps its size."""
-    encoding = create_position("irpe-product", width=WIDTH, heads=HEADS, mode="bias").double()
-    torch.nn.init.normal_(encoding.tables["key"])
-    query, key, value = torch.randn(3, 2, HEADS, 6, WIDTH // HEADS, dtype=torch.float64)
-    context = PositionContext((2, 3))
-    given = (key, value, [encoding], context)
-    larger = attend(query * (WIDTH // HEADS) ** 0.5, *given)
-    torch.testing.assert_close(attend(query, *given, fused=fused, scale=1.0), larger)
-    scaled = layer(scale=0.25, positions=[encoding], fused=fused)
-    plain = layer(positions=[encoding])
+    positions = [create_position("alibi-2d", heads=HEADS)] if biased else []
+    scaled = kind(WIDTH, HEADS, positions=positions, scale=0.25, **options).double()
+    plain = kind(WIDTH, HEADS, positions=positions).double()
     plain.load_state_dict(scaled.state_dict())
-    plain.query.weight *= 0.25 * (WIDTH // HEADS) ** 0.5
-    plain.query.bias *= 0.25 * (WIDTH // HEADS) ** 0.5
-    x = states(2, 6)
-    torch.testing.assert_close(scaled(x, context=context), plain(x, context=context))
+    for parameter in plain.query.parameters():
+        parameter *= 0.25 * (WIDTH // HEADS) ** 0.5
+    x, past = states(2, 6), Past()
+    expected = plain(x, context=CONTEXT)
+    torch.testing.assert_close(scaled(x, context=CONTEXT), expected)
+    if kind is CausalAttention and not biased:
+        tokens = [scaled(token, past=past) for token in x.split(1, 1)]
+        torch.testing.assert_close(torch.cat(tokens, 1), expected)
 
 
 @pytest.mark.parametrize("fused", [False, True, None])
@@ -175,3 +177,31 @@ def test_without_a_context_attention_compiles_into_one_graph():
     attention, x = layer(positions=[encoding]), states(2, 6)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x))
+
+
+def causal(*names):
+    encodings = [create_position(name, width=WIDTH, heads=HEADS) for name in names]
+    return CausalAttention(WIDTH, HEADS, encodings).double()
+
+
+def test_causal_attention_equals_loops():
+    x = states(2, 6)
+    positions = create_position("alibi-2d", heads=HEADS)
+    plain, biased = causal(), CausalAttention(WIDTH, HEADS, [positions]).double()
+    for attention, bias in ((plain, None), (biased, distance_bias(*GRID, HEADS))):
+        expected = attention.output(by_loops(attention, x, x, bias=bias)[1])
+        torch.testing.assert_close(attention(x, CONTEXT), expected)
+    fused, both = causal("rope-axial"), causal("rope-axial", "irpe-cross")
+    both.load_state_dict(fused.state_dict(), strict=False)  # iRPE's tables start at zero
+    torch.testing.assert_close(fused(x, CONTEXT), both(x, CONTEXT))
+
+
+def test_what_causal_attention_cannot_take_is_named():
+    with pytest.raises(ValueError, match="3 heads do not divide width 8"):
+        CausalAttention(WIDTH, 3)
+    with pytest.raises(ValueError, match="LearnedPosition acts on tokens"):
+        CausalAttention(WIDTH, HEADS, [create_position("learned-1d", width=WIDTH, length=6)])
+    with pytest.raises(ValueError, match="2 tokens and 0 encodings"):
+        causal()(states(2, 2), past=Past())
+    with pytest.raises(ValueError, match="1 tokens and 1 encodings"):
+        causal("irpe-cross")(states(2, 1), CONTEXT, Past())

@@ -34,8 +34,3 @@ def test_gradient_vanishes_only_outwards(log_scale, direction, moves):
 def test_refuses_a_start_outside():
     with pytest.raises(ValueError, match=r"not in \[1.0, 100.0\]"):
         LearnedScale(200.0)
-
-
-def test_starts_where_it_is_told():
-    assert LearnedScale(10.0)().item() == pytest.approx(10.0)
-    assert Temperature(0.07)().item() == pytest.approx(0.07)

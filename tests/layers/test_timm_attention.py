@@ -1,7 +1,5 @@
 """Positioned layers against timm's own, and against our attention with the same weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -67,18 +65,6 @@ def test_without_encodings_it_is_timms(options):
     torch.testing.assert_close(positioned(layer, fused=True)(x), layer(x))
 
 
-def test_gates_of_newer_timm():
-    try:
-        layer = timm_layer(gated=True)
-    except TypeError:
-        pytest.skip("this timm has no gated attention")
-    x = states()
-    assert torch.equal(positioned(layer)(x), layer(x))
-    ungated = positioned(layer)
-    ungated.gate = None
-    assert not torch.equal(ungated(x), layer(x))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     "mask",
@@ -135,7 +121,6 @@ def test_fused_dropout_has_its_rate_and_stops_in_evaluation():
 
 @pytest.mark.parametrize("on", [("key",), ("query", "key"), ("query", "key", "value")])
 def test_encodings_act_as_in_our_attention(on):
-    """Our attention is held against loops and equations in its own tests."""
     layer, position, x = timm_layer(qkv_bias=True), encoding(roles=on), states()
     ours = Attention(WIDTH, HEADS, positions=[position]).double()
     with torch.no_grad():
@@ -148,17 +133,7 @@ def test_encodings_act_as_in_our_attention(on):
     assert not torch.allclose(both(x), layer(x))
 
 
-@pytest.mark.parametrize("on", [("key",), ("query", "key"), ("query", "key", "value")])
-def test_fused_and_explicit_agree(on):
-    layer, x = timm_layer(), states()
-    positions = encoding(roles=on), encoding("irpe-cross", roles=on)
-    results = [positioned(layer, *positions, fused=fused)(x) for fused in (False, True)]
-    torch.testing.assert_close(*results)
-
-
 class Turned(PositionEncoding):
-    """Reverses the channels of the queries."""
-
     def rotate(self, query, key, context):
         assert context.grid == GRID
         assert context.prefix_tokens == PREFIX
@@ -277,7 +252,6 @@ def padded(images):
 
 
 def run(model, images, grids):
-    """(B, features) of images that are patches of grids."""
     pixels, mask = padded(images), padded([torch.ones(len(one)) for one in images]).bool()
     return model(pixels, mask.long(), torch.tensor(grids)).pooler_output
 

@@ -1,7 +1,5 @@
 """Encodings inside wrappers, such as those of checkpointing, compilation and adapters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -45,7 +43,6 @@ def states(tokens=6):
 
 
 def calls(wrapper):
-    """Names of the hooks that the wrapper itself is called with."""
     seen = []
     wrapper.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     return seen

@@ -1,23 +1,38 @@
-"""ACE-RPE inside cross-attention against Eqs 8-12 with the (M, N, D) tensor built."""
+"""ACE-RPE and alignment in cross-attention against Eqs 8-12 with the (M, N, D) tensor built."""
 
-from __future__ import annotations
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cosine_similarity
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor import embed_path
-from vlp.positions.anchor_field import PathSettings, anchor_field, uniform_field
+from vlp.positions.anchor_field import PathSettings, anchor_field, joined_fields, uniform_field
 
 WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
+WORDS = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-ace-rpe.md"
+both_streams = pytest.mark.parametrize("text_queries", [True, False])
+
+
+def features():
+    return torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
+
+
+def field_of(image, text):
+    return anchor_field(image, text, WORDS, PathSettings(GRID, 0.05, GROUPS))
 
 
 @pytest.fixture
 def field():
-    image, text = torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
-    words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
-    return anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS)), words
+    return field_of(*features())
+
+
+def streams():
+    return torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
 
 
 def attention_with(position):
@@ -30,13 +45,12 @@ def attention_with(position):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradient):
-    image, text = torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
+    image, text = features()
     image.requires_grad_(gradient)
-    words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
     settings = PathSettings(GRID, torch.tensor(0.8).double(), GROUPS, text_window=3, patch_window=1)
-    zero = anchor_field(image, text, words, settings)
-    far = anchor_field(image, text, words, settings._replace(unreachable="far"))
-    lost = words[:, None, :, None] & ~zero.reachable
+    zero = anchor_field(image, text, WORDS, settings)
+    far = anchor_field(image, text, WORDS, settings._replace(unreachable="far"))
+    lost = WORDS[:, None, :, None] & ~zero.reachable
     assert lost.any()
     assert not lost.all()
     expected = zero.path[:, 1:].masked_fill(lost, 1 / 0.8 + 1)  # a window of 3 tokens, 1 patch
@@ -44,7 +58,7 @@ def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradi
     assert (far.path[:, 0] == 0).all()
     assert torch.equal(far.text_path, far.path.transpose(1, 2))
     torch.testing.assert_close(far.text_mean, expected.mean(1))
-    by_word = expected.sum(2) / words.sum(-1).clamp(min=1)[:, None, None]
+    by_word = expected.sum(2) / WORDS.sum(-1).clamp(min=1)[:, None, None]
     torch.testing.assert_close(far.image_mean[:, 1:], by_word)
     if gradient:  # of anchors alone
         (zero_gradient,) = torch.autograd.grad(zero.path.sum(), image)
@@ -61,7 +75,6 @@ def anchor(**options):
 
 
 def embedded(path, table, scale):
-    """E with the channels of every head, (B, 1 + M, N, WIDTH): one head's table again and again."""
     one = embed_path(scale * path, table)
     return one.repeat(1, 1, 1, WIDTH // one.shape[-1])
 
@@ -69,7 +82,7 @@ def embedded(path, table, scale):
 ALL = ("query", "key", "value")
 
 
-@pytest.mark.parametrize("text_queries", [True, False])
+@both_streams
 @pytest.mark.parametrize(
     ("roles", "pooled", "shared", "scale"),
     [
@@ -80,12 +93,11 @@ ALL = ("query", "key", "value")
     ],
 )
 def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, pooled, shared, scale):
-    field, words = field
     position = anchor(roles=roles, value_pooled=pooled, shared_heads=shared, scale=scale)
     layer = attention_with(position)
     for table in position.tables.values():
         assert table.shape == (GROUPS, WIDTH // HEADS if shared else WIDTH)
-    text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
+    text, image = streams()
     mask = torch.tensor([[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2])
     queries, keys, key_mask = (text, image, None) if text_queries else (image, text, mask)
     out = layer(queries, keys, key_mask, PositionContext(anchors=field, text_queries=text_queries))
@@ -96,7 +108,7 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
         vectors = embedded(field.path, position.tables[role], scale)  # (B, 1 + M, N, D)
         if side == "text":
             return vectors[:, 1:].mean(1)
-        return vectors.sum(2) / words.sum(-1).clamp(min=1)[:, None, None]
+        return vectors.sum(2) / WORDS.sum(-1).clamp(min=1)[:, None, None]
 
     asking, answering = ("text", "image") if text_queries else ("image", "text")
     query = heads(layer.query(queries + added("query", asking)))
@@ -116,14 +128,13 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
     torch.testing.assert_close(out, expected.transpose(1, 2).flatten(-2))
 
 
-@pytest.mark.parametrize("text_queries", [True, False])
+@both_streams
 @pytest.mark.parametrize(("shared", "scale"), [(False, 1.0), (True, 1.0), (False, 0.25)])
 def test_bias_mode_is_equation_9(field, text_queries, shared, scale):
-    field, _ = field
     position = anchor(mode="bias", shared_heads=shared, scale=scale)
     layer = attention_with(position)
     assert position.bias_table.shape == (1 if shared else HEADS, WIDTH // HEADS)
-    text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
+    text, image = streams()
     queries, keys = (text, image) if text_queries else (image, text)
     context = PositionContext(anchors=field, text_queries=text_queries)
     vectors = embedded(field.path, position.table, scale).unflatten(-1, (HEADS, -1))
@@ -140,39 +151,34 @@ def test_bias_mode_is_equation_9(field, text_queries, shared, scale):
 
 @pytest.mark.parametrize("mode", ["contextual", "bias"])
 def test_zero_tables_change_nothing(field, mode):
-    field, _ = field
     plain = Attention(WIDTH, HEADS, output=False).double()
     layer = Attention(WIDTH, HEADS, output=False, positions=[anchor(mode=mode)], fused=False)
     layer.double().load_state_dict(plain.state_dict(), strict=False)
-    text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
+    text, image = streams()
     plain.fused = False
     context = PositionContext(anchors=field)
     assert torch.equal(layer(text, image, None, context), plain(text, image, None, context))
 
 
 def test_class_tokens_and_padding_have_no_position(field):
-    field, words = field
     assert field.path[:, 0].eq(0).all()
     assert field.image_mean[:, 0].eq(0).all()
-    assert field.path.transpose(1, 2)[~words].eq(0).all()
-    assert field.text_mean[~words].eq(0).all()
-    uniform = uniform_field(words, 6, GROUPS)
-    assert uniform.path[:, 1:].transpose(1, 2)[words].eq(1).all()
-    assert uniform.path.sum() == words.sum() * 6 * GROUPS
+    assert field.path.transpose(1, 2)[~WORDS].eq(0).all()
+    assert field.text_mean[~WORDS].eq(0).all()
+    uniform = uniform_field(WORDS, 6, GROUPS)
+    assert uniform.path[:, 1:].transpose(1, 2)[WORDS].eq(1).all()
+    assert uniform.path.sum() == WORDS.sum() * 6 * GROUPS
 
 
 def test_missing_paths_are_an_error():
-    layer = attention_with(create_position("anchor", width=WIDTH, heads=HEADS))
+    layer = attention_with(anchor())
     with pytest.raises(ValueError, match="needs anchor paths"):
         layer(torch.rand(1, 2, WIDTH).double(), None, None, PositionContext())
 
 
 def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states(field):
-    field, _ = field
-    text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
-    layer = attention_with(
-        create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, roles=("query", "key"))
-    )
+    text, image = streams()
+    layer = attention_with(anchor(roles=("query", "key")))
     image.requires_grad_()
     layer(text, image, None, PositionContext(anchors=field)).square().sum().backward()
     (position,) = layer.positions
@@ -187,29 +193,90 @@ def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states(field
     key = heads(plain.key(other + field.image_mean @ tables[1]))
     weights = (query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1)
     (weights @ heads(plain.value(other))).square().sum().backward()
-    for one, another in zip(found, [*(t.grad for t in tables), plain.key.weight.grad, other.grad]):
-        torch.testing.assert_close(one, another)
+    expected = [*(table.grad for table in tables), plain.key.weight.grad, other.grad]
+    torch.testing.assert_close(found, expected)
 
 
 def test_both_orders_of_the_paths_hold_the_same_and_know_what_is_reachable(field):
-    field, words = field
     assert torch.equal(field.path.transpose(1, 2), field.text_path)
     assert field.text_path.transpose(-1, -2).is_contiguous()
     assert field.path.transpose(-1, -2).is_contiguous()
     assert torch.equal(field.reachable, field.path[:, 1:] != 0)
-    assert not field.reachable.transpose(1, 2)[~words].any()
+    assert not field.reachable.transpose(1, 2)[~WORDS].any()
     assert 0 < field.reachable.float().mean() < 1
     assert field.path[:, 1:][field.reachable].ge(1).all()
-    uniform = uniform_field(words, 6, GROUPS)
-    assert torch.equal(uniform.reachable, words[:, None, :, None].expand_as(uniform.reachable))
+    uniform = uniform_field(WORDS, 6, GROUPS)
+    assert torch.equal(uniform.reachable, WORDS[:, None, :, None].expand_as(uniform.reachable))
 
 
 def test_half_precision_comes_after_the_path():
-    image, text = torch.randn(3, 6, 4), torch.randn(3, 5, 4)
-    words = torch.ones(3, 5, dtype=torch.bool)
-    exact = anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS))
+    inputs = [x.float() for x in features()]
+    exact = field_of(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        half = anchor_field(image, text, words, PathSettings(GRID, 0.05, GROUPS))
+        half = field_of(*inputs)
     assert half.similarity.dtype == torch.float32
     for name in ("path", "text_path", "image_mean", "text_mean"):
         assert torch.equal(getattr(half, name), getattr(exact, name).bfloat16())
+
+
+def test_the_pages_attention_starts_as_a_plain_one_and_follows_its_paths():
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+    names = {}
+    exec(block, names)
+    attention, words, patches = names["attention"], names["words"], names["patches"]
+    assert names["out"].shape == (2, 12, 256)
+    plain = type(attention)(256, 8)
+    plain.load_state_dict({k: v for k, v in attention.state_dict().items() if "position" not in k})
+    torch.testing.assert_close(names["out"], plain(words, patches))
+    torch.nn.init.normal_(names["ace"].tables["value"])
+    context = names["PositionContext"](names["grid"], 1, anchors=names["paths"], text_queries=True)
+    assert not torch.allclose(attention(words, patches, context=context), names["out"], atol=1e-3)
+
+
+def alignment(factors):
+    position = create_position("alignment", heads=HEADS).double()
+    with torch.no_grad():
+        position.factors.copy_(torch.tensor(factors))
+    return position
+
+
+@both_streams
+def test_alignment_adds_the_mean_cosine_of_word_and_patch(text_queries):
+    image, text = features()
+    context = PositionContext(anchors=field_of(image, text), text_queries=text_queries)
+    bias = alignment([0.5, -2.0]).bias(image, text, context)
+    assert bias.shape == ((3, HEADS, 5, 7) if text_queries else (3, HEADS, 7, 5))
+    expected = torch.zeros_like(bias if text_queries else bias.mT)
+    for pair, word in WORDS.nonzero():
+        for patch in range(6):
+            halves = zip(text[pair, word].chunk(GROUPS), image[pair, patch].chunk(GROUPS))
+            cosine = sum(cosine_similarity(a, b, dim=0) for a, b in halves) / GROUPS
+            expected[pair, :, word, 1 + patch] = 10 * cosine * torch.tensor([0.5, -2.0]).double()
+    torch.testing.assert_close(bias if text_queries else bias.mT, expected, rtol=0, atol=1e-12)
+
+
+def test_alignment_starts_in_every_second_head_and_learns_from_zero(field):
+    factors = create_position("alignment", heads=5, start=1.5).factors
+    assert factors.tolist() == [1.5, 0, 1.5, 0, 1.5]
+    position = create_position("alignment", heads=HEADS, start=0).double()
+    layer = Attention(WIDTH, HEADS, output=False, positions=[position]).double()
+    plain = Attention(WIDTH, HEADS, output=False).double()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    inputs = *streams(), None, PositionContext(anchors=field)
+    out = layer(*inputs)
+    assert torch.equal(out, plain(*inputs))
+    out.square().sum().backward()
+    assert (position.factors.grad != 0).all()
+
+
+def test_alignment_of_several_images():
+    (image, text), (other, _) = features(), features()
+    fields = [field_of(image, text), field_of(other, text)]
+    position = alignment([1.0, 2.0])
+    joined, *parts = (
+        position.bias(text, image, PositionContext(anchors=field))
+        for field in (joined_fields(fields), *fields)
+    )
+    torch.testing.assert_close(joined, torch.cat(parts, dim=-1))
+    with pytest.raises(ValueError, match="alignment needs similarities in its context"):
+        position.bias(text, image, PositionContext())

@@ -1,7 +1,5 @@
 """Buckets against loops over all pairs and against the counts of iRPE's Table 1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -171,8 +169,5 @@ def test_impossible_curves_are_refused(numbers):
     alpha, beta, gamma = numbers
     with pytest.raises(ValueError, match=f"alpha {alpha}, beta {beta}, gamma {gamma}"):
         piecewise_index(torch.zeros(1), alpha, beta, gamma)
-
-
-def test_a_negative_clip_is_refused():
     with pytest.raises(ValueError, match="-1"):
         clip_index(torch.zeros(1), -1)

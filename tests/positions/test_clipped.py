@@ -1,13 +1,11 @@
 """Ids of clipped offsets against a loop over pairs, and the options that the encodings share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.positions.clipped import ClippedPosition, clipped_ids, clipped_size, ids_on, longest_offset
+from vlp.positions.clipped import ClippedPosition, clipped_ids, clipped_size, longest_offset
 
 
 def clip(offset, reach):
@@ -66,32 +64,12 @@ def test_impossible_ids_are_named(arguments, message):
         clipped_ids(*arguments)
 
 
-def test_ids_of_inference_mode_serve_training():
-    with torch.inference_mode():
-        ids = ids_on(torch.device("cpu"), "product", 3, 11, 2, 1)
-    assert not ids.is_inference()
-    assert ids is ids_on(torch.device("cpu"), "product", 3, 11, 2, 1)
-
-
-def options(**changed):
-    return {
-        "name": "clipped",
-        "width": 8,
-        "heads": 2,
-        "grid": None,
-        "offsets": "product",
-        "reach": 3,
-        "shared_heads": True,
-        "prefix_bucket": True,
-    } | changed
-
-
 def test_reach_none_goes_by_the_grid():
-    def reach(**changed):
-        return ClippedPosition(**options(reach=None, **changed)).reach
+    def encoding(grid, offsets="product", reach=None, prefix_bucket=True):
+        return ClippedPosition("clipped", 8, 2, grid, offsets, reach, True, prefix_bucket)
 
-    assert reach(grid=(2, 7)) == reach(grid=(7, 2)) == 6
-    assert reach(grid=(2, 7), offsets="raster") == 13
-    assert reach(grid=(1, 1)) == 1
-    assert ClippedPosition(**options()).size == 50
-    assert ClippedPosition(**options(prefix_bucket=False)).size == 49
+    assert encoding((2, 7)).reach == encoding((7, 2)).reach == 6
+    assert encoding((2, 7), "raster").reach == 13
+    assert encoding((1, 1)).reach == 1
+    assert encoding(None, reach=3).size == 50
+    assert encoding(None, reach=3, prefix_bucket=False).size == 49

@@ -1,7 +1,5 @@
 """Where tokens lie: raster order, units, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,28 +10,11 @@ from vlp.positions.coordinates import (
     places_after_prefix,
     require_grid_tokens,
     token_coordinates,
-    vertical_first,
 )
 
 
 def tokens(count, batch=2, kind=torch.float64):
     return torch.zeros(batch, count, 8, dtype=kind)
-
-
-def test_patches_in_raster_order():
-    grid = (3, 4)
-    centres = patch_centres(grid, torch.float64)
-    boxes = patch_boxes(grid, torch.float64)
-    for row in range(3):
-        for column in range(4):
-            patch = row * 4 + column
-            assert centres[patch].tolist() == [column + 0.5, row + 0.5]
-            assert boxes[patch].tolist() == [column, row, column + 1, row + 1]
-
-
-def test_vertical_before_horizontal():
-    assert vertical_first(torch.tensor([1, 2])).tolist() == [2, 1]
-    assert vertical_first(torch.tensor([[1, 2, 3, 4]])).tolist() == [[2, 1, 4, 3]]
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -44,22 +25,17 @@ def test_units_on_a_grid(dimensions, extent, prefix):
     x, context = tokens(prefix + 10), PositionContext(grid, prefix)
     found = token_coordinates("test", dimensions, x, context, extent=extent)
     assert found.shape == (1, 10, dimensions)
+    across, down = (1, 1) if extent is None else (extent / columns, extent / rows)
     for row in range(rows):
         for column in range(columns):
-            if extent is None:
-                point = [column, row]
-                box = [column, row, column + 1, row + 1]
+            if dimensions == 4:
+                expected = [column * across, row * down, (column + 1) * across, (row + 1) * down]
             else:
-                point = [(column + 0.5) / columns * extent, (row + 0.5) / rows * extent]
-                box = [
-                    column / columns * extent,
-                    row / rows * extent,
-                    (column + 1) / columns * extent,
-                    (row + 1) / rows * extent,
-                ]
-            expected = torch.tensor(point if dimensions == 2 else box, dtype=torch.float64)
-            patch = row * columns + column
-            torch.testing.assert_close(found[0, patch], expected, rtol=0, atol=1e-12)
+                centre = 0 if extent is None else 0.5
+                expected = [(column + centre) * across, (row + centre) * down]
+            expected = torch.tensor(expected, dtype=torch.float64)
+            patch = found[0, row * columns + column]
+            torch.testing.assert_close(patch, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("extent", [None, 7.0])
@@ -91,12 +67,8 @@ def test_the_context_names_the_grid_before_the_options():
 
 
 def test_kind_and_gradient():
-    for kind, expected in [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ]:
+    for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        expected = torch.promote_types(kind, torch.float32)
         x = tokens(6, kind=kind)
         assert token_coordinates("test", 2, x, PositionContext((2, 3))).dtype == expected
         shares = torch.rand(1, 6, 2, dtype=torch.bfloat16, requires_grad=True)
@@ -144,12 +116,6 @@ def test_rounding_errors_of_shares_are_no_error():
     token_coordinates("test", 2, tokens(2), PositionContext(coordinates=shares), extent=1.0)
 
 
-BOUND = (
-    *("alibi-2d", "irpe-cross", "irpe-euclidean", "irpe-product", "irpe-quantization", "shaw"),
-    *("huang", "sasa", "transformer-xl", "sape", "learned-1d", "learned-2d", "object"),
-)
-
-
 def test_the_grid_of_the_context_comes_before_that_of_the_options():
     assert require_grid_tokens("x", PositionContext((2, 3), 1), (3, 4), 7, 7) == (2, 3)
     assert require_grid_tokens("x", PositionContext(prefix_tokens=2), (3, 4), 14, 14) == (3, 4)
@@ -170,7 +136,13 @@ def test_other_tokens_are_named(context, queries, keys, message):
         require_grid_tokens("x", context, None, queries, keys, prefix_bucket=False)
 
 
-@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alibi-2d", "irpe-product", "irpe-quantization", "shaw", "huang", "sasa", "sape"),
+        *("transformer-xl", "learned-1d", "learned-2d", "object"),
+    ],
+)
 def test_as_many_tokens_with_coordinates_are_no_grid(name):
     encoding = create_fitting_position(name, {"width": 16, "heads": 2, "grid": (4, 4)})
     (hook,) = encoding.hooks & {"tokens", "bias"}

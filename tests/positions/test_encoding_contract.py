@@ -1,7 +1,5 @@
 """What must hold for every encoding by name, whatever its equation."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch
@@ -14,8 +12,6 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,
     PositionContext,
-    PositionEncoding,
-    acts_on_tokens,
     attach,
     create_fitting_position,
     list_positions,
@@ -53,7 +49,6 @@ everything = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 
 
 def made(name, options, grid=GRID, filled=True):
-    """An encoding in float64; `filled` gives every parameter an effect."""
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double()
     for parameter in encoding.parameters() if filled else ():
@@ -158,18 +153,6 @@ def test_the_start_changes_nothing_and_learns(name, options):
 
 
 @everything
-def test_a_state_dict_goes_to_another_module(name, options):
-    first, second = (made(name, options) for _ in range(2))
-    second.load_state_dict(first.state_dict())
-    run, modules = in_attention(first)
-    other, others = in_attention(second)
-    others[0].load_state_dict(modules[0].state_dict())
-    x, context = torch.randn(1, 7, WIDTH).double(), PositionContext(GRID, 1)
-    assert torch.equal(run(x, context), other(x, context))
-    assert second.no_weight_decay() <= {each for each, _ in second.named_parameters()}
-
-
-@everything
 def test_training_works_after_inference_mode_saw_the_same_grid(name, options):
     run, modules = in_attention(made(name, options, (3, 5)))
     x, context = torch.randn(1, 16, WIDTH).double(), PositionContext((3, 5), 1)
@@ -196,7 +179,6 @@ def test_the_grid_of_the_options_stands_in_for_a_missing_one(name, options):
     ],
 )
 def test_only_offsets_matter(name):
-    """Patches inside a larger grid see each other as on a grid of their own."""
     encoding = made(name, {"reach": 3} if name == "sasa" else {}, None)
     large, small = (6, 8), (2, 3)
     inside = ((torch.arange(2)[:, None] + 3) * 8 + torch.arange(3) + 4).flatten()
@@ -250,13 +232,6 @@ def test_other_numbers_of_tokens_are_named(name, options):
         run(torch.randn(1, 6, WIDTH).double(), PositionContext(GRID, 1))
 
 
-@everything
-def test_hooks_are_the_ones_that_are_named(name, options):
-    encoding = made(name, options)
-    assert encoding.hooks
-    assert acts_on_tokens(name) == of_tokens(encoding)
-
-
 IMPOSSIBLE = [
     ("alibi-2d", {"heads": 0}, "0"),
     ("alibi-2d", {"ratio": "half"}, "half"),
@@ -281,8 +256,6 @@ IMPOSSIBLE = [
     ("fourier", {"gamma": 0.0}, "gamma"),
     ("fourier", {"extent": -1.0}, "extent"),
     ("fourier", {"initialisation": "zeros"}, "zeros"),
-    ("fourier", {"approximate": "erf"}, "erf"),
-    ("huang", {"offsets": "axes"}, "axes"),
     ("huang", {"grid": (0, 3)}, "0 x 3"),
     ("irpe-product", {"mode": "relative"}, "relative"),
     ("irpe-product", {"roles": ("key", "output")}, "output"),
@@ -291,7 +264,6 @@ IMPOSSIBLE = [
     ("irpe-product", {"bias_inside_scale": False}, "bias_inside_scale"),
     ("irpe-product", {"heads": 3}, "3 heads"),
     ("irpe-product", {"function": "linear"}, "linear"),
-    ("irpe-product", {"ratio": -1.0}, "ratio"),
     ("learned-1d", {"grid": None}, "length"),
     ("learned-1d", {"grid": None, "length": 0}, "length 0"),
     ("learned-1d", {"length": 5}, "length 5"),
@@ -299,11 +271,9 @@ IMPOSSIBLE = [
     ("learned-2d", {"width": 5}, "width 5"),
     ("learned-2d", {"combine": "product"}, "product"),
     ("learned-2d", {"grid": (0, 3)}, "0 x 3"),
-    ("learned-2d", {"deviation": -1}, "-1"),
     ("learned-4d", {"width": 6}, "width 6"),
     ("learned-4d", {"combine": "product"}, "product"),
     ("learned-4d", {"places": 1}, "1"),
-    ("learned-4d", {"deviation": -1}, "-1"),
     ("md-sine", {"freqs": [1.0], "temperature": 2.0}, "temperature=2.0"),
     ("md-sine", {"width": 5}, "5 channels"),
     ("md-sine", {"dimensions": 3}, "3"),
@@ -316,7 +286,6 @@ IMPOSSIBLE = [
     ("mlp", {"extent": 0}, "extent"),
     ("object", {"width": 12}, "width 12"),
     ("object", {"layout": "thirds"}, "thirds"),
-    ("object", {"temperature": 0}, "temperature"),
     ("rope-1d", {"heads": 3}, "3 heads"),
     ("rope-1d", {"width": 6}, "not 3"),
     ("rope-axial", {"width": 12}, "not 6"),
@@ -331,27 +300,20 @@ IMPOSSIBLE = [
     ("sape", {"deviation": 0}, "deviation must be positive, not 0"),
     ("sasa", {"width": 6}, "head width 3"),
     ("sasa", {"grid": None}, "reach"),
-    ("sasa", {"reach": 0}, "0"),
     ("shaw", {"roles": ("query",)}, "query"),
     ("shaw", {"roles": ()}, "roles"),
     ("shaw", {"offsets": "axes"}, "axes"),
-    ("sine-1d", {"width": 5}, "width 5"),
     ("sine-2d", {"width": 6}, "width 6"),
-    ("sine-4d", {"width": 12}, "width 12"),
     ("sine-4d", {"groups": 2}, "2 groups"),
     ("sine-4d", {"mlp": 4, "groups": 3}, "3 groups"),
     ("sine-2d", {"mlp": 4, "groups": 0}, "0 groups"),
     ("sine-2d", {"extent": 0}, "extent"),
     ("sine-2d", {"temperature": -1}, "temperature"),
-    ("sine-2d", {"layout": "thirds"}, "thirds"),
-    ("sine-2d", {"mlp": 4, "approximate": "relu"}, "relu"),
     ("sine-2d", {"approximate": "tanh"}, "approximate='tanh'"),
-    ("transformer-xl", {"offsets": "cross"}, "cross"),
     ("transformer-xl", {"sinusoid_width": 5}, "not 5"),
     ("transformer-xl", {"sinusoid_width": 0}, "not 0"),
     ("transformer-xl", {"sinusoid_width": 6, "offsets": "axes"}, "not 6"),
     ("transformer-xl", {"temperature": 0.0}, "temperature"),
-    ("transformer-xl", {"layout": "pairs"}, "pairs"),
     ("transformer-xl", {"heads": 3}, "3 heads"),
     ("transformer-xl", {"reach": None, "grid": None}, "reach"),
 ]
@@ -373,31 +335,7 @@ def test_a_prefix_needs_its_bucket():
                 run(torch.randn(1, 7, WIDTH).double(), PositionContext(GRID, 1))
 
 
-NAMES = list_positions()
-STEPS = 4
-
-
-def timm_vit(image_size=16, **options):
-    sizes = {"img_size": image_size, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **sizes, **options)
-
-
-def losses_of(model, loss, steps=STEPS):
-    """Losses of so many steps; every gradient must be finite."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(steps):
-        value = loss()
-        value.backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(value.item())
-    return losses
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list_positions())
 def test_it_trains_in_the_cross_modal_encoder(name):
     torch.manual_seed(0)
     positions = [name] if name in CROSS_MODAL else [name, "anchor"]
@@ -414,19 +352,19 @@ def test_it_trains_in_the_cross_modal_encoder(name):
         crossed = model.cross(model.encode_image(pixels), model.encode_text(ids, attention, words))
         return torch.nn.functional.cross_entropy(model.match_logits(crossed), labels)
 
-    losses = losses_of(model, loss)
+    optimiser, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for _ in range(4):
+        losses.append(loss())
+        losses[-1].backward()
+        assert all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
+        optimiser.step()
+        optimiser.zero_grad()
     assert losses[-1] < losses[0]
     # Evaluation cuts texts to the longest of a block.
     if name == "irpe-quantization":  # ranks are of one grid
         return
     text = model.encode_text(ids[:, :8], attention[:, :8], words[:, :8])
     assert model.match(model.encode_image(pixels), text).isfinite().all()
-
-
-@pytest.mark.parametrize("name", CROSS_MODAL)
-def test_cross_modal_encodings_are_refused_within_a_image(name):
-    with pytest.raises(ValueError, match=f"{name} lies between an image and a text"):
-        attach(timm_vit(), name)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +389,6 @@ def test_what_cannot_be_in_the_cross_modal_encoder_is_named(cross, message):
 
 
 def test_soft_anchors_have_a_name():
-    """It is stored as what it stands for, and settings that are given stay."""
     cross = TINY_MODEL["cross"] | {"position": ["alignment", "anchor-soft"]}
     cross |= {"anchor": {"groups": 2}}
     named = ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross
@@ -467,9 +404,10 @@ def test_soft_anchors_have_a_name():
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_trained_at_one_size_it_runs_at_another_or_names_both(name):
-    """32 px and 48 px, as patches of 4: encodings bound to a grid say so."""
     torch.manual_seed(0)
-    model = attach(timm_vit(32, dynamic_img_size=True), name, absolute="drop").eval()
+    sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, dynamic_img_size=True, **sizes)
+    model = attach(vit, name, absolute="drop").eval()
     assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
     bound = {"learned-1d", "learned-2d", "irpe-quantization"}
     if name in bound:
@@ -478,19 +416,3 @@ def test_trained_at_one_size_it_runs_at_another_or_names_both(name):
     else:
         assert model(torch.randn(1, 3, 48, 48)).isfinite().all()
         assert model(torch.randn(1, 3, 32, 48)).isfinite().all()
-
-
-def test_all_of_them_work_together():
-    """Every pair would be many; a ViT with all hooks in use at once stands for them."""
-    torch.manual_seed(0)
-    model = timm_vit()
-    for name in ("sine-2d", "fourier", "rope-axial", "irpe-product", "sape", "alibi-2d", "shaw"):
-        attach(model, name)
-    hooks = set()
-    for module in model.modules():
-        if isinstance(module, PositionEncoding):
-            hooks |= module.hooks
-    assert hooks == {"tokens", "rotate", "bias", "value"}
-    pixels, labels = torch.randn(6, 3, 16, 16), torch.arange(6) % 3
-    losses = losses_of(model, lambda: torch.nn.functional.cross_entropy(model(pixels), labels))
-    assert losses[-1] < losses[0]

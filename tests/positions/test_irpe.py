@@ -1,13 +1,13 @@
 """iRPE's fast path against Eqs 13-17 with the (T, T, head width) tensor built."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlp.positions import PositionContext, create_position
 from vlp.positions.buckets import bucket_ids
 from vlp.positions.irpe import RelativePosition
+from vlp.positions.lookup import attended_rows, products
 
 WIDTH, HEADS = 8, 2
 METHODS = ("euclidean", "quantization", "cross", "product")
@@ -22,7 +22,6 @@ def filled(method, **options):
 
 
 def transpositions(method, roles):
-    """Values of `q_ids_transposed` that are taken."""
     return (False, True) if method in ("cross", "product") and "query" in roles else (False,)
 
 
@@ -35,10 +34,10 @@ def pair_vectors(position, role, method, grid, prefix, transposed=False):
     ids = ids if method == "cross" else ids[None]
     tokens = prefix + grid[0] * grid[1]
     vectors = torch.zeros(HEADS, tokens, tokens, *table.shape[2:]).double()
-    for one, pairs in zip(tables, ids, strict=True):
+    for rows, pairs in zip(tables, ids.mT if transposed else ids, strict=True):
         for i in range(tokens):
             for j in range(tokens):
-                vectors[:, i, j] += one[:, pairs[j, i] if transposed else pairs[i, j]]
+                vectors[:, i, j] += rows[:, pairs[i, j]]
     return vectors
 
 
@@ -74,15 +73,9 @@ def test_bias_mode_is_equation_14(method, inside, shared):
     for grid, prefix in CASES:
         for roles in (("key",), ("query", "key")):
             for transposed in transpositions(method, roles):
-                position = filled(
-                    method,
-                    grid=grid,
-                    mode="bias",
-                    roles=roles,
-                    shared_heads=shared,
-                    q_ids_transposed=transposed,
-                    bias_inside_scale=inside,
-                )
+                options = {"roles": roles, "shared_heads": shared, "bias_inside_scale": inside}
+                options |= {"grid": grid, "mode": "bias", "q_ids_transposed": transposed}
+                position = filled(method, **options)
                 query, key = states(prefix + grid[0] * grid[1])
                 expected = pair_vectors(position, "key", method, grid, prefix)
                 if "query" in roles:
@@ -104,12 +97,9 @@ def test_values_are_equation_17(method, shared):
         tokens = prefix + grid[0] * grid[1]
         attention = torch.randn(2, HEADS, tokens, tokens).double().softmax(-1)
         vectors = pair_vectors(position, "value", method, grid, prefix)
-        torch.testing.assert_close(
-            position("value", attention, PositionContext(grid, prefix)),
-            torch.einsum("bhij,hijd->bhid", attention, vectors),
-            rtol=0,
-            atol=1e-12,
-        )
+        out = position("value", attention, PositionContext(grid, prefix))
+        expected = torch.einsum("bhij,hijd->bhid", attention, vectors)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def test_parameters_of_table_2():
@@ -155,9 +145,6 @@ def test_tables_without_a_prefix_row():
     query, key = states(6)
     context = PositionContext((2, 3))
     assert torch.equal(position("bias", query, key, context), wider("bias", query, key, context))
-    query, key = states(7)
-    with pytest.raises(ValueError, match="1 prefix tokens, but prefix_bucket is False"):
-        position("bias", query, key, PositionContext((2, 3), 1))
 
 
 def test_quantization_is_bound_to_its_grid():
@@ -187,3 +174,36 @@ def test_options_without_effect_are_refused(method, options, reason):
     message = f"irpe-{method}: {first}={options[first]!r} has no effect .*{reason}"
     with pytest.raises(ValueError, match=message):
         filled(method, **options)
+
+
+class Largest(TorchDispatchMode):
+    """Entries of the largest tensor made, and number types in which rows are summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries, self.kinds = 0, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        out = function(*arguments, **(named or {}))
+        if isinstance(out, torch.Tensor):
+            self.entries = max(self.entries, out.untyped_storage().nbytes() // out.element_size())
+        if "scatter_add" in str(function):
+            self.kinds.append(arguments[0].dtype)
+        return out
+
+
+def test_no_vector_per_pair_is_built_and_rows_are_summed_in_float32():
+    tokens, channels = 24, 16
+    pairs = torch.randint(0, 6, (1, tokens, tokens))
+    states = torch.randn(1, 1, tokens, channels, dtype=torch.bfloat16, requires_grad=True)
+    table = torch.randn(1, 6, channels, dtype=torch.bfloat16, requires_grad=True)
+    attention = torch.full((1, 1, tokens, tokens), 1 / tokens, dtype=torch.bfloat16)
+    attention.requires_grad_()
+    with Largest() as seen:
+        logits = products(states, table, pairs).dense()
+        values = attended_rows(attention, table, pairs)
+        (logits.sum() + values.sum()).backward()
+    assert logits.dtype == torch.float32
+    assert values.dtype == torch.bfloat16
+    assert seen.entries == tokens * tokens
+    assert seen.kinds == [torch.float32] * 2  # the values, and the gradient of the products

@@ -53,8 +53,7 @@ def test_a_direct_call_gives_what_the_operator_gives():
     calls.clear()
     found = result(operator)
     assert len(calls) == 2
-    for one, other in zip(found, result(operator.operator)):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(found, result(operator.operator), rtol=0, atol=0)
     assert found[1].tolist() == [6, 6]
 
 
@@ -65,24 +64,19 @@ def test_a_dispatch_mode_sees_the_operator():
     assert "vlp.test_triple_backward" in seen.names
 
 
-@pytest.mark.parametrize("where", ["fake", "meta"])
-def test_tensors_without_data_launch_nothing(where):
-    calls.clear()
-    if where == "fake":
-        with FakeTensorMode():
-            x = torch.empty(2, 3)
-        out = operator(x, 1)  # outside of the mode that made it
-    else:
-        out = operator(torch.empty(2, 3, device="meta"), 1)
-    assert out.shape == (2, 3)
-    assert not calls
-
-
 def test_it_compiles_without_a_break():
     torch._dynamo.reset()
     compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
-    for one, other in zip(result(compiled), result(operator)):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(result(compiled), result(operator), rtol=0, atol=0)
+
+
+def test_tensors_without_data_launch_nothing():
+    with FakeTensorMode():
+        fake = torch.empty(2, 3)
+    calls.clear()
+    for x in (fake, torch.empty(2, 3, device="meta")):  # outside of the mode that made it
+        assert operator(x, 1).shape == (2, 3)
+    assert not calls
 
 
 def test_a_second_derivative_is_refused():

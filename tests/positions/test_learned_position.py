@@ -1,7 +1,5 @@
 """Learned absolute positions: who gets which vector, and which sizes are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -38,48 +36,33 @@ def test_a_grid_takes_a_row_and_a_column_vector(combine, prefix, grid):
             torch.testing.assert_close(out[:, token], x[:, token] + place)
 
 
-@pytest.mark.parametrize(("name", "size"), [("learned-1d", {"length": 300}), ("learned-2d", {})])
-def test_the_start_has_the_asked_deviation(name, size):
-    size = size or {"grid": (20, 20)}
-    for deviation in (0.02, 0.5):
-        position = create_position(name, width=64, deviation=deviation, **size)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("learned-1d", {"length": 300}), ("learned-2d", {"grid": (20, 20)}), ("learned-4d", {})],
+)
+def test_the_start_has_its_deviation(name, size):
+    for options in ({}, {"deviation": 0.5}, {"deviation": 0}):
+        position = create_position(name, width=64, **size, **options)
         for table in position.parameters():
-            assert table.std().item() == pytest.approx(deviation, rel=0.1)
-    tokens = torch.randn(1, 6, 64)
-    start = create_position(name, width=64, deviation=0, **size)
-    assert torch.equal(start("tokens", tokens, PositionContext((2, 3))), tokens)
-    default = create_position(name, width=64, **size)
-    assert next(default.parameters()).std().item() == pytest.approx(0.02, rel=0.1)
+            expected = options.get("deviation", 0.02)
+            assert table.std().item() == pytest.approx(expected, rel=0.1)
 
 
-def test_too_many_or_too_few_tokens_are_an_error():
-    position = create_position("learned-1d", width=4, length=5)
-    with pytest.raises(
-        ValueError, match=r"learned-1d has 5 places, .* 7 tokens of which 1 are pre"
-    ):
-        position("tokens", torch.zeros(1, 7, 4), PositionContext(prefix_tokens=1))
-    with pytest.raises(
-        ValueError, match=r"learned-1d has 5 places, .* 1 tokens of which 2 are pre"
-    ):
-        position("tokens", torch.zeros(1, 1, 4), PositionContext(prefix_tokens=2))
-
-
-def test_raster_order_is_bound_to_its_grid():
-    position = create_position("learned-1d", width=4, grid=(2, 3))
+def test_grids_and_tokens_that_do_not_fit_are_named():
+    sequence = create_position("learned-1d", width=4, length=5)
+    for tokens, prefix in ((7, 1), (1, 2)):
+        with pytest.raises(ValueError, match=f"5 places, .* {tokens} tokens of which {prefix} are"):
+            sequence("tokens", torch.zeros(1, tokens, 4), PositionContext(prefix_tokens=prefix))
+    raster, grid = (create_position(f"learned-{n}d", width=4, grid=(2, 3)) for n in (1, 2))
     x = torch.zeros(1, 6, 4)
-    position("tokens", x, PositionContext((2, 3)))
+    raster("tokens", x, PositionContext((2, 3)))
     with pytest.raises(ValueError, match="learned-1d was made for a 2 x 3 grid, not 3 x 2"):
-        position("tokens", x, PositionContext((3, 2)))
-
-
-def test_a_grid_beyond_the_tables_is_an_error():
-    position = create_position("learned-2d", width=4, grid=(2, 3))
-    for grid in [(3, 2), (1, 4)]:
-        asked = f"{grid[0]} x {grid[1]}"
-        with pytest.raises(ValueError, match=f"learned-2d has .* a 2 x 3 grid, not for {asked}"):
-            position("tokens", torch.zeros(1, grid[0] * grid[1], 4), PositionContext(grid))
+        raster("tokens", x, PositionContext((3, 2)))
+    for rows, columns in ((3, 2), (1, 4)):
+        with pytest.raises(ValueError, match=f"a 2 x 3 grid, not for {rows} x {columns}"):
+            grid("tokens", torch.zeros(1, rows * columns, 4), PositionContext((rows, columns)))
     with pytest.raises(ValueError, match=r"learned-2d: 1 prefix .* 2 x 3 grid are 7 tokens, not 6"):
-        position("tokens", torch.zeros(1, 6, 4), PositionContext((2, 3), 1))
+        grid("tokens", x, PositionContext((2, 3), 1))
 
 
 def boxed(**options):
@@ -87,7 +70,7 @@ def boxed(**options):
 
 
 def edges_of(position):
-    """Tables in the order of the channels, with the index of their coordinate in x0, y0, x1, y1."""
+    """Tables in the order of the channels, each with its coordinate of x0, y0, x1, y1."""
     tables = ("table_top", "table_left", "table_bottom", "table_right")
     return [(getattr(position, table), axis) for table, axis in zip(tables, (1, 0, 3, 2))]
 
@@ -148,17 +131,11 @@ def test_every_edge_of_any_grid_finds_its_line(kind):
         assert torch.equal(out, edges)
 
 
-def test_a_box_table_starts_and_learns_like_the_others():
-    position = LearnedBoxPosition(64, deviation=0.5)
-    assert [tuple(table.shape) for table in position.parameters()] == [(100, 16)] * 4
-    for table in position.parameters():
-        assert table.std().item() == pytest.approx(0.5, rel=0.1)
-    tokens = torch.randn(1, 6, 8)
-    start = LearnedBoxPosition(8, deviation=0)
-    assert torch.equal(start("tokens", tokens, PositionContext((2, 3))), tokens)
-
+def test_a_box_table_has_a_row_for_each_line_and_learns_the_rows_it_reads():
+    shapes = [tuple(table.shape) for table in LearnedBoxPosition(64).parameters()]
+    assert shapes == [(100, 16)] * 4
     position = boxed()
-    position("tokens", tokens.double(), PositionContext((2, 3))).sum().backward()
+    position("tokens", torch.randn(1, 6, 8).double(), PositionContext((2, 3))).sum().backward()
     # three patches begin at the top line, three in the middle one, and so on
     assert position.table_top.grad[:, 0].tolist() == [3, 0, 3, 0, 0]
     assert position.table_bottom.grad[:, 0].tolist() == [0, 0, 3, 0, 3]

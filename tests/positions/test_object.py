@@ -1,7 +1,5 @@
 """Object ids against a painter's loop, and ViTARC's Eq. 13 channel by channel."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,6 @@ from vlp.positions.object import ObjectPosition, object_ids
 
 
 def painted(boxes, grid):
-    """One cell after the other, one box after the other."""
     cells = [[0] * grid[1] for _ in range(grid[0])]
     for number, (x, y, width, height) in enumerate(boxes, start=1):
         for row in range(grid[0]):
@@ -95,10 +92,14 @@ def encode(encoding, context, tokens, batch=1):
     return encoding("tokens", torch.zeros(batch, tokens, encoding.width).double(), context)
 
 
+def close(found, expected):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_equation_13(prefix, layout):
-    """papers.md#vitarc-v9, #vitarc-v10, #vitarc-v11: object, column, row."""
     rows, columns = grid = (3, 4)
     boxes = [[[0, 0, 2, 2], [1, 1, 3, 1]], [[2, 0, 2, 3], [0, 0, 0, 0]]]
     encoding = ObjectPosition(16, layout=layout)
@@ -111,34 +112,10 @@ def test_equation_13(prefix, layout):
             for column in range(columns):
                 expected = slow_sinusoid(ids[row][column], 8, layout)
                 expected += slow_sinusoid(column, 4, layout) + slow_sinusoid(row, 4, layout)
-                torch.testing.assert_close(
-                    out[image, prefix + row * columns + column],
-                    torch.tensor(expected, dtype=torch.float64),
-                    rtol=0,
-                    atol=1e-12,
-                )
-
-
-def test_without_boxes_it_is_the_plain_sinusoid():
-    """papers.md#vitarc-v13: half of the channels for the column, half for the row."""
-    out = encode(ObjectPosition(16, (2, 3)), PositionContext(prefix_tokens=1), 7)
-    assert not out[:, 0].any()
-    for row in range(2):
-        for column in range(3):
-            expected = slow_sinusoid(column, 8, "halves") + slow_sinusoid(row, 8, "halves")
-            torch.testing.assert_close(
-                out[0, 1 + row * 3 + column],
-                torch.tensor(expected, dtype=torch.float64),
-                rtol=0,
-                atol=1e-12,
-            )
-
-
-def test_one_image_of_boxes_serves_the_batch_and_other_grids_work():
-    encoding = ObjectPosition(16, (2, 2))
-    boxes = torch.tensor([[[1, 0, 2, 2]]])
-    one = encode(encoding, PositionContext((3, 5), boxes=boxes), 15, batch=2)
-    both = encode(encoding, PositionContext((3, 5), boxes=boxes.expand(2, -1, -1)), 15, batch=2)
-    assert torch.equal(one, both)
-    large = encode(encoding, PositionContext((6, 7), boxes=boxes), 42).view(6, 7, 16)
-    torch.testing.assert_close(large[:3, :5], one[0].view(3, 5, 16), rtol=0, atol=1e-12)
+                close(out[image, prefix + row * columns + column], expected)
+    # papers.md#vitarc-v13: without boxes half of the channels for the column, half for the row
+    out = encode(encoding, PositionContext(grid, prefix), prefix + 12)
+    for row in range(rows):
+        for column in range(columns):
+            expected = slow_sinusoid(column, 8, layout) + slow_sinusoid(row, 8, layout)
+            close(out[0, prefix + row * columns + column], expected)

@@ -1,7 +1,5 @@
 """CoPE and SaPE against loops that build every place, vector and distance one by one."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -47,7 +45,6 @@ def gated_sum(query, keys, scale):
 
 
 def cope_by_loop(query, key, table, causal, gate_scale=1.0, bias_scale=1.0):
-    """(T, d), (T, d), (P, d) -> (T, T)."""
     tokens = len(query)
     rows = []
     for i in range(tokens):
@@ -62,9 +59,8 @@ def cope_by_loop(query, key, table, causal, gate_scale=1.0, bias_scale=1.0):
 
 
 def sape_by_loop(
-    query, key, grid, table_x, table_y, mode, summation, gate_scale=1.0, bias_scale=1.0
+    grid, mode, query, key, table_x, table_y, summation, gate_scale=1.0, bias_scale=1.0
 ):
-    """(T, d), (T, d), (P, d), (P, d) -> (T, T)."""
     height, width = grid
     source = {"key": key, "query": query}[mode]
 
@@ -94,26 +90,18 @@ def sape_by_loop(
     return out
 
 
-def each(function, query, key, *tables):
+def by_head(function, query, key, *tables):
     """Apply to every sample and head; tables (heads or 1, P, d)."""
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    function(
-                        query[sample, head],
-                        key[sample, head],
-                        *(table.expand(HEADS, -1, -1)[head] for table in tables),
-                    )
-                    for head in range(HEADS)
-                ]
-            )
-            for sample in range(len(query))
-        ]
-    )
+    tables = [table.expand(HEADS, -1, -1) for table in tables]
+    rows = [
+        function(query[sample, head], key[sample, head], *(table[head] for table in tables))
+        for sample, head in itertools.product(range(len(query)), range(HEADS))
+    ]
+    return torch.stack(rows).unflatten(0, (-1, HEADS))
 
 
-# CoPE
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 9])
@@ -121,25 +109,12 @@ def each(function, query, key, *tables):
 def test_cope_is_the_loop(causal, rows):
     query, key = states(6)
     for table in (torch.randn(1, rows, DIM).double(), torch.randn(HEADS, rows, DIM).double()):
-        expected = each(lambda q, k, e: cope_by_loop(q, k, e, causal), query, key, table)
-        found = cope_bias(query, key, table, causal)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    single = cope_bias(query[0, 1], key[0, 1], table[1], causal)
-    torch.testing.assert_close(single, expected[0, 1], rtol=0, atol=1e-12)
-
-
-def test_cope_is_causal_and_unscaled_unless_said_otherwise():
-    query, key = states(5)
-    table = torch.randn(6, DIM).double()
-    plain = cope_bias(query, key, table)
-    assert torch.equal(plain, cope_bias(query, key, table, True, gate_scale=1.0, bias_scale=1.0))
-    assert (plain.triu(1) == 0).all()
-    assert plain.tril().ne(0).sum() == 2 * HEADS * 15
-    for causal in (True, False):
-        by_loop = functools.partial(cope_by_loop, causal=causal, gate_scale=0.3, bias_scale=-2.5)
-        expected = each(by_loop, query, key, table[None])
-        found = cope_bias(query, key, table, causal, gate_scale=0.3, bias_scale=-2.5)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        for scales in ({}, {"gate_scale": 0.3, "bias_scale": -2.5}):
+            by_loop = functools.partial(cope_by_loop, causal=causal, **scales)
+            expected = by_head(by_loop, query, key, table)
+            options = scales if causal else {"causal": False, **scales}
+            close(cope_bias(query, key, table, **options), expected)
+    close(cope_bias(query[0, 1], key[0, 1], table[1], **options), expected[0, 1])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -154,15 +129,9 @@ def test_the_encoding_counts_tokens_after_the_prefix(prefix, causal, shared):
     assert position.table.shape == (1 if shared else HEADS, 5, DIM)
     query, key = states(prefix + 6)
     found = position("bias", query, key, PositionContext((2, 3), prefix))
-    expected = each(
-        lambda q, k, e: cope_by_loop(q, k, e, causal, 0.5, 2.0),
-        query[:, :, prefix:],
-        key[:, :, prefix:],
-        position.table,
-    )
-    torch.testing.assert_close(found[:, :, prefix:, prefix:], expected, rtol=0, atol=1e-12)
-    assert (found[:, :, :prefix] == 0).all()
-    assert (found[..., :prefix] == 0).all()
+    by_loop = functools.partial(cope_by_loop, causal=causal, **options)
+    expected = by_head(by_loop, query[:, :, prefix:], key[:, :, prefix:], position.table)
+    close(found, torch.nn.functional.pad(expected, (prefix, 0, prefix, 0)))
 
 
 def test_cope_takes_any_length_and_shares_the_last_row_beyond_its_table():
@@ -176,9 +145,6 @@ def test_cope_takes_any_length_and_shares_the_last_row_beyond_its_table():
     assert position("bias", query[:, :, :0], open_keys[:, :, :0], PositionContext()).numel() == 0
 
 
-# SaPE
-
-
 @pytest.mark.parametrize("summation", ["between", "suffix"])
 @pytest.mark.parametrize("mode", ["key", "query"])
 @pytest.mark.parametrize("grid", GRIDS)
@@ -187,41 +153,20 @@ def test_sape_is_the_loop(grid, mode, summation):
     for heads, places_x, places_y in ((1, 2, 3), (HEADS, 6, 6), (HEADS, 1, 3)):
         table_x = torch.randn(heads, places_x, DIM).double()
         table_y = torch.randn(heads, places_y, DIM).double()
-        expected = each(
-            lambda q, k, x, y: sape_by_loop(q, k, grid, x, y, mode, summation),
-            query,
-            key,
-            table_x,
-            table_y,
-        )
-        found = sape_bias(query, key, grid, table_x, table_y, mode, summation=summation)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    single = sape_bias(
-        query[0, 1], key[0, 1], grid, table_x[1], table_y[1], mode, summation=summation
-    )
-    torch.testing.assert_close(single, expected[0, 1], rtol=0, atol=1e-12)
+        for scales in ({}, {"gate_scale": 0.4, "bias_scale": 3.0}):
+            by_loop = functools.partial(sape_by_loop, grid, mode, summation=summation, **scales)
+            expected = by_head(by_loop, query, key, table_x, table_y)
+            options = {"mode": mode, "summation": summation, **scales}
+            if (mode, summation) == ("key", "between"):
+                options = scales
+            close(sape_bias(query, key, grid, table_x, table_y, **options), expected)
+    single = sape_bias(query[0, 1], key[0, 1], grid, table_x[1], table_y[1], **options)
+    close(single, expected[0, 1])
 
 
 def sape_inputs(grid, rows=None):
     tables = [torch.randn(rows or size + 1, DIM).double() for size in (grid[1], grid[0])]
     return *states(grid[0] * grid[1]), grid, *tables
-
-
-def test_sape_takes_keys_and_sums_between_unless_said_otherwise():
-    inputs = sape_inputs((3, 4))
-    plain = sape_bias(*inputs)
-    said = sape_bias(*inputs, "key", gate_scale=1.0, bias_scale=1.0, summation="between")
-    assert torch.equal(plain, said)
-    query, key, grid, table_x, table_y = inputs
-    expected = each(
-        lambda q, k, x, y: sape_by_loop(q, k, grid, x, y, "key", "between", 0.4, 3.0),
-        query,
-        key,
-        table_x[None],
-        table_y[None],
-    )
-    found = sape_bias(*inputs, gate_scale=0.4, bias_scale=3.0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["key", "query"])
@@ -233,16 +178,9 @@ def test_gradients_of_sape_are_those_of_the_loop(mode):
     inputs = (query, key, *tables)
     for summation in ("between", "suffix"):
         fast = sape_bias(query, key, grid, *tables, mode, summation=summation)
-        slow = sape_by_loop(query, key, grid, *tables, mode, summation)
-        for one, other in zip(
-            torch.autograd.grad((fast * weights).sum(), inputs),
-            torch.autograd.grad((slow * weights).sum(), inputs),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
-
-
-# the distance
+        slow = sape_by_loop(grid, mode, query, key, *tables, summation)
+        found, expected = (torch.autograd.grad((x * weights).sum(), inputs) for x in (fast, slow))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 def test_distances_near_zero_are_exact():
@@ -300,8 +238,6 @@ def test_equal_vectors_have_distance_and_gradient_zero():
 
 
 class Largest(TorchDispatchMode):
-    """Entries of the largest tensor that any operation makes, forward and backward."""
-
     entries = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
@@ -326,49 +262,36 @@ def test_nothing_larger_than_the_bias_is_made():
     assert largest.entries == 2 * HEADS * 36 * 36
 
 
-# the encoding
-
-
 @pytest.mark.parametrize("mode", ["key", "query", "both"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_the_encoding_leaves_the_prefix_out_of_its_lines(prefix, shared, mode):
     options = {"gate_scale": 0.5, "bias_scale": 2.0, "summation": "suffix"}
-    position = filled(
-        SemanticPosition(WIDTH, HEADS, (2, 3), mode=mode, shared_heads=shared, **options)
-    )
+    position = SemanticPosition(WIDTH, HEADS, (2, 3), mode, shared, **options)
+    filled(position)
     assert position.hooks == {"bias"}
     modes = ("key", "query") if mode == "both" else (mode,)
     assert set(position.tables_x) == set(position.tables_y) == set(modes)
     query, key = states(prefix + 6)
     found = position("bias", query, key, PositionContext((2, 3), prefix))
     expected = 0
-    for one in modes:
-        assert position.tables_x[one].shape == (1 if shared else HEADS, 4, DIM)
-        assert position.tables_y[one].shape == (1 if shared else HEADS, 3, DIM)
-        expected = expected + each(
-            lambda q, k, x, y, one=one: sape_by_loop(q, k, (2, 3), x, y, one, "suffix", 0.5, 2.0),
-            query[:, :, prefix:],
-            key[:, :, prefix:],
-            position.tables_x[one],
-            position.tables_y[one],
-        )
-    torch.testing.assert_close(found[:, :, prefix:, prefix:], expected, rtol=0, atol=1e-12)
-    assert (found[:, :, :prefix] == 0).all()
-    assert (found[..., :prefix] == 0).all()
+    for side in modes:
+        tables = position.tables_x[side], position.tables_y[side]
+        heads = 1 if shared else HEADS
+        assert [tuple(table.shape) for table in tables] == [(heads, n, DIM) for n in (4, 3)]
+        by_loop = functools.partial(sape_by_loop, (2, 3), side, **options)
+        inputs = query[:, :, prefix:], key[:, :, prefix:], *tables
+        expected = expected + by_head(by_loop, *inputs)
+    close(found, torch.nn.functional.pad(expected, (prefix, 0, prefix, 0)))
 
 
-def test_the_start_has_the_asked_deviation_and_no_decay():
-    for deviation in (0.02, 0.3):
-        position = SemanticPosition(384, 6, (14, 14), "both", deviation=deviation)
+def test_the_start_has_its_deviation_and_no_decay():
+    for options in ({}, {"deviation": 0.3}):
+        position = SemanticPosition(384, 6, (14, 14), "both", **options)
         for name, table in position.named_parameters():
-            assert table.std().item() == pytest.approx(deviation, rel=0.1)
+            expected = options.get("deviation", 0.02)
+            assert table.std().item() == pytest.approx(expected, rel=0.1)
             assert name in position.no_weight_decay()
-    default = SemanticPosition(384, 6, (14, 14))
-    assert default.tables_x["key"].std().item() == pytest.approx(0.02, rel=0.1)
-
-
-# both
 
 
 POSITIONS = [

@@ -1,7 +1,5 @@
 """Sinusoids against Eq. 1 written out, token by token and channel by channel."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -96,7 +94,6 @@ def test_sine_1d_numbers_the_tokens():
 
 
 def test_extent_normalises():
-    """Every grid spans the whole range; patches stand at their centres."""
     encoding = SinePosition(2, 8, extent=2 * math.pi)
     out = added(encoding, PositionContext((2, 4)), 8)
     for row in range(2):
@@ -109,7 +106,7 @@ def test_extent_normalises():
         close(sequence[0, token], slow_sinusoid((token + 0.5) * 2.5, 4))
 
 
-def test_given_boxes_in_any_order():
+def test_boxes_of_the_context():
     encoding = SinePosition(4, 16, (3, 3))
     boxes = torch.rand(2, 5, 4).double()
     context = PositionContext(prefix_tokens=1, coordinates=boxes)
@@ -119,9 +116,6 @@ def test_given_boxes_in_any_order():
             left, top, right, bottom = (3 * boxes[image, token]).tolist()
             expected = [v for edge in (top, left, bottom, right) for v in slow_sinusoid(edge, 4)]
             close(out[image, 1 + token], expected)
-    order = torch.randperm(5)
-    turned = PositionContext(prefix_tokens=1, coordinates=boxes[:, order])
-    assert torch.equal(added(encoding, turned, 6, batch=2)[:, 1:], out[:, 1:][:, order])
 
 
 @pytest.mark.parametrize(("dimensions", "groups"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
@@ -139,13 +133,11 @@ def test_an_mlp_serves_every_group(dimensions, groups):
 
 
 def test_md_sine_with_shared_frequencies_knows_only_the_sum():
-    """papers.md#fourier-f11."""
     encoding = MDSinePosition(8)
     out = added(encoding, PositionContext((4, 5)), 20).view(4, 5, 8)
     for row in range(4):
         for column in range(5):
             close(out[row, column], slow_sinusoid(row + column, 8))
-    assert torch.equal(out[1, 3], out[3, 1])
 
 
 def test_md_sine_with_frequencies_of_its_own():
@@ -180,7 +172,6 @@ def test_md_sine_on_meta_has_its_numbers():
 
 
 def test_angles_are_exact_under_autocast():
-    """bfloat16 angles of 200 patches are off by half a radian."""
     coords = torch.tensor([[200.0, 131.0]])
     freqs = torch.tensor([[1.0, 0.7], [0.3, -1.0]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
