@@ -184,16 +184,6 @@ def test_tokens_without_a_place_are_an_error():
         layer(states())
 
 
-def test_places_keep_grids_of_other_sizes():
-    places = Places(2)
-    places.write(3, 4)
-    places.write(1, 5)
-    assert (places.read(14).grid, places.read(7).grid) == ((3, 4), (1, 5))
-    places.write(6, 2)
-    assert places.read(14).grid == (6, 2)
-    assert places.read(14).prefix_tokens == 2
-
-
 WINDOW = (2, 3)
 
 

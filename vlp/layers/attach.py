@@ -18,12 +18,12 @@ Factory = Callable[..., PositionEncoding]
 Fused = bool | None
 Model = TypeVar("Model", bound=nn.Module)
 
+# Layers of attention that encodings have no place in, and why.
 IMPOSSIBLE = {
     "XCA": "attends between channels, not between places, so that there are no pairs of patches",
     "TalkingHeadAttn": "mixes the logits of its heads before and after the softmax, which belong "
     "to no head that an encoding could add to",
 }
-"""Layers of attention that encodings have no place in, and why."""
 
 
 def attach(
@@ -59,7 +59,7 @@ def attach(
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
             and rotations.
         fused: see `vlp.layers.attention.attend`; None leaves layers as they are.
-        options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
+        options: of the encoding; `width`, `heads` and `grid` are filled in.
 
     Raises:
         TypeError: a wrong kind of model or `name`.
@@ -93,7 +93,7 @@ def attach(
         )
     per_layer = [] if on_tokens else [_for_layer(encoding, adapter, layer) for layer in layers]
 
-    # Nothing was changed so far; from here on nothing fails.
+    # The model is unchanged so far, and from here on nothing fails.
     adapter.prepare()
     if on_tokens:
         adapter.add_tokens(first)
@@ -117,7 +117,7 @@ def drop_absolute(model: Model) -> Model:
 
 
 def _adapter(model: nn.Module) -> Any:
-    """Return how encodings reach into a model."""
+    """Return the adapter of a model's class."""
     from vlp.layers.backbones.adapters import ADAPTERS
 
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
@@ -131,7 +131,7 @@ def _adapter(model: nn.Module) -> Any:
 
 
 def _refusal(model: nn.Module) -> str:
-    """Say why no encoding reaches into a model."""
+    """Return the reason why encodings cannot be attached to a model."""
     parts = {type(part).__name__ for part in model.modules()}
     for name, reason in IMPOSSIBLE.items():
         if name in parts:
@@ -145,7 +145,7 @@ def _refusal(model: nn.Module) -> str:
 
 
 class _Encoding:
-    """An encoding to be made, as often as a model needs it."""
+    """A factory of the encoding's modules, one for each layer."""
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
         """Check the name and the roles."""
@@ -159,7 +159,7 @@ class _Encoding:
         self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
         self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
         self.parameters = frozenset(_parameters(name))
-        # Names check their options anyway; a constructor with ** may pass on what it does not name.
+        # `create_position` checks options itself; a constructor with ** may pass on any name.
         self.checks = isinstance(name, type) and not _passes_on(name)
         self.options = place_roles(self.name, on, options, self.parameters)
 
@@ -169,7 +169,8 @@ class _Encoding:
         options = {**fitting, **self.options}
         if self.checks:
             options = checked_options(f"position encoding {self.name!r}", self.make, options)
-        with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
+        # Constructors check numbers, which the device `meta` lacks.
+        with torch.device("cpu"):
             encoding = self.make(**options)
         if not isinstance(encoding, PositionEncoding):
             raise TypeError(f"{self.name} makes no PositionEncoding, but {type(encoding).__name__}")
@@ -194,7 +195,7 @@ def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncodin
 
 
 def _passes_on(make: Factory) -> bool:
-    """Return whether options without a name of their own are taken, too."""
+    """Return whether a constructor takes keyword arguments that it does not name."""
     parameters = inspect.signature(make).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 

@@ -17,8 +17,8 @@ from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, offe
 logger = logging.getLogger(__name__)
 
 Fused = bool | None
+# For hooks where there is no context; encodings that know their grid need no more.
 NO_CONTEXT = PositionContext()
-"""What hooks get where there is no context; encodings that know their grid need no more."""
 
 
 def attend(
@@ -43,8 +43,7 @@ def attend(
         context: for the hooks; None is `NO_CONTEXT`.
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None:
-            fused on accelerators, explicit on CPU, where the fused backward is slow in bf16.
-            FlexAttention with tables was slower than a dense bias (docs/results/gpu.md).
+            fused on accelerators, explicit on CPU.
         dropout: share of the probabilities that is dropped.
         probabilities: on the explicit path, module for the probabilities in place of dropout, so
             that hooks may read or replace them.
@@ -64,6 +63,8 @@ def attend(
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else _finite(bias.to(query.dtype))
+    # On CPU the fused backward is slow in bf16. FlexAttention with tables was slower than a dense
+    # bias (docs/results/gpu.md).
     fused = off_cpu(query) if fused is None else fused
     if fused and not value_encodings:
         return functional.scaled_dot_product_attention(
@@ -94,17 +95,15 @@ def cast_once(states: Tensor) -> Tensor:
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask, True = may be attended to, into a bias of the same shape.
-
-    Hidden keys get the lowest finite number: a row without keys gives a mean, not NaN.
-    """
+    """Turn a boolean mask, True = may be attended to, into a bias of the same shape."""
+    # Not -inf: a row without keys gives a mean, not NaN.
     lowest = torch.finfo(dtype).min
     # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
     return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
 
 
 def _finite(logits: Tensor) -> Tensor:
-    """Return masked logits, in float16 without the -inf of sums with the lowest number."""
+    # In float16 a sum with the lowest number is -inf.
     if logits.dtype != torch.float16:
         return logits
     return logits.clamp(min=torch.finfo(logits.dtype).min)
@@ -256,7 +255,8 @@ class Attention(nn.Module):
         kernels = [encoding for encoding in self.positions if offers(encoding, "has_kernel")]
         if not kernels or not on_gpu(states) or self.fused is False:
             return False
-        if hooks_of(kernels[0]) == {"inputs"}:  # SDPA has no need of probabilities either
+        # SDPA has no need of probabilities either.
+        if hooks_of(kernels[0]) == {"inputs"}:
             return False
         alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         width = self.query.out_features // self.heads

@@ -22,9 +22,9 @@ Layer = Callable[[Tensor], Tensor]
 def contract(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
     """Compute linear(activation(wide)), (..., wide) -> (..., width).
 
-    On a GPU the linear layer's input, a block's largest tensor after `wide`, is recomputed in the
-    backward pass. A compiler chooses by itself.
+    On a GPU the linear layer's input is recomputed in the backward pass.
     """
+    # It is a block's largest tensor after `wide`. A compiler chooses by itself.
     active = activation(wide)
     if not active.is_cuda or torch.compiler.is_compiling():
         return linear(active)
@@ -48,7 +48,8 @@ class BlockMlp(Mlp):
         return contract(self.fc1(x), self.act, self.fc2)
 
 
-NORM_EPS = 1e-12  # BERT's
+# BERT's.
+NORM_EPS = 1e-12
 
 
 class FeedForward(nn.Module):
@@ -66,7 +67,7 @@ class FeedForward(nn.Module):
 
 
 def pick(states: Tensor, index: Tensor) -> Tensor:
-    """Return tokens `wanted` (B, Q) int64 of states (B, T, width)."""
+    """Return tokens `index` (B, Q) int64 of states (B, T, width)."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[2]))
 
 
@@ -122,10 +123,8 @@ class CrossLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
-        """Run `attend_self`, `attend_other`, `project` or `kernel_terms` through the module's call.
-
-        ZeRO-3 and other wrappers gather its weights there.
-        """
+        """Run `attend_self`, `attend_other`, `project` or `kernel_terms` by name."""
+        # ZeRO-3 and other wrappers gather its weights there.
         return getattr(self, step)(*arguments)
 
     def attend_self(
@@ -135,7 +134,7 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Run the first step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q)."""
+        """Run the first step: (B, T, width) -> (B, T, width), or for queries `index` (B, Q)."""
         if index is None:
             attended = self.attention(states, mask=mask, context=context)
         else:
@@ -179,8 +178,7 @@ class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
     Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong as
-    words by root mean square, or with 0 as BERT's do, small and random. From small ones word order
-    is learned last; strong sines hide the texts' differences at first (docs/results/anchors.md).
+    words by root mean square, or with 0 as BERT's do, small and random.
     """
 
     def __init__(
@@ -204,6 +202,8 @@ class TextEmbedding(nn.Module):
         if not strength:
             nn.init.normal_(self.position.weight, std=BERT_DEVIATION)
             return
+        # From small positions word order is learned last; strong sines hide the texts' differences
+        # at first (docs/results/anchors.md).
         sines = sinusoid(
             torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
         )
@@ -249,10 +249,8 @@ def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) ->
 
 
 def fuse_by_device(model: nn.Module, x: Tensor) -> None:
-    """Choose attention by the device of `x`: fused on accelerators, explicit on CPU.
-
-    The fused backward pass makes a training step 2.5 times as long on a CPU in bf16.
-    """
+    """Choose attention by the device of `x`: fused on accelerators, explicit on CPU."""
+    # The fused backward pass makes a training step 2.5 times as long on a CPU in bf16.
     fused = off_cpu(x)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -267,7 +265,7 @@ class ThreadLocal(threading.local):
 
 
 def no_weight_decay(model: nn.Module, include_self: bool = True) -> set[str]:
-    """Collect the names of parameters in its modules' `no_weight_decay()` (timm's)."""
+    """Collect the names of parameters from the `no_weight_decay()` of a model and its modules."""
     names: set[str] = set()
     for prefix, module in model.named_modules():
         method = getattr(module, "no_weight_decay", None)

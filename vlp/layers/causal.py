@@ -1,4 +1,4 @@
-"""Self-attention that sees only what came before, for models that write one token after another."""
+"""Causal self-attention, for models that generate one token after another."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class CausalAttention(nn.Module):
     """Self-attention of every token to itself and to earlier ones.
 
     Without encodings that add to the logits or the output it runs in the fused causal kernel, which
-    never makes the (tokens, tokens) matrix; on CPU only in float32, as the kernel's backward pass
-    is slow in bf16 there.
+    never makes the (tokens, tokens) matrix.
 
     Args:
         heads: attention heads; divide the width.
@@ -92,6 +91,7 @@ class CausalAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> Tensor:
         encodings = list(self.positions)
+        # The kernel's backward pass is slow in bf16 on a CPU.
         slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
         if slow or any(hooks_of(encoding) - {"rotate"} for encoding in encodings):
             tokens = query.shape[-2]

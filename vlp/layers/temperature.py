@@ -12,11 +12,10 @@ from vlp.compilation import region
 
 
 class _Bounded(torch.autograd.Function):
-    """Clamp with a gradient that vanishes only where descent would leave the range.
+    """Clamp with a gradient that vanishes only where descent would leave the range."""
 
-    A sharded optimiser (ZeRO-3) does not allow CLIP's clamp of the parameter; a plain clamp in the
-    forward pass would never let go of a value that has overshot.
-    """
+    # A sharded optimiser (ZeRO-3) does not allow CLIP's clamp of the parameter; a plain clamp in
+    # the forward pass would never let go of a value that has overshot.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:

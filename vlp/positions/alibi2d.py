@@ -25,10 +25,8 @@ def slopes(
 ) -> Tensor:
     """Return slopes r_left, r_right (2, heads) (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
 
-    Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right). Their ratio is 2^(-8/heads),
-    as printed; with `code` it is 1/2 for any number of heads, and heads beyond a power of two take
-    every second slope again, as in the authors' code. Both agree for eight heads, the authors'
-    number.
+    Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right), of ratio 2^(-8/heads) as
+    printed, or 1/2 with `code`. Both agree for eight heads, the authors' number.
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
@@ -36,6 +34,7 @@ def slopes(
     if ratio == "paper":
         exponents = [8 * head / heads for head in range(heads)]
     else:
+        # Heads beyond a power of two take every second slope again, as in the authors' code.
         power = 2 ** (heads.bit_length() - 1)
         exponents = [*range(power), *range(0, 2 * (heads - power), 2)]
     per_head = torch.tensor(exponents, dtype=torch.float64, device="cpu")
@@ -55,11 +54,8 @@ def bias(
 ) -> Tensor:
     """Return minus slope times Manhattan distance for all pairs of patches (ViTARC Eqs 11, 12).
 
-    Eq. 11 prints plus; the slope is said to penalise, so distance counts against a key
-    (papers.md#vitarc-v1). Left is what does not come after the query in raster order: a key below
-    and to the left takes the right slope, one above and to the right the left slope
-    (papers.md#vitarc-v3). The diagonal is 0 (papers.md#vitarc-v5). The bias is added after
-    1/sqrt(head width) (papers.md#vitarc-v6).
+    The diagonal is 0 (papers.md#vitarc-v5). The bias is added after 1/sqrt(head width)
+    (papers.md#vitarc-v6).
 
     Args:
         ratio: see `slopes`.
@@ -78,9 +74,12 @@ def bias(
     index = torch.arange(height * width, device=left.device)
     row_offset = (index // width)[None, :] - (index // width)[:, None]
     column_offset = (index % width)[None, :] - (index % width)[:, None]
+    # Eq. 11 prints plus, but the slope penalises distance (papers.md#vitarc-v1).
     penalty = -(row_offset.abs() + column_offset.abs()).double()
     if variant == "four-diagonal":
         penalty = torch.where((column_offset > 0) & (row_offset != 0), penalty * 2**0.25, penalty)
+    # Left is what does not come after the query in raster order: a key below and to the left
+    # takes the right slope (papers.md#vitarc-v3).
     slope = torch.where(index[None, :] <= index[:, None], left, right)
     return (slope * penalty).to(device=device, dtype=dtype)
 
@@ -113,15 +112,14 @@ class DirectionalDistance(PositionEncoding):
         self.heads, self.ratio, self.variant = heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the penalty of every pair, (1, heads, T, T), in the queries' type, shared: read
-        only.
-        """
+        """Return the penalty of every pair, (1, heads, T, T); a cached tensor, read only."""
         queries, keys = query.shape[-2], key.shape[-2]
         grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)
         options = context.prefix_tokens, self.heads, self.ratio, self.variant
         return _cached_bias(grid, *options, query.dtype, query.device)
 
 
+# The cache is small: a large grid takes hundreds of megabytes.
 @shared(maxsize=8)
 def _cached_bias(
     grid: tuple[int, int],
@@ -132,6 +130,5 @@ def _cached_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return (1, heads, T, T) from a small cache, as a large grid takes hundreds of megabytes."""
     patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
     return functional.pad(patches, (prefix, 0, prefix, 0))[None]

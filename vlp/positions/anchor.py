@@ -46,21 +46,20 @@ def chebyshev_distance(x: Tensor) -> Tensor:
 
 
 def _sweep(length: int) -> list[tuple[int, int]]:
-    """Yield (place, the one before it) on a walk to the end of an axis and back."""
+    # Pairs (index, previous) of a walk to the end of an axis and back.
     forward = [(index, index - 1) for index in range(1, length)]
     return forward + [(previous, index) for index, previous in reversed(forward)]
 
 
 def _with_neighbours(row: Tensor) -> Tensor:
-    """Return the least of each column and its two neighbours, over (..., columns, N)."""
     columns = row.shape[-2]
     padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
     sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
     return torch.minimum(row, sides)
 
 
+# Distance between patches, D_p2p of Eq. 7 (papers.md#ace-a11).
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
-"""Distance between patches, D_p2p of Eq. 7 (papers.md#ace-a11)."""
 
 
 def text_reach(window: int | None) -> int | None:
@@ -121,7 +120,8 @@ def windowed_path(
 
 @functools.cache
 def kernels() -> ModuleType:
-    """Import Triton, and the functions it compiles, where a kernel runs first."""
+    """Import the module of Triton kernels."""
+    # Here, because a CPU never needs Triton, which takes long to import.
     return importlib.import_module("vlp.positions.anchor_kernels")
 
 
@@ -150,8 +150,10 @@ def _launch(
 def _results(
     distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # In the strides of `distance`, so that all tensors are read in one order of memory.
     path = torch.empty_like(distance)
     reachable = torch.empty_like(path, dtype=torch.bool)
+    # The winning step of a default window fits into one byte.
     dtype = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
     return path, reachable, torch.empty_like(path if save_winner else path[:0], dtype=dtype)
 
@@ -226,16 +228,13 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
     """Compute cosines S_G of every patch with every token by group (Eq. 3, papers.md#ace-a6).
 
-    Channels are cut into `groups` contiguous blocks, each normalised on its own. A zero block has
-    similarity 0 and a finite gradient.
-
     Args:
         image: (..., M, D) patch features.
         text: (..., N, D) token features.
-        groups: G.
+        groups: G, contiguous blocks of channels.
 
     Returns:
-        (..., M, N, G), each entry in [-1, 1].
+        (..., M, N, G), each entry in [-1, 1], 0 for a block of zeros.
     """
     width = image.shape[-1]
     if text.shape[-1] != width:
@@ -243,6 +242,7 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
     if width % groups:
         raise ValueError(f"{groups} groups do not divide {width} channels")
     dtype = image.dtype
+    # Autocast would compute the product in bfloat16, too coarse beside a threshold.
     with torch.autocast(image.device.type, enabled=False):
         patches = _unit(at_least_float32(image).unflatten(-1, (groups, -1))).transpose(-3, -2)
         tokens = _unit(at_least_float32(text).unflatten(-1, (groups, -1))).transpose(-3, -2)
@@ -257,11 +257,8 @@ def anchor_distance(
 
     An anchor is an entry with S >= delta; there S_hat = S in both forms. The hard form, the limit
     of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as printed,
-    D = exp(tau (delta - S)) / delta, written without S_hat, which is 0 in float32 from 0.0102 below
-    the threshold. Its exponent stops at half of the type's range: D stays at sqrt(largest number) /
-    delta (3.7e20 in float32 at delta = 0.05) with gradient 0, so that sums over paths remain
-    finite. Both forms agree on every path that ends at an anchor unless some S lies within 1.6e-5
-    below delta.
+    D = exp(tau (delta - S)) / delta. Both agree on every path that ends at an anchor unless some S
+    lies within 1.6e-5 below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
@@ -287,6 +284,8 @@ def anchor_distance(
     distance = raised.reciprocal()
     if hard:
         return distance.masked_fill(~anchor, math.inf).to(dtype)
+    # Without S_hat, which is 0 in float32 from 0.0102 below the threshold. The exponent stops at
+    # half of the type's range, with gradient 0, so that sums over paths remain finite.
     largest = math.log(torch.finfo(dtype).max) / 2
     exponent = (tau * (threshold - similarity)).clamp(0.0, largest)
     return torch.where(anchor, distance, exponent.exp() / threshold).to(dtype)
@@ -301,13 +300,10 @@ def anchor_path(
     metric: Metric = "euclidean",
     kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the shortest path P_ace from tokens to patches (Eq. 7, papers.md#ace-a10 to
-    #ace-a16).
+    """Compute the shortest path P_ace of Eq. 7 (papers.md#ace-a10 to #ace-a16).
 
-    The minimum over anchor patch and anchor token splits into two one-sided minima, first over
-    tokens, then over patches. Unbounded ones take time linear in M and N, except for Euclidean
-    distance. On a GPU with Triton, bounded windows run in one kernel; where several sources are
-    equally near, PyTorch shares the gradient among them and the kernel gives it to one.
+    Where several sources are equally near, PyTorch shares the gradient among them and the kernel,
+    which runs bounded windows on a GPU with Triton, gives it to one.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
@@ -343,6 +339,7 @@ def anchor_path(
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
     plane = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
     if _may_overwrite(plane):
+        # A chunk of pairs at a time, so that intermediate results stay in a CPU's cache.
         path, reachable = torch.empty_like(plane), torch.empty_like(plane, dtype=torch.bool)
         chunk_size = _pairs_in_cache(plane)
         for start in range(0, len(plane), chunk_size):
@@ -350,6 +347,7 @@ def anchor_path(
             barrier = None if words is None else _barrier(words[chunk], plane.dtype)
             nearest = _nearest_anchor(plane[chunk], barrier, text_side, patch_side, metric)
             torch.lt(nearest, math.inf, out=reachable[chunk])
+            # NaN of a diverged run counts as unreachable, as in the kernel.
             torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
         barrier = None if words is None else _barrier(words, plane.dtype)
@@ -424,13 +422,12 @@ def mean_over_patches(path: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return x / |x| along the last axis; zero vectors stay zero with a finite gradient."""
+    # Zero vectors stay zero with a finite gradient, which x / |x| lacks.
     square = x.square().sum(-1, keepdim=True)
     return x / torch.where(square > 0, square, 1.0).sqrt()
 
 
 def _patch_distance(down: int, right: int, metric: Metric) -> float:
-    """Return D_p2p of Eq. 7 for a step of rows and columns, in patches (papers.md#ace-a11)."""
     if metric == "euclidean":
         return math.hypot(down, right)
     if metric == "manhattan":
@@ -447,7 +444,7 @@ def _expand_mask(mask: Tensor, distance: Tensor) -> Tensor:
 
 
 def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking."""
+    # 0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking.
     barrier = torch.zeros(words.shape, dtype=dtype, device=words.device)
     return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
 
@@ -458,12 +455,11 @@ def has_triton() -> bool:
 
 
 def _may_overwrite(x: Tensor) -> bool:
-    """Return whether results may be overwritten: nobody will differentiate or trace them."""
+    # Results that are differentiated or traced may not be overwritten.
     return not (x.requires_grad or torch.compiler.is_compiling())
 
 
 def _pairs_in_cache(plane: Tensor) -> int:
-    """Return pairs at a time: on a CPU few enough that intermediate results stay in the cache."""
     if plane.device.type != "cpu":
         return max(1, len(plane))
     entries = max(1, plane[:1].numel())
@@ -478,12 +474,16 @@ def _nearest_anchor(
     metric: Metric,
 ) -> Tensor:
     """Compute Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
+    # The minimum over anchor patch and anchor token splits into two one-sided minima, over
+    # tokens and then over patches. Unbounded ones take time linear in M and N, except for
+    # Euclidean distance.
     plane = plane if barrier is None else plane + barrier
     if text_reach is None:
         plane = distance_along_axis(plane, -1)
     else:
         plane = _nearest(plane, _over_tokens(plane, text_reach))
-    plane = plane if barrier is None else plane + barrier  # padding is no target either
+    # Padding is no target either.
+    plane = plane if barrier is None else plane + barrier
     if patch_reach is None and metric == "manhattan":
         return manhattan_distance(plane)
     if patch_reach is None and metric == "chebyshev":
@@ -499,21 +499,19 @@ def _over_tokens(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
 
 
 def _over_patches(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
-    """Yield the values in all four quarters at each distance, over (..., rows, columns, N).
-
-    Columns share the better of two rows, so a window of side 2 r + 1 takes (r + 1)^2 - 1 steps.
-    """
+    """Yield the values in all four quarters at each distance, over (..., rows, columns, N)."""
+    # Columns share the better of two rows: a window of side 2 r + 1 takes (r + 1)^2 - 1 steps.
     rows, columns = plane.shape[-3:-1]
     for down in range(min(reach, rows - 1) + 1):
         line = _either_side(plane, -3, down) if down else plane
         for right in range(1, min(reach, columns - 1) + 1):
             yield _either_side(line, -2, right), _patch_distance(down, right, metric)
         if down:
-            yield line, _patch_distance(down, 0, metric)  # last: the receiver may overwrite it
+            # Last, as the receiver may overwrite `line`.
+            yield line, _patch_distance(down, 0, metric)
 
 
 def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the least of a plane and of the values of each step with its length added."""
     nearest = plane
     for values, length in steps:
         if _may_overwrite(values):
@@ -529,8 +527,8 @@ def _either_side(x: Tensor, dim: int, step: int) -> Tensor:
     if not _may_overwrite(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
         return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
-    inner = max(0, size - 2 * step)  # places that have two neighbours
-    outer = min(step, size - step)  # places at either end that have one
+    # Positions with two neighbours, and those with one at either end.
+    inner, outer = max(0, size - 2 * step), min(step, size - step)
     sides = torch.empty_like(x)
     sides.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))
     sides.narrow(dim, size - outer, outer).copy_(x.narrow(dim, size - outer - step, outer))

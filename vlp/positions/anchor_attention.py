@@ -3,9 +3,8 @@
 Everything is linear in the paths: with S = W_role W^T the projections of x + mean(P) W_role are the
 projections of x plus mean(P) S. So one pass over the keys adds G channels a token to queries, keys
 and values, sums a_ij P_ij by group next to a_ij V_j, and embeds the sums once (contextual mode); in
-bias mode it adds P slopes to the logits. The explicit path instead writes a_ij of every head to
-memory and reads it twice. The operators are opaque to `torch.compile` and do not break its graphs.
-They drop no weights, and are differentiable once.
+bias mode it adds P slopes to the logits. The operators are opaque to `torch.compile`, drop no
+weights, and are differentiable once.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torch import Tensor
 from vlp.positions.anchor import kernels
 from vlp.positions.kernel_operator import KernelOperator
 
+# Most queries and keys of a block.
 BLOCK = 32
-"""Most queries and keys of a block."""
+# Keys side by side in memory of which loads are wide.
 _ALIGNED = 16
-"""Keys side by side in memory of which loads are wide."""
 
 
 def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
-    """Return tokens of a block and how it is compiled, so that its numbers stay in registers."""
+    """Return tokens of a block and compiler options, chosen so that numbers stay in registers."""
     largest = {"QUERIES": BLOCK if groups <= 8 else BLOCK // 2, "KEYS": BLOCK}
     options = {
         name: min(largest[name], max(16, power_of_two(tokens)))
@@ -42,10 +41,8 @@ def block_sizes(
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys in memory of paths (B, Q, K, G), of any strides: `aligned_length` or K.
-
-    Paths beyond K are ignored.
-    """
+    """Return the keys that loads of paths (B, Q, K, G) may read: `aligned_length` or K."""
+    # The kernels ignore paths beyond K, but must not read beyond the storage.
     keys, start = path.shape[2], path.storage_offset()
     alignments = (path.stride(0), path.stride(1), path.stride(3), start)
     aligned = aligned_length(keys)
@@ -56,12 +53,12 @@ def readable_keys(path: Tensor) -> int:
 
 
 def aligned_length(keys: int) -> int:
-    """Return a length of a row of `keys` keys after which loads of the next are wide, too."""
+    """Return the length of a row of keys that lets loads of the next row be wide."""
     return -(-keys // _ALIGNED) * _ALIGNED
 
 
 def power_of_two(number: int) -> int:
-    """Return the least that is not below a number."""
+    """Return the least power of two that is not below a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -85,8 +82,7 @@ def contextual_terms(
 
     Args:
         query: W of the role, (G, width); `key` and `value` alike.
-        of_query: weight of the role's projection, (width, width), as `nn.Linear` has it; the others
-            alike.
+        query_weight: of the role's projection, (width, width), as in `nn.Linear`; the others alike.
         pooled: False adds nothing to the values' projection (papers.md#ace-a22).
     """
     tables, weights = (query, key, value), (query_weight, key_weight, value_weight)
@@ -228,13 +224,10 @@ def _project_tables_backward(
 
 
 def _results(query: Tensor, key: Tensor, heads: int) -> Results:
-    """Make the output, its rounding residual, both (B, Q, width), and rows (B, heads, 2, Q).
-
-    Where keys fill several blocks, the backward pass takes the mean gradient of a row's weights
-    from the output. Rounding to half precision would make its error several times the explicit
-    path's, so the residual is kept there, and has no elements elsewhere. Float32 rounds only
-    products in TF32.
-    """
+    """Make the output, its rounding residual, both (B, Q, width), and statistics of rows."""
+    # Where keys fill several blocks, the backward pass takes the mean gradient of a row's weights
+    # from the output. Rounding to half precision would make its error several times the explicit
+    # path's, so the residual is saved there. Float32 rounds only products in TF32.
     has_residual = query.dtype != torch.float32 and key.shape[1] > BLOCK
     residual = query.new_empty(query.shape if has_residual else 0)
     statistics = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
@@ -242,7 +235,7 @@ def _results(query: Tensor, key: Tensor, heads: int) -> Results:
 
 
 class _Inputs:
-    """What all kernels of one attention are given, in the order and the form they take it."""
+    """Arguments of all kernels of one attention, in their order."""
 
     def __init__(
         self,
@@ -259,6 +252,7 @@ class _Inputs:
     ) -> None:
         states = [_rows_contiguous(x) for x in (query, key, value)]
         mask, *means = [None if x is None else x.contiguous() for x in (mask, query_mean, key_mean)]
+        # A kernel without mask or means never reads the tensor that stands in for them.
         placeholder = states[0]
         (self.pairs, queries, width), keys, groups = query.shape, key.shape[1], path.shape[3]
         self.tensors = [
@@ -297,7 +291,7 @@ class _Inputs:
         *results: Tensor,
         **options: bool,
     ) -> None:
-        """Run a kernel with `programs` programs a pair."""
+        """Run a kernel, with `programs` programs for each pair."""
         if not self.pairs * programs:
             return
         with torch.cuda.device(out.get_device()):
@@ -328,7 +322,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """Return states with pairs anywhere in memory: an expanded batch is not copied."""
+    # Pairs may lie anywhere in memory: an expanded batch is not copied.
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -337,7 +331,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.save_for_backward(*tensors, *output)
     ctx.heads, ctx.scale = heads, scale
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros are made for what has no gradient
+    # Without it zeros are made for results that have no gradient.
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -345,6 +340,7 @@ def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None,
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, out_grad, ctx.heads, ctx.scale)
     *states, term_grads = _attention_backward(*arguments)
+    # Paths and means mostly come from features without a gradient.
     needs_gradient = ctx.needs_input_grad
     path_grad = query_mean_grad = key_mean_grad = None
     if needs_gradient[3]:

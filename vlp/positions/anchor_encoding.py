@@ -18,12 +18,9 @@ class AnchorPosition(PositionEncoding):
     """Anchor-based cross-modal relative position embedding of one layer.
 
     In contextual mode each role (query, key, value) owns one table W of shape (groups, width)
-    (papers.md#ace-a23). By linearity E = P W is never built: mean(E) = mean(P) W enters the inputs
-    (Eq. 10) and sum_j a_ij E_ij = (sum_j a_ij P_ij) W the output (Eq. 12). The pooled term on the
-    value side uses the value table (papers.md#ace-a22 and #ace-a32). In bias mode (Eq. 9) one table
-    and one vector W_E per head give P (W W_E) / sqrt(head width) (papers.md#ace-a18).
-
-    Tables start at zero, which leaves the layer as it was.
+    (papers.md#ace-a23). The pooled term on the value side uses the value table (papers.md#ace-a22
+    and #ace-a32). In bias mode (Eq. 9) one table and one vector W_E per head give P (W W_E) /
+    sqrt(head width) (papers.md#ace-a18). Tables start at zero, which leaves the layer as it was.
 
     Args:
         width: channels of the layer.
@@ -62,6 +59,8 @@ class AnchorPosition(PositionEncoding):
         self.heads, self.mode, self.roles = heads, mode, tuple(roles)
         self.shared_heads, self.scale, self.value_pooled = shared_heads, scale, value_pooled
         channels = width // heads if shared_heads else width
+        # Zero tables leave a trained layer as it was. In bias mode W_E starts above zero, as else
+        # neither factor of their product would move.
         if mode == "bias":
             self.table = nn.Parameter(torch.zeros(groups, channels))
             vectors = 1 if shared_heads else heads
@@ -81,16 +80,15 @@ class AnchorPosition(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add mean(P) W of each side to the projections' inputs (Eq. 10).
-
-        Projected keys and values get the term of rank G through their projected table.
-        """
-        asking, answering = _means(context)
+        """Add mean(P) W of each side to the projections' inputs (Eq. 10)."""
+        # By linearity mean(E) = mean(P) W: the embedding E = P W of all pairs is never built.
+        # Projected keys and values get the term through their projected table.
+        query_mean, key_mean = _means(context)
         of_key, of_value = context.projections or (None, None)
         return (
-            self._shifted("query", query, asking),
-            self._shifted("key", key, answering, of_key),
-            self._shifted("value", value, answering, of_value) if self.value_pooled else value,
+            self._shifted("query", query, query_mean),
+            self._shifted("key", key, key_mean, of_key),
+            self._shifted("value", value, key_mean, of_value) if self.value_pooled else value,
         )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
@@ -101,6 +99,7 @@ class AnchorPosition(PositionEncoding):
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
+        # By linearity sum_j a_ij E_ij = (sum_j a_ij P_ij) W.
         path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
         # Flattened and back: the gradient of a flattened tensor is copied into the order of the
         # other gradient of the attention. Summed in two orders, they cost as much as the layer.
@@ -172,8 +171,8 @@ def _field(context: PositionContext) -> AnchorField:
 def _means(context: PositionContext) -> tuple[Tensor, Tensor]:
     """Return mean paths of queries (B, Q, G) and keys (B, K, G)."""
     field = _field(context)
-    asking, answering = field.text_mean, field.image_mean
-    return (asking, answering) if context.text_queries else (answering, asking)
+    text_mean, image_mean = field.text_mean, field.image_mean
+    return (text_mean, image_mean) if context.text_queries else (image_mean, text_mean)
 
 
 def _oriented(context: PositionContext) -> Tensor:
@@ -182,28 +181,28 @@ def _oriented(context: PositionContext) -> Tensor:
     return field.text_path if context.text_queries else field.path
 
 
+# Logits of a factor of 1 where a word's cosine with a patch is 1.
 SCALE = 10.0
-"""Logits of a factor of 1 where a word's cosine with a patch is 1."""
 
 
 class AlignmentBias(PositionEncoding):
     """A learned multiple of the cosine of word and patch on the logits of cross-attention.
 
-    ACE-RPE's contextual mode has no term that joins one word and one patch. Here logit (i, j) of
-    head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7: from this pass,
-    without a gradient unless the path has one). [CLS] and tokens that are no words get nothing.
+    Logit (i, j) of head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7:
+    from this pass, without a gradient unless the path has one), [CLS] and tokens that are no words
+    nothing. ACE-RPE's contextual mode has no term that joins one word and one patch.
 
     Args:
         heads: attention heads.
-        start: of the factor of every second head, the others start at 0. From 0 everywhere a layer
-            starts as it would without the encoding, for models that were trained so; factors then
-            take thousands of steps to grow.
+        start: of the factor of every second head, the others start at 0; 0 leaves a trained layer
+            as it was.
     """
 
     shares_keys = True
 
     def __init__(self, heads: int, start: float = 1.0) -> None:
         super().__init__()
+        # From 0 everywhere factors take thousands of steps to grow.
         self.factors = nn.Parameter(torch.zeros(heads))
         with torch.no_grad():
             self.factors[::2] = start

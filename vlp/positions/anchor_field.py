@@ -21,8 +21,8 @@ from vlp.positions.anchor import (
 )
 from vlp.positions.anchor_attention import aligned_length
 
+# Path of a word to a patch without an anchor in reach: 0, or `longest_path`.
 Unreachable = Literal["zero", "far"]
-"""Path of a word to a patch without an anchor in reach: 0, or `longest_path`."""
 
 
 class PathSettings(NamedTuple):
@@ -51,10 +51,9 @@ class AnchorField(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]) with rows of 0.
 
     path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
-    reachable, each with its direction's keys side by side in memory. image_mean (B, 1 + M, G) and
-    text_mean (B, N, G) are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups
-    of S of Eq. 3, 0 for tokens that are no words, or None without `aligned`; similarity (B, M, N,
-    G) is S. All are computed in float32, and all but S are kept in the autocast type.
+    reachable. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of Eq. 10;
+    alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for tokens that are no words,
+    or None without `aligned`; similarity (B, M, N, G) is S. All but S are in the autocast type.
     """
 
     path: Tensor
@@ -65,7 +64,7 @@ class AnchorField(NamedTuple):
     similarity: Tensor
 
     def select_text(self, tokens: Tensor) -> AnchorField:
-        """Return what some tokens of each text, (B, Q) int64, ask of it; `path` stays whole."""
+        """Return the field for text queries (B, Q) int64 alone; `path` keeps all tokens."""
         index = tokens[..., None]
         path_index = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
         return self._replace(
@@ -75,15 +74,16 @@ class AnchorField(NamedTuple):
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> AnchorField:
-        """Return the field with every tensor changed."""
+        """Apply a function to every tensor."""
         return AnchorField._make(None if part is None else change(part) for part in self)
 
     @property
     def reachable(self) -> Tensor:
-        """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1.
+        """Return whether a token has a path to a patch, (B, M, N, G) bool.
 
         With soft anchors or an `unreachable` path every word has one to every patch.
         """
+        # A path is at least 1, the distance of the most similar anchor.
         return self.path[:, 1:] > 0
 
 
@@ -122,6 +122,7 @@ def field_of_similarity(
         path, reachable = anchor_path(distance, grid, word_mask, *windows)
         if settings.unreachable == "far":
             farthest = longest_path(threshold, grid, word_mask.shape[1], *windows)
+            # Tokens that are no words keep a path of 0.
             path = torch.where(reachable | ~word_mask[:, None, :, None], path, farthest)
     return with_prefix(path, similarity, word_mask, settings.aligned)
 
@@ -148,7 +149,7 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
-    """Return the 'uniform' baseline (papers.md#ace-a26), P = 1 of patches and words (B, N)."""
+    """Return the 'uniform' baseline, P = 1 (papers.md#ace-a26), for words (B, N)."""
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
 
@@ -165,6 +166,7 @@ def with_prefix(
     """
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
+    # Each direction has its keys side by side in memory, as its attention reads them.
     values = path.to(dtype)
     text_path = _rows(values, pairs, words, groups, 1 + patches)
     text_path[..., 0] = 0
@@ -186,7 +188,7 @@ def with_prefix(
 
 
 def _rows(like: Tensor, *shape: int) -> Tensor:
-    """Make room; on a GPU rows begin where its kernel reads them faster."""
+    # On a GPU rows begin where its kernel reads them faster.
     keys = shape[-1]
     end = aligned_length(keys) if on_gpu(like) else keys
     return like.new_empty(*shape[:-1], end)[..., :keys]

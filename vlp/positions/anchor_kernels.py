@@ -1,9 +1,6 @@
 """Triton kernels of ACE-RPE: the windowed path (Eq. 7), and cross-attention with paths.
 
-A path program looks at every source in the window of each (patch, token, group) entry of a block;
-forward notes the winning step in one byte, and backward asks every entry around a source whether
-that source had won. Without atomics equal inputs give equal gradients. `TRITON_INTERPRET=1`, set
-before this module is imported, runs both on a CPU, for tests.
+`TRITON_INTERPRET=1`, set before this module is imported, runs them on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ def path_forward_kernel(
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, SAVE_WINNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the paths of a block of entries, and the step of the window that won."""
+    """Write the paths of a block of entries, and the step to the nearest source of each."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     target = inside
@@ -104,7 +101,9 @@ def path_backward_kernel(
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a block of sources, from the entries where they won."""
+    """Write the gradients of a block of sources, from the entries where they are the nearest."""
+    # Without atomics, so that equal inputs give equal gradients: a source looks at every entry
+    # around it for the step that leads back.
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     address = pair * gradient_pair
@@ -213,8 +212,8 @@ def shift_backward_kernel(
     tl.store(table_grad + group * width + inputs, total, in_table)
 
 
+# Added to the logits of masked keys: a row without keys gives a mean, not NaN.
 HIDDEN = tl.constexpr(-1e38)
-"""Added to the logits of masked keys: a row without keys gives a mean, not NaN."""
 
 
 @triton.jit
@@ -222,7 +221,7 @@ def _load(
     states: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load one head's channels of some tokens, 0 outside: (BLOCK, WIDE)."""
+    """Load one head's channels of some tokens, 0 outside: (BLOCK, BLOCK_C)."""
     channel = tl.arange(0, BLOCK_C)
     inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
     return tl.load(states + token[:, None] * width + channel[None, :], mask=inside, other=0.0)
@@ -251,10 +250,8 @@ def _delta(
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mean gradient of each row's weights, (QUERIES,), over a block with all keys.
-
-    Without all keys it is output times its gradient.
-    """
+    """Return the mean gradient of each row's weights, (QUERIES,)."""
+    # A block without all keys takes it from the output times its gradient.
     if SINGLE_BLOCK:
         delta = tl.sum(weight * weight_grad, 1)
     else:
@@ -272,11 +269,9 @@ def _load_paths(
     path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the paths of a block in all groups, 0 outside: (EACH, QUERIES, KEYS).
-
-    Wide loads of keys side by side may pass the last key, up to `room`. In this order of rows a
-    thread holds all groups of its keys.
-    """
+    """Load the paths of a block in all groups, 0 outside: (BLOCK_G, QUERIES, KEYS)."""
+    # Wide loads of keys side by side may pass the last key, up to `readable`. In this order of
+    # rows a thread holds all groups of its keys.
     row = tl.arange(0, BLOCK_G * QUERIES)[:, None]
     q_ids, group, k_ids = first_query + row % QUERIES, row // QUERIES, k_ids[None, :]
     inside = (group < GROUPS) & (q_ids < queries) & (k_ids < readable)
@@ -318,7 +313,7 @@ def forward_kernel(
 ) -> None:  # fmt: skip
     """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
 
-    With `HAS_REST`, write the output's rounding error, too, and sum with unrounded weights.
+    With `HAS_RESIDUAL`, write the output's rounding error, too, and sum with unrounded weights.
     """
     head = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads) % tl.cdiv(queries, QUERIES)
@@ -379,7 +374,8 @@ def forward_kernel(
     if CONTEXTUAL:
         path_sum /= row_sum[None, :]
         embed = _load(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
-        if DOT_G > BLOCK_G:  # a product adds up over at least 16
+        # `tl.dot` adds up over at least 16.
+        if DOT_G > BLOCK_G:
             padding = tl.zeros((BLOCK_G, QUERIES), tl.float32)
             path_sum = tl.join(path_sum, padding).trans(2, 0, 1).reshape(DOT_G, QUERIES)
         accumulator += tl.dot(tl.trans(path_sum).to(dtype), embed, input_precision=PRECISION)
@@ -421,10 +417,10 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Write the gradients of the states, and each pair's share in that of the terms.
 
-    `above` is the gradient of the output, `shares` is (B, 4, G, width) or (B, G, heads).
-    Where the keys fill several blocks, the gradient of the queries adds up in `query_sum`, float32,
-    which this program alone touches.
+    `out_grad` is the gradient of the output, `term_grads` is (B, 4, G, width) or (B, G, heads).
     """
+    # Where the keys fill several blocks, the gradient of the queries adds up in `query_sum`,
+    # float32, which this program alone touches.
     head = tl.program_id(0) % heads
     pair = (tl.program_id(0) // heads).to(tl.int64)
     width = heads * CHANNELS
@@ -452,7 +448,8 @@ def backward_kernel(
         v = _load(value, k_ids, keys, width, CHANNELS, BLOCK_C)
         if CONTEXTUAL:
             key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
-            key_terms = terms + GROUPS * width  # read when needed: there are few registers to spare
+            # Read when needed, as there are few registers to spare.
+            key_terms = terms + GROUPS * width
             shift = _load(key_terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
             k = (k + tl.dot(key_means, shift, input_precision=PRECISION)).to(dtype)
             shift = _load(key_terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(
@@ -527,7 +524,8 @@ def backward_kernel(
             _store(key_terms_grad, k_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
             _store(value_terms_grad, v_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
         if not SINGLE_BLOCK:
-            tl.debug_barrier()  # what one thread has stored, another may add to
+            # Another thread may add to what a thread has stored.
+            tl.debug_barrier()
     if CONTEXTUAL:
         _store(term_grads, query_terms_sum, groups, GROUPS, width, CHANNELS, BLOCK_C)
         _store(
@@ -552,10 +550,8 @@ def path_kernel(
     SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
-
-    A program owns a block of one pair's paths and computes the weights anew for each head.
-    """
+    """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads."""
+    # A program owns a block of one pair's paths and computes the weights anew for each head.
     program, key_blocks = tl.program_id(0), tl.cdiv(keys, KEYS)
     group = program % GROUPS
     key_block, block = (program // GROUPS) % key_blocks, program // GROUPS // key_blocks

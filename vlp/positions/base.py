@@ -24,11 +24,9 @@ def through_call(
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Result:
-    """Run a method of a module through the module's call, as in `through_call(layer, Layer.step)`.
-
-    ZeRO-3's hooks and wrappers (activation checkpointing, peft, `torch.compile`) act on that call
-    alone. The module's `forward` gets the method's name, so a wrapper needs no such method.
-    """
+    """Run a method of a module through its call, as in `through_call(layer, Layer.step)`."""
+    # ZeRO-3's hooks and wrappers (activation checkpointing, peft, `torch.compile`) act on that call
+    # alone. `forward` gets the method's name, so a wrapper needs no such method.
     result: Result = module(method.__name__, *arguments, **options)
     return result
 
@@ -78,7 +76,8 @@ class PositionEncoding(nn.Module):
     """True if `attend` computes the whole attention in one GPU kernel."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A faster form holds for the hooks it was written for: who overrides one says so anew.
+        # A faster form holds for the hooks it was written for, so a subclass that overrides one
+        # declares it again.
         super().__init_subclass__(**options)
         if any(hook in vars(cls) for hook in cls.HOOKS):
             for form in ("shares_keys", "has_kernel"):
@@ -95,10 +94,8 @@ class PositionEncoding(nn.Module):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters exempt from weight decay (timm's convention): `UNDECAYED`.
-
-        Decay of tables pulls all positions together; iRPE's authors (supplement 2) exempt theirs.
-        """
+        """Return the names of parameters exempt from weight decay, as timm's models do."""
+        # Decay of tables pulls all positions together; iRPE's authors (supplement 2) exempt theirs.
         return {
             name for name, _ in self.named_parameters() if name.partition(".")[0] in self.UNDECAYED
         }
@@ -165,10 +162,8 @@ def offers(encoding: nn.Module, form: str) -> bool:
 
 
 def hooks_of(encoding: nn.Module) -> frozenset[str]:
-    """Return the hooks of an encoding, or of the one in a wrapper.
-
-    Wrappers are activation checkpointing, `torch.compile`, peft's `modules_to_save` and the like.
-    """
+    """Return the hooks of an encoding, also inside a wrapper."""
+    # Such as activation checkpointing, `torch.compile`, or peft's `modules_to_save`.
     if isinstance(encoding, PositionEncoding):
         return encoding.hooks
     for module in encoding.modules():
@@ -180,8 +175,7 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 class ByModality(PositionEncoding):
     """Router of every hook to the encoding of the current stream, `context.text_queries`.
 
-    Both streams share the cross-modal projections but not places. A stream without an encoding, or
-    with one that lacks a hook, is left as it is.
+    A stream without an encoding, or with one that lacks a hook, is left as it is.
 
     Args:
         text: encoding of the text stream, or None.
@@ -223,6 +217,7 @@ class ByModality(PositionEncoding):
     def _dispatch(
         self, hook: Callable[..., Any], context: PositionContext, *tensors: Tensor
     ) -> Any:
+        # Both streams share the cross-modal projections but not places.
         side = self.text if context.text_queries else self.image
         if side is None or hook.__name__ not in hooks_of(side):
             return hook(self, *tensors, context)
@@ -233,15 +228,11 @@ Sizes = ParamSpec("Sizes")
 
 
 def shared(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
-    """Keep the latest results of a function of sizes, names, number types and devices.
-
-    They are made outside of inference mode and tracing, as inference tensors serve no backward pass
-    and tensors of `torch.export` are fake. `torch.compile` takes a result as a constant of its
-    sizes.
-    """
+    """Cache the latest results of a function of sizes, names, number types and devices."""
 
     def decorate(function: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
         def compute(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+            # Inference tensors serve no backward pass, and those of `torch.export` are fake.
             with torch.inference_mode(False), _disable_current_modes():
                 return function(*sizes, **names)
 
@@ -250,6 +241,7 @@ def shared(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, 
         def constant(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
             return cached(*sizes, **names)
 
+        # For `torch.compile` a result is a constant of its sizes.
         # `torch.compiler.assume_constant_result` does no more, but imports the compiler first.
         constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -266,8 +258,8 @@ def shared(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, 
 
 
 def _concrete(size: Any) -> Any:
-    """Turn sizes into numbers where `torch.compile(dynamic=True)` has symbols for them."""
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes half a second
+    # `torch.compile(dynamic=True)` has symbols for sizes. The import takes half a second.
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     if isinstance(size, tuple):
         return tuple(_concrete(part) for part in size)
@@ -278,8 +270,9 @@ def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tenso
     """Return alpha * token + beta * position by channel: PEmixer (ViTARC, papers.md#vitarc-v8).
 
     `tokens` and `positions` are (..., width) and broadcast, `alpha` and `beta` (width,). The result
-    has the tokens' number type; half precision is computed in float32.
+    has the tokens' type.
     """
+    # Three roundings to bfloat16 would add up.
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     mixed = alpha.to(dtype) * tokens.to(dtype) + beta.to(dtype) * positions.to(dtype)
     return mixed.to(tokens.dtype)
@@ -289,8 +282,8 @@ class TokenEncoding(PositionEncoding):
     """Base of the encodings that act once, at the token embeddings.
 
     A subclass's `places` gives a vector for every token after the prefix; prefix tokens get zero.
-    Vectors are added or, with `mixer`, weighted: PEmixer learns two vectors of the model's width,
-    which start at 1, a plain addition (papers.md#vitarc-v8), and scales prefix tokens, too.
+    Vectors are added or, with `mixer`, weighted by two learned vectors of the model's width, which
+    scale prefix tokens, too.
 
     Args:
         name: for error messages.
@@ -303,6 +296,7 @@ class TokenEncoding(PositionEncoding):
         if width < 1:
             raise ValueError(f"{name}: width {width} has no channels")
         self.name, self.width = name, width
+        # PEmixer starts as a plain addition (papers.md#vitarc-v8).
         self.alpha = nn.Parameter(torch.ones(width)) if mixer else None
         self.beta = nn.Parameter(torch.ones(width)) if mixer else None
 

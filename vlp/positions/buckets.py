@@ -25,8 +25,7 @@ Universe = Literal["grid", "global"]
 def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
     """Compute g(x), exact, then logarithmic (iRPE Eq. 18, papers.md#irpe-i1, #irpe-i2): int64.
 
-    Rounding is half to even, and beta is cut to its whole part. The result is in [-int(beta),
-    int(beta)].
+    The result is in [-int(beta), int(beta)].
 
     Args:
         x: signed distances in patches, any shape and number type.
@@ -43,6 +42,7 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
     distance = x.abs()
     slope = (beta - alpha) / math.log(gamma / alpha)
     logarithmic = alpha + slope * (distance / alpha).log()
+    # Rounding is half to even, and beta is cut to its whole part.
     index = torch.where(distance <= alpha, distance, logarithmic).round().clamp(max=int(beta))
     return (x.sign() * index).long()
 
@@ -58,16 +58,13 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
-    """Return the rows of one table; cross has two, rows and columns.
-
-    They are 2 int(beta) + 1, its square for product, and one for a prefix (papers.md#irpe-i7,
-    #irpe-i10).
-    """
+    """Return the rows of one table; cross has two, rows and columns (papers.md#irpe-i7)."""
     require_choice("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
         raise ValueError(f"the bucket ratio must be positive, not {ratio}")
     if prefix_tokens < 0:
         raise ValueError(f"prefix_tokens must not be negative, not {prefix_tokens}")
+    # beta is 2 ratio. A prefix has a row of its own (papers.md#irpe-i10).
     side = 2 * int(2 * ratio) + 1
     return (side * side if method == "product" else side) + (prefix_tokens > 0)
 
@@ -86,9 +83,7 @@ def bucket_ids(
 ) -> tuple[Tensor, int]:
     """Return the bucket of every pair of tokens (iRPE Eqs 19-25, papers.md#irpe-i4 to #irpe-i10).
 
-    Offsets are query minus key. An index g becomes an id as g + int(beta), in every method and on
-    each axis (papers.md#irpe-i8); product joins both axes as row * (2 int(beta) + 1) + column
-    (papers.md#irpe-i9). Undirected methods never use the lower half of their table.
+    Offsets are query minus key. Undirected methods never use the lower half of their table.
 
     Args:
         method: euclidean, quantization, cross or product.
@@ -119,6 +114,8 @@ def bucket_ids(
     down = torch.arange(1 - height, height, device=cpu)[:, None].expand(-1, 2 * width - 1)
     right = torch.arange(1 - width, width, device=cpu).expand(2 * height - 1, -1)
     squared = down.square() + right.square()
+    # An index g becomes the id g + int(beta), in every method and on each axis
+    # (papers.md#irpe-i8); product joins both axes (papers.md#irpe-i9).
     shift = int(2 * ratio)
     if method == "euclidean":
         distance = squared.double().sqrt()
@@ -150,7 +147,7 @@ def _index_function(function: IndexFunction, ratio: float) -> Callable[[Tensor],
 
 
 def _rank(squared: Tensor, universe: Universe) -> Tensor:
-    """Rank of each squared distance, from 0, among those that occur."""
+    # Ranks count from 0, among the distances that occur on this grid or on any.
     distances = squared
     if universe == "global":
         sides = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)

@@ -1,9 +1,7 @@
 """Tables of an encoding that was trained on one grid, for the same encoding on another.
 
-Most tables know no grid and stay. With a row for every place or offset, CoPE, SaPE and clipped
-offsets repeat their last row beyond the table, learned absolute places are resampled as a ViT's
-are, and Transformer-XL's sinusoids, unless a reach clips them, go on. Tables bound to a grid are
-refused.
+Most tables know no grid and stay. CoPE, SaPE and clipped offsets repeat their last row beyond the
+table, and learned absolute places are resampled as a ViT's. Tables bound to a grid are refused.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ def carry_over(
 
 
 def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid) -> str | None:
-    """Return why an encoding's weights mean something else on another grid; None: they do not."""
+    """Return why an encoding's weights do not serve another grid, or None."""
     # On a row, the rank of a distance is the distance, however long the row is.
     rows = max(grid[0], trained_grid[0])
     if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
     if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
         return "with `rescale`, its places are those of the grid it is made for"
-    # Only of `product` is a sinusoid that of a number which the reach is a factor of.
+    # Only `product` numbers pairs of offsets by a multiple of the reach.
     by_reach = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
     if by_reach and rows > 1 and encoding.reach != trained.reach:
         return (
@@ -96,7 +94,8 @@ def _on_other_grid(
 ) -> Tensor:
     if isinstance(encoding, ClippedPosition):
         if encoding.prefix_bucket != trained.prefix_bucket:
-            return table  # which does not fit, as its shape says
+            # Its shape does not fit, which the caller reports.
+            return table
         return table[..., _clipped_rows(encoding, trained.reach), :]
     if isinstance(encoding, ContextualPosition | SemanticPosition):
         # Places beyond the table share its last row (papers.md#sape-s11).
@@ -107,15 +106,13 @@ def _on_other_grid(
     if isinstance(encoding, LearnedPosition) and min(grid[0], trained_grid[0]) > 1:
         return _resampled(table.unflatten(0, trained_grid), grid).flatten(0, 1)
     if isinstance(encoding, LearnedPosition):
-        return table[: len(target)]  # a sequence may be shorter than its table
+        # A sequence may be shorter than its table.
+        return table[: len(target)]
     return table
 
 
 def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
-    """Return the row, in a table of some reach, of each row of the encoding's.
-
-    Offsets beyond a reach share the row of the furthest one; the last row is the prefix's.
-    """
+    # Offsets beyond a reach share the row of the furthest one; the last row is the prefix's.
     offsets = torch.arange(-encoding.reach, encoding.reach + 1).clamp(-reach, reach) + reach
     side = 2 * reach + 1
     if encoding.offsets == "product":
@@ -124,7 +121,7 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
 
 
 def _resampled(table: Tensor, grid: Grid) -> Tensor:
-    """Resample (rows, columns, width) to another grid, bicubic as timm does for a ViT."""
+    # Bicubic as timm does for a ViT.
     image = at_least_float32(table).permute(2, 0, 1)[None]
     resampled = functional.interpolate(
         image, size=grid, mode="bicubic", antialias=True, align_corners=False

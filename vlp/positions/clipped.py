@@ -23,10 +23,9 @@ def clipped_ids(
 ) -> tuple[Tensor, int]:
     """Return the row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
 
-    Offsets are query minus key. `product` is how iRPE's supplement 4 brings 1D encodings to images:
-    both axes are clipped by h(x) and a pair of clipped offsets has row * (2 reach + 1) + column
-    (papers.md#irpe-i9, #irpe-i15). `axes` gives each axis its own id. `raster` takes the patches as
-    one sequence in raster order.
+    Offsets are query minus key. `product` is how iRPE's supplement 4 brings 1D encodings to images
+    (papers.md#irpe-i9, #irpe-i15); `axes` gives each axis its own id; `raster` takes the patches as
+    one sequence.
 
     Args:
         offsets: product, axes or raster.
@@ -39,10 +38,12 @@ def clipped_ids(
         table, for axes two, rows then columns; and the size of one table.
     """
     size = clipped_size(offsets, reach, prefix_tokens)
-    if offsets == "raster":  # a sequence is a grid of one row, with column ids
+    # A sequence is a grid of one row, with column ids.
+    if offsets == "raster":
         if height < 1 or width < 1:
             raise ValueError(f"a grid of {height} x {width} has no patches")
         height, width = 1, height * width
+    # iRPE's clip function reaches beta = 2 ratio.
     ids, _ = bucket_ids(_METHODS[offsets], height, width, reach / 2, "clip", prefix_tokens)
     if offsets == "product":
         return ids[None], size
@@ -64,9 +65,6 @@ def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
 
 class ClippedPosition(LookupPosition):
     """Base of encodings with one row per clipped offset: their options, and ids of all pairs.
-
-    Offsets beyond the reach share the row of the furthest one in their direction, so one table
-    serves every grid.
 
     Args:
         name: for errors.
@@ -105,6 +103,7 @@ class ClippedPosition(LookupPosition):
         self.name, self.offsets, self.reach = name, offsets, reach
         self.grid = None if grid is None else (grid[0], grid[1])
         self.head_width = width // heads
+        # Offsets beyond the reach share the row of the furthest one, so a table serves every grid.
         self.table_heads = 1 if shared_heads else heads
         self.prefix_bucket = prefix_bucket
         try:
@@ -113,7 +112,7 @@ class ClippedPosition(LookupPosition):
             raise ValueError(f"{name}: {error}") from None
 
     def _table(self, channels: int) -> nn.Parameter:
-        """Make zeros (1 or heads, rows, channels), which leave the layer as it was."""
+        # Zeros leave a trained layer as it was.
         return nn.Parameter(torch.zeros(self.table_heads, self.size, channels))
 
     def _ids(

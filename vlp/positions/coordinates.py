@@ -84,12 +84,10 @@ def token_coordinates(
 ) -> Tensor:
     """Return coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
 
-    The context's coordinates come first, else patches lie on its grid, else on `grid`; as boxes
-    patches are their own. The unit is a patch, whatever the grid's size (each image's own where the
-    context has `grids`), or with `extent` that share of the image's width and height. Points in
-    patches count from the centre of the first patch, so patch (row, column) is at x = column, y =
-    row; all other numbers count from the image's corner. Points at the centre of a patch have that
-    patch's coordinates.
+    The unit is a patch, whatever the grid's size (each image's own where the context has `grids`),
+    or with `extent` that share of the image's width and height. Points in patches count from the
+    centre of the first patch, so patch (row, column) is at x = column, y = row; all other numbers
+    count from the image's corner.
 
     Args:
         name: of the encoding, for errors.
@@ -102,6 +100,7 @@ def token_coordinates(
         (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
+    # The context's coordinates come first, else patches lie on its grid, else on the options'.
     size = context.grid or grid
     if context.coordinates is None:
         if size is None:
@@ -139,7 +138,6 @@ def patches_spanned(
 
 
 def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
-    """Return a factor for every coordinate: (dimensions,)."""
     factors = [horizontal, vertical] * (like.shape[-1] // 2)
     return torch.tensor(factors, dtype=like.dtype, device=like.device)
 
@@ -147,7 +145,7 @@ def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
 def _checked(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
 ) -> Tensor:
-    """Return the context's coordinates, once they are what this encoding can use."""
+    """Return the context's coordinates, or raise ValueError for a wrong shape or range."""
     expected = (x.shape[-2] - context.prefix_tokens, dimensions)
     batch = (1, x.shape[0])
     shape = tuple(coordinates.shape)

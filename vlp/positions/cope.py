@@ -1,7 +1,6 @@
-"""CoPE: places counted by gates of the content (Golovneva et al. 2024), and the bias they make.
+"""CoPE, contextual position encoding: positions counted by gates (Golovneva et al. 2024).
 
-A query gates each key, the gates between both sum to its place, and a table row interpolated there
-adds to the logit. Equation numbers are the SaPE paper's, which repeats CoPE as Eqs 7, 8 and 11.
+Equation numbers are the SaPE paper's, which repeats CoPE as Eqs 7, 8 and 11.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ def cope_bias(
     """Return q_i . e(p_ij) for scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
     #sape-s11).
 
-    The place of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
-    included, so that gates of one give i - j + 1 (papers.md#sape-s2). Without a causal mask it is
-    the sum to the end of the row, t = j..T-1 (papers.md#sape-s4). Half precision is computed in
-    float32, also under autocast.
+    The position of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
+    included (papers.md#sape-s2). Half precision is computed in float32, also under autocast.
 
     Args:
         query: (..., T, d).
@@ -50,9 +47,11 @@ def cope_bias(
     require_shapes("CoPE", query, key, table)
     with torch.autocast(query.device.type, enabled=False):
         wide_query, wide_key, table = full_precision(query, key, table)
+        # A query gates each key, and the gates between both sum to the key's position.
         gates = gate(wide_query, wide_key, gate_scale)
         if mask is not None:
             gates = gates * mask.unsqueeze(-2)
+        # Without a causal mask the sum runs to the end of the row (papers.md#sape-s4).
         if causal:
             gates = gates.tril()
         places = count_from_end(gates)
@@ -65,9 +64,8 @@ class ContextualPosition(PositionEncoding):
 
     Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
     baseline of SaPE. Prefix tokens are not counted and their pairs have bias 0. Any grid and length
-    works; places beyond the table share its last row (papers.md#sape-s11). Padding of images is not
-    counted; padding after a text counts like words where `causal` is False. The table starts at
-    zero, as in the authors' code, which leaves the layer as it was.
+    works; places beyond the table share its last row (papers.md#sape-s11). Padding after a text
+    counts like words where `causal` is False.
 
     Args:
         width, heads: channels and attention heads of the layer.
@@ -104,6 +102,7 @@ class ContextualPosition(PositionEncoding):
             )
         self.causal, self.gate_scale, self.bias_scale = causal, gate_scale, bias_scale
         rows = 1 if shared_heads else heads
+        # Zero as in the authors' code, which leaves a trained layer as it was.
         self.table = nn.Parameter(torch.zeros(rows, length + 1, width // heads))
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
@@ -114,6 +113,7 @@ class ContextualPosition(PositionEncoding):
                 f"cope: {tokens} queries and {key.shape[-2]} keys, {prefix} of them prefix, are "
                 "not the same tokens"
             )
+        # Padding of images is not counted.
         mask = None
         if context.grids is not None:
             patches = torch.arange(tokens - prefix, device=query.device)
@@ -152,9 +152,10 @@ def interpolate(values: Tensor, places: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])
     values = values.expand(*shape, -1)
     places = places.expand(*shape, -1)
-    # from below too, as NaN has no whole part and must not become an index outside the table
+    # From below too, as NaN has no whole part and must not become an index outside the table.
     lower = places.long().clamp(0, last)
-    steps = functional.pad(values.diff(dim=-1), (0, 1))  # no step leads beyond the last place
+    # No step leads beyond the last place.
+    steps = functional.pad(values.diff(dim=-1), (0, 1))
     return values.gather(-1, lower) + (places - lower) * steps.gather(-1, lower)
 
 

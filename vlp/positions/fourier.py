@@ -19,9 +19,9 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
     #fourier-f4).
 
     **Reconstruction (papers.md#fourier-f1)**: the available text lost the formula; its prefactor is
-    taken from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x . r_y
-    is a function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it
-    tends to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, papers.md#fourier-f3).
+    taken from Algorithm 1, with F the number of features. r_x . r_y is a function of x - y alone
+    (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it tends to a Gaussian kernel of
+    width gamma as F grows (Eq. 5, papers.md#fourier-f3).
 
     Args:
         coords: (..., M), in the unit of gamma.
@@ -43,6 +43,7 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
         for coordinate, column in zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
     ]
     angles = reduce(torch.add, terms)
+    # r . r = 1/2 for every place.
     features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
     return features.to(out)
 
@@ -52,24 +53,24 @@ def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) 
 
     **Reconstruction (papers.md#fourier-f8)**: the available text lost the formula. The direction is
     from the weights to the target with mean 0; mu and s^2 (population variance) are pooled over all
-    entries. Pooled moments cannot see that one direction has higher frequencies than another,
-    though the paper wants symmetry along all: `per_dim` averages the divergences of every
-    coordinate.
+    entries, or with `per_dim` the divergences of all coordinates are averaged.
 
     Args:
         weight: W_r (F / 2, M).
-        log_variance: ln s_t^2, a scalar, learned as logarithm to stay positive
-            (papers.md#fourier-f9).
+        log_variance: ln s_t^2, a scalar.
         per_dim: moments of every coordinate instead of all entries.
 
     Returns:
         A scalar, never negative, finite with its gradient also for equal weights.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
+    # Pooled moments cannot see that one direction has higher frequencies than another, though the
+    # paper wants symmetry along all.
     columns = weight.to(dtype) if per_dim else weight.to(dtype).reshape(-1, 1)
     if weight.ndim != 2 or len(columns) < 2:
         raise ValueError(f"a weight of shape {tuple(weight.shape)} has no spread to regularise")
     mean = columns.mean(0)
+    # Equal weights have variance 0, of which the logarithm must stay finite.
     variance = columns.var(0, correction=0).clamp(min=torch.finfo(dtype).tiny)
     log_variance = log_variance.to(dtype)
     ratio = (variance + mean.square()) * (-log_variance).exp()
@@ -90,9 +91,7 @@ class FourierPosition(TokenEncoding):
     DETR normalises to, and gamma is a share. Coordinates of the context are shares and need either
     `extent` or a grid. Grids of every size and shape work. Prefix tokens get no position.
 
-    **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), gamma^-2 the
-    variance, so the standard deviation is 1 / gamma. A widely copied port takes gamma^-2 for the
-    deviation.
+    **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), a variance.
 
     Args:
         width: channels of the tokens.
@@ -108,7 +107,7 @@ class FourierPosition(TokenEncoding):
         mlp: modulate by an MLP (Eq. 6); else the features are the position ('Learnable-Fourier').
         projection: without an MLP, one dense layer from features to channels.
         initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
-        approximate: GELU of the MLP, "none" or "tanh" (papers.md#fourier-f5).
+        approximate: see `Modulator`.
         dropout: in the MLP, after the activation (papers.md#fourier-f6).
         norm: LayerNorm before each dense layer of the MLP (papers.md#fourier-f6): places differ by
             0.5 a channel at the start, in place of 0.02.
@@ -177,6 +176,7 @@ class FourierPosition(TokenEncoding):
             self.frequencies = nn.Parameter(start)
         else:
             self.register_buffer("frequencies", start)
+        # Learned as a logarithm, so that the variance stays positive (papers.md#fourier-f9).
         target = torch.tensor(-2 * math.log(gamma))
         self.log_variance = nn.Parameter(target) if regularised else None
         self.modulator: nn.Module | None = None
@@ -212,8 +212,7 @@ class FourierPosition(TokenEncoding):
 class MLPPosition(TokenEncoding):
     """`mlp`: the MLP of the Fourier encoder on raw coordinates, the paper's 'MLP' ablation.
 
-    Coordinates are shares of the image by default (`extent` 1), as in DETR, where the paper does
-    well with it: patch counts lie far outside the first layer's start. Grids of every size and
+    Coordinates are shares of the image by default (`extent` 1), as in DETR. Grids of every size and
     shape work. Prefix tokens get no position.
 
     Args:
@@ -222,7 +221,7 @@ class MLPPosition(TokenEncoding):
         dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
         hidden: channels between both layers.
         extent: the image's width and height in the unit of the coordinates; None counts patches.
-        approximate: GELU, "none" or "tanh".
+        approximate: see `Modulator`.
         dropout: see `Modulator`.
         mixer: see `TokenEncoding`.
     """
@@ -239,6 +238,7 @@ class MLPPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("mlp", width, mixer)
+        # `extent` is 1 by default, as patch counts lie far outside the first layer's start.
         if dimensions not in (2, 4):
             raise ValueError(f"mlp places have 2 or 4 dimensions, not {dimensions}")
         require_extent("mlp", extent)
@@ -255,6 +255,7 @@ class MLPPosition(TokenEncoding):
 
 def _start(shape: tuple[int, int], initialisation: str, gamma: float) -> Tensor:
     if initialisation == "normal":
+        # A widely copied port takes gamma^-2 for the deviation, which is 1 / gamma.
         return torch.randn(shape) / gamma
     if initialisation == "uniform":
         return torch.rand(shape)

@@ -12,14 +12,13 @@ from vlp.positions.lookup import Lookup, products
 def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> list[Lookup]:
     """Return the terms of iRPE's Eq. 11: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
 
-    In the printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij the square of p_ij cancels.
-
     Args:
         query: (batch, heads, T, channels).
         key: the same.
         table: (1 or heads, rows, channels), the same for queries and keys.
         ids: int64 (tables, T, T), rows of the table, query before key.
     """
+    # In the printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij the square of p_ij cancels.
     scale = query.shape[-1] ** -0.5
     return [
         products(query, table, ids, scale),
@@ -34,9 +33,9 @@ class HuangPosition(ClippedPosition):
     (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on queries and
     keys, which read one table. The default reach has the 7 x 7 + 1 = 50 rows of Table 5's costs.
 
-    On a grid larger than the trained one, offsets beyond the reach share the row of the furthest
-    one, axis by axis. Pairs with prefix tokens have one row of their own (papers.md#irpe-i10). The
-    table starts at zero, which leaves the layer as it was.
+    Offsets beyond the reach share the row of the furthest one, axis by axis, and pairs with prefix
+    tokens have a row (papers.md#irpe-i10). The table starts at zero, which leaves the layer as it
+    was.
 
     Args:
         width, heads: channels and attention heads of the layer.

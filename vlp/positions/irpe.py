@@ -21,15 +21,11 @@ ROLES = ("query", "key", "value")
 class RelativePosition(LookupPosition):
     """Image relative position encoding of one self-attention layer (Wu et al. 2021).
 
-    Each role owns one table (1 or heads, rows, head width), in bias mode (1 or heads, rows); the
-    two tables of `cross` lie one after the other along the rows, first the grid's rows, then its
-    columns. Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before the root (Eqs 15,
-    16) and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). Products
-    are formed per bucket and then spread over the pairs (Eqs 27, 28).
-
-    Tables start at zero, which leaves the layer as it was. Buckets depend on offsets alone, so one
-    table serves every grid; quantization by rank on the grid is the exception (papers.md#irpe-i6).
-    A sentence is a grid of one row.
+    Each role owns one table (1 or heads, rows, head width), in bias mode (1 or heads, rows).
+    Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before the root (Eqs 15, 16) and
+    sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). One table serves
+    every grid, except quantization by rank on the grid (papers.md#irpe-i6). Tables start at zero,
+    which leaves the layer as it was. A sentence is a grid of one row.
 
     Args:
         method: euclidean, quantization, cross or product.
@@ -90,7 +86,8 @@ class RelativePosition(LookupPosition):
             "variant": variant,
             "universe": universe,
         }
-        bucket_ids(height=1, width=1, **self.buckets)  # refuses unknown names
+        # Raises for unknown names.
+        bucket_ids(height=1, width=1, **self.buckets)
         self._require_effect(roles, q_ids_transposed)
         self.fixed_grid = (method, variant, universe) == ("quantization", "rank", "grid")
         if self.fixed_grid and grid is None:
@@ -109,6 +106,7 @@ class RelativePosition(LookupPosition):
         self.scale = (width // heads) ** -0.5 if bias_inside_scale else 1.0
 
         self.size = table_size(method, ratio, int(prefix_bucket))
+        # The two tables of `cross` lie one after the other, first rows, then columns.
         shape = [1 if shared_heads else heads, self.size * (2 if method == "cross" else 1)]
         if mode == "contextual":
             shape.append(width // heads)
@@ -135,7 +133,8 @@ class RelativePosition(LookupPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks that the roles need; fused attention cannot have values."""
+        """Return the hooks that the roles need."""
+        # Without `value` attention stays fused.
         hooks = {"value" if role == "value" else "bias" for role in self.roles}
         return frozenset(hooks)
 
@@ -152,7 +151,7 @@ class RelativePosition(LookupPosition):
         return terms
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """Return sum_j a_ij r^V_ij (Eq. 17), (B, heads, T, head width), summed per bucket first."""
+        """Return sum_j a_ij r^V_ij (Eq. 17), (B, heads, T, head width)."""
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)
 
@@ -185,7 +184,7 @@ class RelativePosition(LookupPosition):
 def _check_ranked_grid(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
 ) -> None:
-    """Refuse the table of another grid, except for rows, on which a rank is the distance."""
+    # The table of another grid is an error, except for rows, on which a rank is the distance.
     assert isinstance(module, RelativePosition)
     grid, name = module.grid, f"{prefix}ranked_grid"
     if grid is None or name not in state or state[name].is_meta:

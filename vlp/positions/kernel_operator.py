@@ -17,8 +17,7 @@ _PLAIN = Tensor, nn.Parameter
 class KernelOperator:
     """Function that runs as the operator `vlp::name` where something traces, else directly.
 
-    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph. Direct
-    calls spare the dispatcher's checks, which take the host longer than the launch.
+    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph.
 
     Args:
         name: of the operator.
@@ -48,7 +47,8 @@ class KernelOperator:
         self.operator = getattr(torch.ops.vlp, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function."""
+        """Call the function, or the operator where something traces."""
+        # Direct calls spare the dispatcher's checks, which take the host longer than the launch.
         traced = (
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()

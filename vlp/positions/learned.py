@@ -20,7 +20,7 @@ COMBINATIONS = ("concat", "sum")
 
 
 class LearnedPosition(TokenEncoding):
-    """`learned-1d`: one vector per place of a sequence (BERT; in ViT, raster order; Devlin et al.).
+    """`learned-1d`: one vector per position of a sequence, as in BERT (ViT: in raster order).
 
     Prefix tokens get no position; text that numbers its [CLS] too passes a context without prefix.
     A sequence may be shorter than the table. Where `grid` is given, other grids are refused.
@@ -73,9 +73,9 @@ class LearnedPosition(TokenEncoding):
 class LearnedGridPosition(TokenEncoding):
     """`learned-2d`: one vector per row and one per column (Embed-2D of Li et al. 2021).
 
-    The paper concatenates them, rows ("vertical") in the first half of the channels; its 64 x 64
-    grid of width 768 then has 49,152 parameters (papers.md#fourier-f13). A smaller grid uses the
-    first rows and columns, as in the paper's DETR experiments; a larger one has no vectors.
+    The paper concatenates them; its 64 x 64 grid of width 768 then has 49,152 parameters
+    (papers.md#fourier-f13). A smaller grid uses the first rows and columns, as in the paper's DETR
+    experiments; a larger one has no vectors.
 
     Args:
         width: channels of the tokens; even where the halves are concatenated.
@@ -115,6 +115,7 @@ class LearnedGridPosition(TokenEncoding):
                 f"learned-2d has vectors for a {grid_size(largest)} grid, not for {grid_size(grid)}"
             )
         require_grid(self.name, grid, x, context)
+        # Rows ("vertical") come first, in the paper's order.
         down = self.table_rows[:rows, None].expand(-1, columns, -1)
         right = self.table_columns[None, :columns].expand(rows, -1, -1)
         return _combine([down, right], self.combine).flatten(0, 1)[None]
@@ -128,8 +129,7 @@ class LearnedBoxPosition(TokenEncoding):
     concatenated, or summed as in the code of the widget captioning model (100 places there, too).
 
     Boxes are the context's coordinates. On a plain grid each patch is its own box: places = n + 1
-    gives every edge of an n x n grid a vector. Lines are shares of the image, so every grid works,
-    but only edges near trained ones have trained vectors. Prefix tokens get no position.
+    gives every edge of an n x n grid a vector. Prefix tokens get no position.
 
     Args:
         width: channels of the tokens; a multiple of 4 where they are concatenated.
@@ -168,6 +168,8 @@ class LearnedBoxPosition(TokenEncoding):
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
+        # Lines are shares of the image, so every grid works, but only edges near trained ones have
+        # trained vectors.
         lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
         edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)
         tables = (self.table_top, self.table_left, self.table_bottom, self.table_right)

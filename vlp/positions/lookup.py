@@ -1,9 +1,7 @@
 """Rows of a table read at every pair of tokens, without a vector per pair.
 
-Row ids[i, j] belongs to query i and key j. Products are formed per row and then spread over the
-pairs, and attention is first summed per row (iRPE Eqs 27, 28), as there are fewer rows than keys.
-`ids` are int64 (tables, T, T), rows of one table; a pair's rows of several tables are added up.
-Sums run in float32 at least: on GPUs, bfloat16 sums of many small numbers stop growing.
+Row ids[i, j] belongs to query i and key j. `ids` are int64 (tables, T, T), rows of one table; a
+pair's rows of several tables are added up.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ class Lookup(NamedTuple):
         """Return the term of every pair; broadcasts to (batch, heads, T, T)."""
         if self.ids is None:
             return self.per_row.mT if self.of_keys else self.per_row
-        if self.per_row.shape[-2] == 1:  # the same for all tokens
+        # Scalars are the same for all tokens.
+        if self.per_row.shape[-2] == 1:
             return _sum(self.per_row[..., 0, :][..., pairs] for pairs in self.ids.unbind())
         ids = self.ids.mT if self.of_keys else self.ids
         # Not `shape[-1]`, which fails under torch.compile(dynamic=True) where ids are constant.
@@ -72,6 +71,7 @@ def products(
         ids: (tables, T, T), query before key.
         of_keys: states are the keys': scale * states_j . table[ids_ij].
     """
+    # Formed per row and then spread over the pairs (iRPE Eqs 27, 28): rows are fewer than keys.
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
     return Lookup(at_least_float32(per_row) * scale, ids, of_keys)
 
@@ -92,6 +92,7 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
         table: (1 or heads, rows, channels).
         ids: (tables, T, T).
     """
+    # On GPUs bfloat16 sums of many small numbers stop growing.
     weights = at_least_float32(attention)
     per_row = weights.new_zeros(*weights.shape[:-1], table.shape[1])
     for pairs in ids.unbind():

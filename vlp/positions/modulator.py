@@ -14,12 +14,10 @@ class Modulator(nn.Sequential):
         inputs: features of a group of coordinates.
         hidden: channels between both layers.
         outputs: channels of the group's position.
-        approximate: of the GELU: "none", or "tanh" as JAX has it by default (papers.md#fourier-f5).
+        approximate: of `nn.GELU`; JAX has "tanh" by default (papers.md#fourier-f5).
         dropout: share dropped after the activation, 0.2 in widget captioning
             (papers.md#fourier-f6).
         norm: LayerNorm before each dense layer, as in the paper's Reformer (papers.md#fourier-f6).
-            Without it biases prevail over Fourier features (squared norm 1/2), and places differ
-            little at first (docs/results/positions.md).
     """
 
     dense_in: nn.Linear
@@ -41,6 +39,8 @@ class Modulator(nn.Sequential):
         if not 0 <= dropout < 1:
             raise ValueError(f"the dropout must lie in [0, 1), not {dropout}")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
+        # Without it biases prevail over Fourier features (squared norm 1/2), and positions differ
+        # little at first (docs/results/positions.md).
         if norm:
             layers["norm_in"] = nn.LayerNorm(inputs)
         layers["dense_in"] = nn.Linear(inputs, hidden)

@@ -42,7 +42,8 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
         & (right <= columns + _TOLERANCE)
         & (bottom <= rows + _TOLERANCE)
     )
-    invalid = present & ~inside  # NaN is neither inside nor padding
+    # NaN is neither inside nor padding.
+    invalid = present & ~inside
     if bool(invalid.any()):
         index = invalid.nonzero()[0].tolist()
         box = ", ".join(f"{value:g}" for value in boxes[tuple(index)].tolist())
@@ -63,10 +64,9 @@ class ObjectPosition(TokenEncoding):
 
     Half of the channels encode the object, a quarter each x, the column, and y, the row, in that
     order (papers.md#vitarc-v9, #vitarc-v11). Objects are numbered by `object_ids` from the
-    context's boxes. A context without boxes, such as a decoder's, gets the plain 2D sinusoid of Eq.
-    9, half of the channels for x and half for y (papers.md#vitarc-v13). x and y count patches from
-    0. Every grid and any number of objects works. Prefix tokens get no position. There are no
-    parameters without `mixer`, which lets a model turn the objects down.
+    context's boxes; without boxes there is the plain 2D sinusoid of Eq. 9 (papers.md#vitarc-v13).
+    x and y count patches from 0. Every grid and any number of objects works. Prefix tokens get no
+    position. There are no parameters without `mixer`, which lets a model turn the objects down.
 
     Args:
         width: channels of the tokens; a multiple of 8.
@@ -87,7 +87,8 @@ class ObjectPosition(TokenEncoding):
         super().__init__("object", width, mixer)
         if width % 8:
             raise ValueError(f"object: width {width} is not a multiple of 8")
-        sinusoid(torch.zeros(1), width // 4, temperature, layout)  # refuses bad options
+        # Raises for impossible options.
+        sinusoid(torch.zeros(1), width // 4, temperature, layout)
         self.grid = None if grid is None else (grid[0], grid[1])
         self.temperature, self.layout = temperature, layout
 
@@ -97,6 +98,7 @@ class ObjectPosition(TokenEncoding):
         require_grid(self.name, grid, x, context)
         dtype = torch.promote_types(x.dtype, torch.float32)
         coords = patch_centres(grid, dtype, x.device)[None] - 0.5
+        # Half of the channels for x and half for y, as for a decoder's output without objects.
         if context.boxes is None:
             return self._sinusoid(coords, self.width // 2).flatten(-2)
         if context.boxes.ndim != 3:
@@ -111,7 +113,7 @@ class ObjectPosition(TokenEncoding):
 
 
 def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
-    """Return which cells of an axis lie between start and end (...): (..., cells)."""
+    # Cells of one axis that lie between start and end (...): (..., cells).
     cell = torch.arange(cells, dtype=start.dtype, device=start.device)
     begins, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
     return (cell + 1 > begins) & (cell < ends)

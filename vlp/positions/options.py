@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 
 from vlp.config import Config
 
+# Options that a model fills in.
 SIZES = ("width", "heads", "grid", "length", "causal")
-"""Options that a model knows by itself."""
 
 
 class EncodingOption(NamedTuple):
@@ -27,7 +27,7 @@ class EncodingOption(NamedTuple):
 
 
 def require_choice(kind: str, name: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError for a name that is not known; `what` says of what it is."""
+    """Raise ValueError for a name, of a kind such as "layout", that is not among the choices."""
     if name not in choices:
         raise ValueError(f"unknown {kind} {name!r}; one of {', '.join(choices)}")
 
@@ -101,7 +101,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
-    """Return a value as its option's type has it; a list may stand for a tuple, and 1 for 1.0."""
+    """Check a value against its option's type; a list may stand for a tuple, and 1 for 1.0."""
     constructor = make.func if isinstance(make, partial) else make
     adapter = _adapter(constructor, name)
     default = parameters_of(make)[name].default
@@ -112,13 +112,13 @@ def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
     except (TypeError, ValueError):
         adapter.validate_python(value)
         return value
-    # As if read from a file: strict, but that JSON knows no tuples.
+    # As if read from a file: strict, except that JSON has lists for tuples.
     typed = adapter.validate_json(text, strict=True)
     return typed if isinstance(typed, float) else value
 
 
 def _kind(make: Callable[..., Any], name: str) -> str:
-    """Return an option's type as the code writes it; of a choice its values."""
+    # A choice is described by its values, another type as the code writes it.
     annotation = _type_hints(make).get(name)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(annotation)))
@@ -127,24 +127,24 @@ def _kind(make: Callable[..., Any], name: str) -> str:
 
 
 def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a constructor's parameters; empty where a type cannot be resolved."""
     factory: Any = make.func if isinstance(make, partial) else make
     try:
         function: Any = getattr(factory, "__init__") if isinstance(factory, type) else factory  # noqa: B009
         return typing.get_type_hints(function)
-    except (NameError, TypeError):  # a type that is imported for type checkers alone
+    except (NameError, TypeError):
+        # A type that is imported for type checkers alone.
         return {}
 
 
 @cache
 def _adapter(constructor: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
-    """Return what checks an option's type; None where it has no type that can be checked."""
     kind = _type_hints(constructor).get(name)
     if kind is None:
         return None
     try:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a pydantic model, which brings its own configuration
+    except PydanticUserError:
+        # A pydantic model, which brings its own configuration.
         return TypeAdapter(kind)
 
 

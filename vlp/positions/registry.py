@@ -39,10 +39,10 @@ from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
+# This package's encodings between an image and a text.
 BUILT_IN = ("alignment", "anchor", "uniform")
-"""This package's encodings between an image and a text."""
+# Encodings between an image and a text, of no use within either; registered ones, too.
 CROSS_MODAL = [*BUILT_IN]
-"""Encodings between an image and a text, of no use within either; registered ones, too."""
 ENTRY_POINTS = "vlp.positions"
 
 Encoding = TypeVar("Encoding", bound=type[PositionEncoding])
@@ -74,8 +74,7 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "sine-2d": partial(SinePosition, 2),
     "sine-4d": partial(SinePosition, 4),
     "transformer-xl": TransformerXLPosition,
-    # Uniform is ACE-RPE fed with constant paths (papers.md#ace-a26): the same module, another
-    # field.
+    # The same module with a field of constant paths (papers.md#ace-a26).
     "uniform": AnchorPosition,
 }
 
@@ -230,7 +229,7 @@ def _factory(name: str) -> Callable[..., PositionEncoding]:
 
 
 def _load_external() -> None:
-    """Import the modules that register encodings outside of this package."""
+    # Modules outside of this package register encodings when they are imported.
     load_plugins()
     _load_installed()
 

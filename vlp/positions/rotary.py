@@ -92,7 +92,7 @@ def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     x, y = places.to(dtype)[..., None, :, :].split(1, -1)
     frequency_x, frequency_y = frequencies.to(dtype)[:, :, None].unbind()
-    # products that broadcast: autocast would round a matrix product to bfloat16
+    # Products that broadcast, as autocast would round a matrix product to bfloat16.
     return x * frequency_x + y * frequency_y
 
 
@@ -141,10 +141,8 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the input of `turn`, of the angles' shape, in `dtype` or at least float32.
-
-    A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
-    """
+    """Return the input of `turn`, of the angles' shape, in `dtype` or at least float32."""
+    # A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
     kind = torch.promote_types(dtype, torch.float32)
     angles = angles.to(torch.promote_types(angles.dtype, kind))
     return angles.cos().to(kind), angles.sin().to(kind)
@@ -157,7 +155,7 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved"
         first, second = x.chunk(2, -1)
     else:
         first, second = x[..., 0::2], x[..., 1::2]
-    # cosine and sine are float32 at least, and so are the products
+    # Cosine and sine are float32 at least, and so are the products.
     pair = [first * cosine - second * sine, first * sine + second * cosine]
     out = torch.cat(pair, -1) if layout == "half" else torch.stack(pair, -1).flatten(-2)
     return out.to(x.dtype)
@@ -169,7 +167,7 @@ def require_layout(layout: str) -> None:
 
 
 class _Rotary(PositionEncoding):
-    """Base of all forms. Queries and keys turn alike; the prefix turns by 0, which is exact."""
+    """Base of all forms."""
 
     causal = True
 
@@ -185,7 +183,8 @@ class _Rotary(PositionEncoding):
                 f"{name} needs a head width that {2 * axes} divides, not {self.head_width} "
                 f"(width {width}, {heads} heads)"
             )
-        pair_frequencies(self.head_width, theta, axes)  # refuses a theta that is not positive
+        # Raises unless theta is positive.
+        pair_frequencies(self.head_width, theta, axes)
         require_layout(layout)
         self.name, self.theta, self.layout = name, theta, layout
 
@@ -197,6 +196,7 @@ class _Rotary(PositionEncoding):
                 f"{self.name} rotates queries and keys of the same tokens with head width "
                 f"{self.head_width}, not {shapes[0]} and {shapes[1]}"
             )
+        # Prefix tokens turn by 0, which is exact.
         cosine, sine = self._cosine_and_sine(query, context)
         return turn(query, cosine, sine, self.layout), turn(key, cosine, sine, self.layout)
 
@@ -259,15 +259,13 @@ class _GridRotary(_Rotary):
         return require_grid_tokens(self.name, context, self.grid, tokens, tokens)
 
     def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
-        """Return columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
-
-        The patches are the image's or, without them or where places are spread, the options'.
-        """
+        """Return columns and rows (B, T, 2) of tokens that lie on no grid, in patches."""
         if context.coordinates is None:
             return None
-        # float32 at least: patches are told apart by steps that bfloat16 lacks
+        # float32 at least, as bfloat16 lacks the steps between patches of a large grid.
         dtype = torch.promote_types(query.dtype, torch.float32)
         shares = context.coordinates.to(query.device, dtype)
+        # The unit is a patch of the image or, without `grids` or with `rescale`, of the options.
         unit = patches_spanned(shares, None if self.spread else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
@@ -287,11 +285,10 @@ class _GridRotary(_Rotary):
 class RotaryAxial(_GridRotary):
     """`rope-axial`: half of the pairs turn with the column, half with the row, fixed frequencies.
 
-    (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in training:
-    places count patches and only offsets matter. `rescale` instead spreads the places of another
-    grid over the image as the trained grid spreads its own. Prefix tokens are not rotated. Tokens
-    with coordinates get places between the patches', with a patch's middle as that patch; a box
-    stands at its centre. Attached to trained weights it changes the layer.
+    (Heo et al. 2024.) Any grid works, square or not: positions count patches and only offsets
+    matter. `rescale` instead spreads another grid over the image as the trained grid is. Prefix
+    tokens are not rotated. Tokens with coordinates get positions between the patches', a box that
+    of its centre. Attached to trained weights it changes the layer.
 
     Args:
         width: channels of the layer.
@@ -316,6 +313,7 @@ class RotaryAxial(_GridRotary):
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
         places = self._coordinates(query, context)
+        # The middle of a patch has that patch's position.
         if places is not None:
             angles = split_angles(places[:, None], self.head_width, self.theta)
             return cosine_and_sine(angles, query.dtype)
@@ -328,10 +326,8 @@ class RotaryAxial(_GridRotary):
 class RotaryMixed(_GridRotary):
     """`rope-mixed`: pairs turn by x f_x + y f_y, with frequencies learned per head and layer.
 
-    (Heo et al. 2024.) At the start each head has one random direction: half of its pairs turn with
-    the place along it, the others along its perpendicular, by theta^(-4k/dim) radians a patch.
-    Attached to trained weights this changes the layer. Grids, prefix tokens, coordinates and
-    `rescale` are as in `rope-axial`.
+    (Heo et al. 2024.) Attached to trained weights this changes the layer. Grids, prefix tokens,
+    coordinates and `rescale` are as in `rope-axial`.
 
     Args:
         width: channels of the layer.
@@ -342,7 +338,8 @@ class RotaryMixed(_GridRotary):
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
     """
 
-    UNDECAYED = ("frequency_table",)  # as its authors do
+    # As its authors do.
+    UNDECAYED = ("frequency_table",)
 
     def __init__(
         self,
@@ -354,6 +351,8 @@ class RotaryMixed(_GridRotary):
         layout: Layout = "interleaved",
     ) -> None:
         super().__init__("rope-mixed", width, heads, grid, theta, rescale, layout)
+        # Each head has one random direction: half of its pairs turn along it, the others along its
+        # perpendicular, by theta^(-4k/dim) radians a patch.
         direction = torch.rand(heads, 1, 1) * (2 * math.pi)
         frequencies = pair_frequencies(self.head_width, theta, axes=2).to(direction)
         directions = torch.cat([direction, direction + math.pi / 2], 1)

@@ -15,8 +15,6 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
     """Return q_i . concat(p_dx, p_dy) / sqrt(channels), x = column first (iRPE Eq. 12,
     papers.md#irpe-i16).
 
-    Each half of the query meets its own table, so that nothing is concatenated per pair.
-
     Args:
         query: (batch, heads, T, channels).
         table_x: (1 or heads, rows of the table, channels / 2), of horizontal offsets.
@@ -24,6 +22,7 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
         ids: int64 (2, T, T), ids of vertical, then of horizontal offsets.
     """
     scale = query.shape[-1] ** -0.5
+    # Each half of the query meets its own table, so that nothing is concatenated per pair.
     horizontal, vertical = query.chunk(2, -1)
     return [
         products(horizontal, table_x, ids[1:], scale),
@@ -37,12 +36,10 @@ class SasaPosition(ClippedPosition):
     Offsets along x and along y read a table each, of half the head width, and their vectors stand
     side by side. By default nothing is clipped on the trained grid: iRPE takes the encoding as it
     is (supplement 4), and its cost in Table 5 (4,639M) counts all 27 offsets per axis on 14 x 14
-    patches.
+    patches. Both axes reach equally far, so that a trained landscape serves a portrait.
 
-    Both axes reach equally far, by the longer side of the grid, so that a trained landscape serves
-    a portrait. On a larger grid, offsets beyond the reach share the row of the furthest one, axis
-    by axis. Pairs with prefix tokens have one row of their own in each table (papers.md#irpe-i10).
-    The paper does not say whether heads share the tables; they do by default. Tables start at zero,
+    On a larger grid, offsets beyond the reach share the row of the furthest one, axis by axis.
+    Pairs with prefix tokens have a row in each table (papers.md#irpe-i10). Tables start at zero,
     which leaves the layer as it was.
 
     Args:
@@ -70,6 +67,7 @@ class SasaPosition(ClippedPosition):
         super().__init__("sasa", width, heads, grid, "axes", reach, shared_heads, prefix_bucket)
         if self.head_width % 2:
             raise ValueError(f"sasa: head width {self.head_width} has no halves for x and y")
+        # The paper does not say whether heads share the tables; they do by default.
         self.table_x = self._table(self.head_width // 2)
         self.table_y = self._table(self.head_width // 2)
 

@@ -99,9 +99,8 @@ class SemanticPosition(PositionEncoding):
     Distances grow with the root of a line's length. Prefix tokens are not counted and their pairs
     have bias 0 (papers.md#sape-s12), the largest there is.
 
-    Tables start small and random, as zero tables would never move: the gradient of a distance of 0
-    is 0. Attached to trained weights the default start of 0.02 changes the layer; a smaller
-    `deviation` changes it less.
+    Attached to trained weights the default start of 0.02 changes the layer; a smaller `deviation`
+    changes it less.
 
     Args:
         width, heads: channels and attention heads of the layer.
@@ -144,6 +143,7 @@ class SemanticPosition(PositionEncoding):
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
         self.modes = modes
 
+        # Small and random: the gradient of a distance of 0 is 0, so zero tables would never move.
         def tables(places: int) -> nn.ParameterDict:
             shape = 1 if shared_heads else heads, places + 1, width // heads
             start = {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
@@ -177,18 +177,15 @@ class SemanticPosition(PositionEncoding):
 def pair_distance(vectors: Tensor) -> Tensor:
     """Return the Euclidean distance of every pair (SaPE Eq. 15): (..., T, n) -> (..., T, T).
 
-    Differences come first: |a|^2 + |b|^2 - 2 a.b is off by |a| sqrt(epsilon) near 0, 2e-3 in
-    float32, and misses equal vectors. The gradient of a distance of 0 is 0.
+    The gradient of a distance of 0 is 0.
     """
+    # Of differences: |a|^2 + |b|^2 - 2 a.b is off by |a| sqrt(epsilon) near 0, 2e-3 in float32,
+    # and misses equal vectors.
     return _PairDistance.apply(vectors)
 
 
 class _PairDistance(torch.autograd.Function):
-    """Distances that save vectors and distances alone, where autograd would keep all (T, T, n).
-
-    With pull = gradient / distance the gradient at i is sum_j pull_ij (z_i - z_j). As a matrix
-    product it cancels where distances are small, so it is formed in float64.
-    """
+    """Distances that save vectors and distances alone, where autograd would keep all (T, T, n)."""
 
     generate_vmap_rule = True
 
@@ -207,8 +204,10 @@ class _PairDistance(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         vectors, distance = ctx.saved_tensors
         distinct = distance > 0
+        # With pull = gradient / distance the gradient at i is sum_j pull_ij (z_i - z_j).
         pull = torch.where(distinct, gradient / torch.where(distinct, distance, 1), 0)
-        # no float64 there, and no TF32 either
+        # As a matrix product it cancels where distances are small, so it is formed in float64,
+        # except on MPS, which has neither float64 nor TF32.
         wide = vectors.float() if vectors.device.type == "mps" else vectors.double()
         pull = pull.to(wide.dtype)
         pull = pull + pull.transpose(-2, -1)
@@ -216,7 +215,7 @@ class _PairDistance(torch.autograd.Function):
 
 
 def _distance_by_entry(vectors: Tensor) -> Tensor:
-    """Sum the distances entry by entry: on GPUs cdist gives every pair a block of threads."""
+    # On GPUs cdist would give every pair a block of threads.
     squared = vectors.new_zeros(*vectors.shape[:-1], vectors.shape[-2])
     for entry in vectors.unbind(-1):
         step = entry[..., :, None] - entry[..., None, :]
@@ -241,5 +240,4 @@ def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
 
 
 def _tokens(lines: Tensor, upright: bool) -> Tensor:
-    """Return the inverse of `_lines`."""
     return (lines.transpose(-3, -2) if upright else lines).flatten(-3, -2)

@@ -22,9 +22,8 @@ class ShawPosition(ClippedPosition):
     values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
     costs in its Table 5 (4,659M) count keys alone: `roles=("key",)`.
 
-    On a grid larger than the trained one, offsets beyond the reach share the row of the furthest
-    one, axis by axis. Pairs with prefix tokens have one row of their own (papers.md#irpe-i10).
-    Tables start at zero, which leaves the layer as it was.
+    Offsets beyond the reach share the row of the furthest one, axis by axis, and pairs with prefix
+    tokens have a row (papers.md#irpe-i10). Tables start at zero, which leaves the layer as it was.
 
     Args:
         width, heads: channels and attention heads of the layer.
@@ -60,7 +59,8 @@ class ShawPosition(ClippedPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks that the roles need; fused attention cannot have values."""
+        """Return the hooks that the roles need."""
+        # Without `value` attention stays fused.
         return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
@@ -69,6 +69,6 @@ class ShawPosition(ClippedPosition):
         return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """Return sum_j a_ij p^V_ij (Eq. 7), (B, heads, T, head width), summed per row first."""
+        """Return sum_j a_ij p^V_ij (Eq. 7), (B, heads, T, head width)."""
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)

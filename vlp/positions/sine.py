@@ -66,9 +66,8 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
     """Return sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
 
     **Reconstruction (papers.md#fourier-f11).** Appendix C of Li et al. lost its formula; its prose
-    'adapts the original frequencies for each dimension' of a linear combination. One set of
-    frequencies serves all coordinates here; only their sum then counts, which fits the paper's poor
-    result. A row of frequencies per channel gives every other combination.
+    'adapts the original frequencies for each dimension' of a linear combination. A row of
+    frequencies per channel gives every combination.
 
     Args:
         coords: (..., M).
@@ -84,6 +83,8 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
         )
     dtype = torch.promote_types(coords.dtype, torch.float32)
     exact, freqs = coords.to(dtype), freqs.to(coords.device, dtype)
+    # Where one set of frequencies serves all coordinates only their sum counts, which fits the
+    # paper's poor result.
     if freqs.ndim == 1:
         angles = exact.sum(-1, keepdim=True) * freqs
     else:
@@ -117,7 +118,7 @@ class SinePosition(TokenEncoding):
             sinusoids; None counts patches.
         mlp: hidden channels of an MLP on top, or None.
         groups: parts of the coordinates to which the MLP is applied separately.
-        approximate: GELU of the MLP, "none" or "tanh".
+        approximate: see `Modulator`.
         mixer: see `TokenEncoding`.
     """
 
@@ -150,7 +151,8 @@ class SinePosition(TokenEncoding):
         if mlp is None:
             require_defaults(self.name, SinePosition, "without mlp", approximate=approximate)
         require_extent(self.name, extent)
-        sinusoid(torch.zeros(1), width // dimensions, temperature, layout)  # refuses bad options
+        # Raises for impossible options.
+        sinusoid(torch.zeros(1), width // dimensions, temperature, layout)
         self.dimensions, self.groups = dimensions, groups
         self.grid = None if grid is None else (grid[0], grid[1])
         self.temperature, self.layout, self.extent = temperature, layout, extent
@@ -200,7 +202,7 @@ class MDSinePosition(TokenEncoding):
         layout: see `sinusoid`.
         extent: the image's width and height in the unit of the sinusoids; None counts patches.
         mlp: hidden channels of an MLP on top, or None.
-        approximate: GELU of the MLP, "none" or "tanh".
+        approximate: see `Modulator`.
         mixer: see `TokenEncoding`.
     """
 
@@ -225,11 +227,13 @@ class MDSinePosition(TokenEncoding):
         if freqs is not None:
             require_defaults(self.name, MDSinePosition, "beside freqs", temperature=temperature)
         require_extent(self.name, extent)
-        cpu = torch.device("cpu")  # `meta` has no numbers
+        # On the CPU, as `meta` has no numbers.
+        cpu = torch.device("cpu")
         shared = frequencies(width, temperature, torch.float64, cpu)
         steps = shared if freqs is None else torch.as_tensor(freqs, dtype=shared.dtype, device=cpu)
         probe = torch.zeros(1, dimensions, device=cpu)
-        md_sinusoid(probe, steps, layout)  # refuses other shapes and layouts
+        # Raises for other shapes and layouts.
+        md_sinusoid(probe, steps, layout)
         if len(steps) != width // 2:
             raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(steps)}")
         # No buffer: `module.to(bfloat16)` would round it, and angles grow with it.

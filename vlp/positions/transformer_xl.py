@@ -44,15 +44,11 @@ class TransformerXLPosition(ClippedPosition):
     papers.md#irpe-i15); W^R absorbs the start of counting and the sinusoids' layout
     (papers.md#irpe-i17). W^R, u and v are shared by all heads by default, as the paper says of the
     encodings it adapts; with `shared_heads=False` each head has its own, as in Transformer-XL. The
-    printed square W^R leaves the width of s open: the layer's by default, as in Transformer-XL. The
-    paper's text is followed where its Table 5 disagrees: 4,828M operations speak for all 27 x 27
-    offsets of 14 x 14 patches (`reach=13`), and 23M parameters fit neither shared nor separate
-    heads.
+    printed square W^R leaves the width of s open: the layer's by default, as in Transformer-XL.
 
     Beyond the reach, offsets are clipped, axis by axis; a long reach costs no parameters. Pairs
     with prefix tokens have one learned vector in place of s W^R, the extra row of the product
-    method (papers.md#irpe-i10). W^R, u, v and that vector start at zero, which leaves the layer as
-    it was.
+    method (papers.md#irpe-i10).
 
     Args:
         width, heads: channels and attention heads of the layer.
@@ -85,6 +81,8 @@ class TransformerXLPosition(ClippedPosition):
         temperature: float = 10_000.0,
         layout: str = "halves",
     ) -> None:
+        # The paper's text is followed where its Table 5 disagrees: 4,828M operations speak for all
+        # 27 x 27 offsets of 14 x 14 patches, a reach of 13.
         super().__init__(
             "transformer-xl", width, heads, grid, offsets, reach, shared_heads, prefix_bucket
         )
@@ -95,9 +93,11 @@ class TransformerXLPosition(ClippedPosition):
                 f"transformer-xl: sinusoids of {offsets} need a multiple of {parts} channels, not "
                 f"{channels}"
             )
-        sinusoid(torch.zeros(1), channels, temperature, layout)  # refuses impossible options
+        # Raises for impossible options.
+        sinusoid(torch.zeros(1), channels, temperature, layout)
         self.temperature, self.layout = temperature, layout
         first, head_width = self.table_heads, self.head_width
+        # Zeros leave a trained layer as it was.
         self.projection = nn.Parameter(torch.zeros(first, channels, head_width))
         self.u = nn.Parameter(torch.zeros(first, 1, head_width))
         self.v = nn.Parameter(torch.zeros(first, 1, head_width))
@@ -136,7 +136,8 @@ class TransformerXLPosition(ClippedPosition):
             stride = 2 * self.reach + 1 if self.offsets == "product" else 0
             places = sines(channels, stride) @ self.projection
             return torch.cat([places.to(self.u.dtype), *prefix], 1)
-        along_x, along_y = self.projection.chunk(2, 1)  # dx first (papers.md#irpe-i16)
+        # dx first (papers.md#irpe-i16).
+        along_x, along_y = self.projection.chunk(2, 1)
         places = sines(channels // 2, 0)
         zero = [torch.zeros_like(row) for row in prefix]
         parts = [places @ along_y, *zero, places @ along_x, *prefix]
@@ -153,10 +154,8 @@ def _sinusoids_on(
     temperature: float,
     layout: str,
 ) -> Tensor:
-    """Return float64 sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx.
-
-    They are made on the CPU, so that they do not depend on the device, and shared by all layers.
-    """
+    """Return sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx."""
+    # Made on the CPU in float64, so that they do not depend on the device.
     offsets = torch.arange(-reach, reach + 1, device="cpu")
     if stride:
         offsets = (offsets[:, None] * stride + offsets).flatten()

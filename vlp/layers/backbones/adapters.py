@@ -1,4 +1,4 @@
-"""How encodings reach into timm's models: a class of models each, told by few attributes."""
+"""Adapters that attach encodings to timm's models, one for each family of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 
 class WithEncodings(nn.Module):
-    """A timm model with encodings in some modules: names of parameters for optimisers."""
+    """A timm model with encodings, which also names their parameters for optimisers."""
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
@@ -38,12 +38,13 @@ class WithEncodings(nn.Module):
 
 
 class WithWatchedPatches(WithEncodings):
-    """A model with encodings and a patch convolution that writes the places of its tokens."""
+    """A model with encodings and a patch convolution that writes the context of its tokens."""
 
     places: Places
 
     def set_input_size(self, *sizes: Any, **options: Any) -> None:
-        """Set the size as timm does, with another convolution for another patch size."""
+        """Set the size as timm does."""
+        # For another patch size timm makes another convolution, without the hook.
         model: Any = self
         convolution = model.patch_embed.proj
         super().set_input_size(*sizes, **options)  # type: ignore[misc]
@@ -62,7 +63,7 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
     places: Places
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add places to patches (batch, patches or rows and columns, width) -> all tokens."""
+        """Add positions to patches (batch, patches or rows and columns, width) -> all tokens."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.places.write(int(rows), int(columns))
         x = self._embed_absolute(x)
@@ -76,13 +77,14 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
         # Without pos_embed distilled models fail in timm, and older versions lose the prefix.
         second = self.dist_token if isinstance(self, VisionTransformerDistilled) else self.reg_token
         prefix = [token for token in (self.cls_token, second) if token is not None]
-        batch = x.shape[0]  # not `len`, which has no graph
+        # Not `len`, which has no graph.
+        batch = x.shape[0]
         patches = x.reshape(batch, -1, x.shape[-1])
         return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
 
 
 class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTransformerDistilled):
-    """The same for DeiT with a distillation token."""
+    """A timm DeiT with a distillation token and the token encodings `positions`."""
 
 
 class PositionedSwinTransformer(WithEncodings, SwinTransformer):
@@ -90,7 +92,7 @@ class PositionedSwinTransformer(WithEncodings, SwinTransformer):
 
 
 class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
-    """The same for the second version of Swin."""
+    """A timm Swin V2 with encodings in layers or in the patch embedding."""
 
 
 class PositionedEva(WithWatchedPatches, Eva):
@@ -124,6 +126,7 @@ class PositionedPatchEmbed(PatchEmbed):
 
 Grid = tuple[int, int]
 
+# Positioned counterparts of timm's layers of attention.
 ATTENTION: dict[type, type] = {
     attention.Attention: attention.PositionedAttention,
     attention.AttentionRope: attention.PositionedAttentionRope,
@@ -133,24 +136,23 @@ ATTENTION: dict[type, type] = {
     attention.WindowAttention: attention.PositionedWindowAttention,
     attention.WindowAttentionV2: attention.PositionedWindowAttentionV2,
 }
-"""timm's layers of attention, and what stands in for each."""
 
+# Names of parameters that are 0 where a model's own positions are dropped.
 MODEL_POSITIONS = re.compile(
     r"(^|\.)(pos_embed|position_embeddings?(\.weight)?|relative_position_bias_table"
     r"|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
 )
-"""Names of parameters that are 0 where a model's own positions are dropped."""
 
 
 class Adapter:
-    """Base, and how it is for most models: tokens come out of one module, blocks attend."""
+    """Base adapter, for models whose tokens come out of one module and whose blocks attend."""
 
+    # Positioned counterparts of the family's classes.
     positioned: ClassVar[dict[type, type]]
-    """Classes of models, and what stands in for each."""
+    # Module that outputs the embedded tokens.
     embedded: ClassVar[str] = "pos_drop"
-    """Module that outputs the embedded tokens."""
+    # Whether these tokens have the prefix already.
     with_prefix: ClassVar[bool] = True
-    """Whether these tokens have the prefix already."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -185,10 +187,10 @@ class Adapter:
         return self.grid
 
     def require_tokens(self, name: str) -> None:
-        """Check that there is a place for encodings of tokens."""
+        """Raise ValueError where the model cannot have encodings of tokens."""
 
     def prepare(self) -> None:
-        """Make the model say where its tokens lie."""
+        """Make the model write the grid of its tokens."""
         model = self.model
         if type(model) in self.positioned:
             model.__class__ = self.positioned[type(model)]
@@ -196,7 +198,7 @@ class Adapter:
             self.watch(model.places)
 
     def watch(self, places: Places) -> None:
-        """Make the model write its places when it embeds an image."""
+        """Make the model write its grid when it embeds an image."""
         self.model.patch_embed.proj.register_forward_hook(places.see_convolution)
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
@@ -215,7 +217,7 @@ class Adapter:
         layer.positions.append(encoding)
 
     def drop(self) -> None:
-        """Take the model's own positions away: their parameters are 0 and no longer trained."""
+        """Remove the model's own positions: their parameters are 0 and frozen."""
         for name, parameter in self.model.named_parameters():
             if MODEL_POSITIONS.search(name):
                 nn.init.zeros_(parameter).requires_grad_(False)
@@ -233,16 +235,16 @@ class ViTAdapter(Adapter):
     }
 
     def prepare(self) -> None:
-        """Leave the model, which writes its places and encodes its tokens by itself."""
+        """Add a list of encodings, which the model's `_pos_embed` applies."""
         super().prepare()
         if not hasattr(self.model, "positions"):
             self.model.positions = nn.ModuleList().train(self.model.training)
 
     def watch(self, places: Places) -> None:
-        """Leave it to `_pos_embed`."""
+        """Do nothing, as `_pos_embed` writes the grid."""
 
     def drop(self) -> None:
-        """Take the table of absolute positions away."""
+        """Remove the table of absolute positions."""
         self.model.pos_embed = None
 
 
@@ -261,7 +263,7 @@ class SwinAdapter(Adapter):
         return int(rows), int(columns)
 
     def require_tokens(self, name: str) -> None:
-        """Check that the patch embedding is timm's."""
+        """Raise ValueError unless the patch embedding is timm's."""
         embed = self.model.patch_embed
         if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
             raise ValueError(
@@ -269,7 +271,7 @@ class SwinAdapter(Adapter):
             )
 
     def watch(self, places: Places) -> None:
-        """Leave the model, as windows are the same for every image."""
+        """Do nothing, as windows are the same for every image."""
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of the embedded patches."""
@@ -280,7 +282,7 @@ class SwinAdapter(Adapter):
         embed.positions.append(encoding)
 
     def drop(self) -> None:
-        """Take the relative position bias away."""
+        """Remove the relative position bias."""
         for layer in self.layers():
             add_positions_to(layer)
             layer.relative_position_bias_table = None
@@ -292,7 +294,7 @@ class SwinV2Adapter(SwinAdapter):
     positioned: ClassVar[dict[type, type]] = {SwinTransformerV2: PositionedSwinTransformerV2}
 
     def drop(self) -> None:
-        """Take the MLP of the relative position bias away."""
+        """Remove the MLP of the relative position bias."""
         for layer in self.layers():
             add_positions_to(layer)
             layer.cpb_mlp = None
@@ -324,14 +326,15 @@ ADAPTERS: tuple[type[Adapter], ...] = (
 
 
 def add_positions_to(layer: Any) -> None:
-    """Give a layer of attention the class that has a place for encodings."""
+    """Change a layer of attention to its positioned counterpart, without encodings."""
     if type(layer) in ATTENTION:
         layer.__class__ = ATTENTION[type(layer)]
         layer.positions = nn.ModuleList().train(layer.training)
 
 
 def attention_layers(blocks: Iterable[nn.Module]) -> list[Any]:
-    """Return layers of exactly known classes: what a subclass does otherwise would be lost."""
+    """Return the layers of attention of some blocks, or raise ValueError for other classes."""
+    # Exact classes alone, as the override of a subclass would be lost.
     supported = {*ATTENTION, *ATTENTION.values()}
     layers = []
     for block in blocks:
@@ -350,7 +353,7 @@ def attention_layers(blocks: Iterable[nn.Module]) -> list[Any]:
 
 
 def sizes_of(layer: Any) -> tuple[Tensor, int, int]:
-    """Return a layer's weight, width and heads: queries are `heads` vectors of one width."""
+    """Return a layer's projection weight, the width of its queries, and its number of heads."""
     joint = getattr(layer, "qkv", None)
     query = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)
     weight: Tensor = (joint if joint is not None else query).weight  # type: ignore[union-attr]

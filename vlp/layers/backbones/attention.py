@@ -32,21 +32,17 @@ register_notrace_module(PositionEncoding)  # their shape checks have no graph
 
 
 class _ThreadContexts(ThreadLocal):
-    """What this thread wrote."""
+    """Contexts that the current thread wrote."""
 
     def __init__(self) -> None:
         self.contexts: dict[int, PositionContext] = {}
 
 
 class Places:
-    """Places of a model's tokens; the model writes them, its attention layers read them.
+    """Contexts of a model's tokens; the model writes them, its attention layers read them.
 
-    A plain object that they share, so that copies and pickles of the model share their own. Grids
-    are kept by their number of tokens, for activation checkpointing, which runs layers again after
-    other images; two grids of equally many patches (2 x 8 and 4 x 4) must not be in flight
-    together.
-
-    A thread reads its own writes. One that wrote nothing, as a GPU's backward pass, reads the last
+    A plain object that they share, so that copies and pickles of the model share their own. A
+    thread reads its own writes. One that wrote nothing, as a GPU's backward pass, reads the last
     writes; a backward thread that makes patches again goes on reading their grid.
 
     Args:
@@ -81,7 +77,7 @@ class Places:
         patch = torch.arange(patches, device=sizes.device)
         height, width = sizes[:, :1], sizes[:, 1:]
         shares = [(patch % width + 0.5) / width, (patch // width + 0.5) / height]
-        # Padding would lie below the image.
+        # Patches of padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
         self._keep(
             patches,
@@ -89,6 +85,8 @@ class Places:
         )
 
     def _keep(self, patches: int, context: PositionContext) -> None:
+        # By number of tokens, for activation checkpointing, which runs layers again after other
+        # images. Two grids of equally many patches (2 x 8 and 4 x 4) cannot be in flight together.
         for contexts in (self._contexts, self._by_thread.contexts):
             contexts[self.prefix_tokens + patches] = context
 
@@ -136,7 +134,7 @@ class TokenEncodings(nn.ModuleList):
 
 
 class _ReplacedAttention(TorchFunctionMode):
-    """Within it, a function takes the place of PyTorch's attention, in this thread alone."""
+    """Mode in which a function replaces PyTorch's attention, in this thread alone."""
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -163,7 +161,8 @@ class Positioned(nn.Module):
 
         @property
         def fused_attn(self) -> bool:
-            """Return True, so that timm's `forward` makes the call that the hooks replace."""
+            """Return True."""
+            # So that timm's `forward` makes the call that the hooks replace.
             return True
 
         @fused_attn.setter
@@ -171,9 +170,7 @@ class Positioned(nn.Module):
             self.__dict__["fused_attn"] = fused
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Compute timm's `forward` with the encodings, for `x` (B, T, width) or another layer's
-        input.
-        """
+        """Compute timm's `forward` with the encodings, for `x` (B, T, width)."""
         context = self.context(x)
 
         def attention(
@@ -186,8 +183,9 @@ class Positioned(nn.Module):
         return out
 
     def context(self, x: Tensor) -> PositionContext:
-        """Return where the tokens (B, T, width) lie."""
-        return self.places.read(int(x.shape[1]))  # a tensor in torch.jit.trace
+        """Return the context of the tokens (B, T, width)."""
+        # The shape is a tensor in torch.jit.trace.
+        return self.places.read(int(x.shape[1]))
 
     def attend(
         self,
@@ -228,7 +226,7 @@ class PositionedAttentionRope(Positioned, AttentionRope):
 
 @register_notrace_module
 class PositionedEvaAttention(Positioned, EvaAttention):
-    """Self-attention of EVA and its kin; RoPE turns queries and keys before encodings do."""
+    """Self-attention of EVA; its RoPE turns queries and keys before encodings do."""
 
 
 @register_notrace_module
@@ -276,7 +274,7 @@ class PositionedWindowAttention(WindowAttention):
 
 @register_notrace_module
 class PositionedWindowAttentionV2(WindowAttentionV2):
-    """The same of Swin V2: logits are cosines times a learned scale, which encodings are added to.
+    """Swin V2's self-attention: encodings are added to cosines times a learned scale.
 
     `rotate` turns unit vectors; `bias` is made of unit keys, and of unit queries times the scale.
     Without `cpb_mlp` Swin's own bias is left out.

@@ -24,7 +24,9 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
 
 class TransformersPlaces(Places):
-    """Places of such a model; a pickle names this class, and so imports what attends."""
+    """Contexts of such a model's tokens."""
+
+    # A pickle names this class, so that loading it registers the attention function below.
 
 
 class TransformersAdapter(Adapter):
@@ -92,7 +94,7 @@ class TransformersAdapter(Adapter):
         return self._layers
 
     def prepare(self) -> None:
-        """Make the model say where its tokens lie."""
+        """Make the model write the grid of its tokens."""
         if not hasattr(self.model, "places"):
             places = self.model.places = TransformersPlaces(self.prefix_tokens)
             if isinstance(self._projection, nn.Conv2d):
@@ -110,7 +112,7 @@ class TransformersAdapter(Adapter):
         layer.positions.append(encoding)
 
     def drop(self) -> None:
-        """Take the model's own positions away; angles of its RoPE become 0."""
+        """Remove the model's own positions; angles of its RoPE become 0."""
         super().drop()
         for name, buffer in self.model.named_buffers():
             if name.endswith("rope_embeddings.inv_freq"):
@@ -173,11 +175,8 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Tell whether a module projects states and reads its attention function from its
-    configuration.
-
-    An encoding would have no effect in other layers.
-    """
+    """Tell whether a module projects states and takes its attention from its configuration."""
+    # An encoding would have no effect in other layers.
     has = module._modules.keys()
     if not hasattr(module, "config") or not any(has >= set(names) for names in PROJECTIONS):
         return False
