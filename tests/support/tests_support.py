@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import torch
+
 from vlp.config import merged
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import AnchorOptions, ModelConfig
@@ -57,3 +59,15 @@ def ace(**settings):
     }
     anchor = {name: value for name, value in settings.items() if name not in options}
     return {"anchor": anchor, **({"options": {"anchor": options}} if options else {})}
+
+
+def train(task, data, steps, rate):
+    """Take steps of AdamW on a task's batches; return their outputs."""
+    optimiser = torch.optim.AdamW(task.parameters(), rate)
+    outputs = []
+    for step, (batch, _) in enumerate(data.batches(stop_after=steps)):
+        outputs.append(task(batch, step))
+        optimiser.zero_grad()
+        outputs[-1].loss.backward()
+        optimiser.step()
+    return outputs

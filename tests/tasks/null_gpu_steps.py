@@ -1,10 +1,7 @@
-"""Train a few steps of a task on the null CUDA device; print what one of them asks of a GPU.
+"""Train a few steps of a task on the null CUDA device, for `test_null_gpu.py`.
 
-A JSON line per case of the command line, `KIND`, `KIND:base` or `KIND:base:COMPILE`: kernel
-launches of an ordinary step, host synchronisations by line of it and of a logged one, copies to the
-GPU behind its kernels and beside them, and peak memory in GiB.
-`KIND:unanchored` is `KIND:base` without ACE-RPE.
-`tests/tasks/test_null_gpu.py` starts it.
+A JSON line per case of the command line: `KIND`, `KIND:base`, `KIND:base:COMPILE`, or
+`KIND:unanchored`, which is `KIND:base` without ACE-RPE.
 """
 
 from __future__ import annotations
@@ -56,17 +53,12 @@ PLACE = {"data": {"train": ["none"], "canonical_streams": 1}}
 PAIRS = {"data": {"sources": [{"path": "none"}]}}
 
 
-torch.Tensor.erfinv_ = lambda self: (
-    self
-)  # of initial weights; PyTorch compiles it at its first call
+# PyTorch compiles it at its first call, for initial weights.
+torch.Tensor.erfinv_ = lambda self: self
 
 
 class Asked(NamedTuple):
-    """What a step asks of the device.
-
-    Kernel launches, waits of the host by line, copies to it by whether they queue behind kernels,
-    and peak memory.
-    """
+    """Kernel launches, waits of the host by line, copies behind and beside kernels, peak memory."""
 
     launches: int
     waits: dict[str, int]
@@ -91,7 +83,7 @@ class Hook(nullgpu.Syncs):
 @contextlib.contextmanager
 def asked() -> Iterator[list[Asked]]:
     """Give a list that gets what is asked within the context."""
-    found: list[Asked] = []
+    found = []
     hook = Hook()
     torch.cuda.reset_peak_memory_stats()
     nullgpu.hook(hook)
@@ -106,7 +98,7 @@ def asked() -> Iterator[list[Asked]]:
     found.append(Asked(launches, _waits(Counter(hook.c)), dict(hook.copies), gib))
 
 
-def pretraining(config: PretrainConfig) -> tuple[Any, Any]:
+def pretraining(config: PretrainConfig):
     """Return pretraining's task and a batch of it."""
     training = config.training
     with torch.device("cuda"):
@@ -116,14 +108,14 @@ def pretraining(config: PretrainConfig) -> tuple[Any, Any]:
     return task, random_batch(config.inputs, ROWS, 12)
 
 
-def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
+def downstream(kind: str, model: ModelConfig):
     """Return a task of the registry, with a teacher where it may have one, and a batch of it."""
     with torch.device("cuda"):
         built = VLPModel(model)
     size, tokens = model.image.image_size, model.text.max_tokens
     parts = Loaded(built, toy_text(tokens), Preprocessing(size))
     spec, paired = get_task(kind), kind in ("retrieval", "grounding")
-    asked: dict[str, Any] = {"kind": kind, **(PAIRS if paired else PLACE)}
+    asked = {"kind": kind, **(PAIRS if paired else PLACE)}
     if kind == "caption":
         asked["data"] = asked["data"] | {"max_caption": 8}
     if kind in ("snli_ve", "nlvr2", "vqa"):
@@ -135,10 +127,9 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
     texts = ids, mask, mask
     answers = torch.tensor([[2, 6, 3, 0], [2, 6, 7, 3]]).repeat(ROWS // 2, 1)
     places = predicted_places(answers, 0)
-    batch: Any
     if paired:
         kinds = {"retrieval": Retrieval, "grounding": Grounding}
-        task: Any = kinds[kind](config, parts, "bf16")
+        task = kinds[kind](config, parts, "bf16")
         task.log_every = LOG_EVERY
         return task, random_batch(Inputs(size, model.image.grid, tokens, 24), ROWS, 12)
     if kind == "vqa":
@@ -159,7 +150,7 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
     return task, batch
 
 
-def measure(case: str) -> dict[str, Any]:
+def measure(case: str):
     """Train on one case."""
     kind, size, how = (*case.split(":"), "", "")[:3]
     run = [*NO_WEIGHTS, f"training.compile={how or 'none'}"]
@@ -182,7 +173,7 @@ def measure(case: str) -> dict[str, Any]:
     }
 
 
-def warned() -> dict[str, Any]:
+def warned():
     """Count waits of a step as `python -m benchmarks gpu` does, by PyTorch's warnings."""
     config = load_config(BASE, PretrainConfig, NO_WEIGHTS)
     small = ModelConfig.model_validate(TINY_MODEL)
@@ -194,13 +185,13 @@ def warned() -> dict[str, Any]:
 
 def _waits(found: Counter[Any]) -> dict[str, int]:
     """Count waits by line; a copy to the host is one wait, whether it is by itself or not."""
-    lines: dict[str, int] = {}
+    lines = {}
     for (_, line), count in found.items():
         lines[line] = max(count, lines.get(line, 0))
     return lines
 
 
-def copies() -> dict[str, Any]:
+def copies():
     """Move a batch as training does, under PyTorch's search for races between streams."""
     device = torch.device("cuda")
     batch = random_batch(Inputs(32, (2, 2), 12, 24), ROWS, 12)
@@ -224,11 +215,8 @@ def copies() -> dict[str, Any]:
     return {"case": "copies", "used": len(used), "freed": freed, "finds_races": found}
 
 
-def contraction() -> dict[str, Any]:
-    """Hold a feed-forward's gradients on the device, where the CPU computes them, against a CPU's.
-
-    Last of all: the device then computes for good.
-    """
+def contraction():
+    """Compare a feed-forward's gradients with a CPU's; last, as the device then computes."""
     import emul
 
     layer = FeedForward(8, 32)

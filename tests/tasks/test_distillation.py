@@ -89,14 +89,16 @@ def test_the_loss_of_answers_is_the_sum_over_answers_and_word_pieces(tmp_path):
         return one.decoder.logits(states, words)[0].double().log_softmax(-1), ids
 
     with torch.no_grad():
-        total = 0.0
+        hard = soft = 0.0
         for answer, share in enumerate(batch.shares.tolist()):
             student, ids = odds(task, answer)
             teacher, _ = odds(task.teacher.module, answer)
             for place in range(len(ids) - 1):
-                total -= share * 0.6 * float(student[place, ids[place + 1]])
-                total -= share * 0.4 * float((teacher[place].exp() * student[place]).sum())
-        assert float(task(batch, 10).loss) == pytest.approx(total / len(batch.valid), rel=1e-5)
+                hard -= share * float(student[place, ids[place + 1]]) / len(batch.valid)
+                soft -= share * float((teacher[place].exp() * student[place]).sum())
+        expected = 0.6 * hard + 0.4 * soft / len(batch.valid)
+        assert float(task(batch, 10).loss) == pytest.approx(expected, rel=1e-5)
+        assert float(task.eval()(batch, 10).loss) == pytest.approx(hard, rel=1e-5)
         assert task(data.collate([]), 10).loss == 0
 
 

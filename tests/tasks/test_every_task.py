@@ -8,11 +8,13 @@ import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
+from safetensors.torch import load_file, save_file
 
 from vlp.config import ConfigError
+from vlp.models.folder import WEIGHTS, from_pretrained
 from vlp.tasks import vision_only
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.task import load_task, start_parts
+from vlp.tasks.downstream.task import DELTA, load_task, start_parts
 
 BATCH = 4
 VIT = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -148,3 +150,55 @@ def test_batches_that_streams_do_not_divide_are_refused(kind, places):
 def test_unknown_encodings_are_refused(kind, places):
     with pytest.raises(ConfigError, match="unknown position encoding 'nonsense'"):
         made(kind, places, position={"name": "nonsense"})
+
+
+@pytest.mark.parametrize(
+    "cross",
+    [
+        {},
+        {"options": {"anchor": {"path_gradient": True}}},
+        {"options": {"anchor": {"path_gradient": True}}, "position": ["uniform"]},
+    ],
+)
+@pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("snli_ve", {"teacher": {}}), ("nlvr2", {}), ("vqa", {}), ("caption", {}),
+     ("caption", {"decoder": {"layers": 2, "embedding": "own"}})],
+)  # fmt: skip
+def test_what_has_no_gradient_is_frozen_and_nothing_else(
+    kind, more, own_tokens, cross, places, tmp_path
+):
+    """DeepSpeed gives parameters without a gradient one of zeros, and AdamW then shrinks them."""
+    changes = {"token_projection": own_tokens, "cross": cross}
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), changes)
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    options, data = DOWNSTREAM[kind]
+    options = options | more
+    values = {"train": [str(places[kind])], "canonical_streams": 1, "augment": AUGMENT, **data}
+    config = get_task(kind).config.model_validate({"kind": kind, "data": values, **options})
+    task, batches = get_task(kind).build(config, parts, 8, 0, "float32")
+    if options.get("teacher"):
+        task.start_teacher(1)
+    ((batch, _),) = batches.batches(stop_after=1)
+    task(batch, 0).loss.backward()
+    for name, parameter in task.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert not task.model.match_head.weight.requires_grad
+    task.save_model(tmp_path / "model", task.state_dict())
+    saved = from_pretrained(tmp_path / "model").model.state_dict()
+    assert saved.keys() == before.keys()
+    assert torch.equal(saved["match_head.weight"], before["match_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("position", "threshold", "found"),
+    [(["anchor"], None, DELTA), (["anchor"], 0.3, 0.3), ([], None, 0)],
+)
+def test_a_folder_without_anchors_gives_the_papers_threshold(tmp_path, position, threshold, found):
+    folder = tiny_folder(tmp_path / "model", position=[])
+    weights = load_file(folder / WEIGHTS)
+    save_file(weights | {"anchor_threshold": torch.zeros(())}, folder / WEIGHTS)
+    changes = {"cross": {"position": position, "options": {"anchor": {"threshold": threshold}}}}
+    parts, _ = start_parts(str(folder), changes)
+    assert parts.model.anchor_threshold == pytest.approx(found)

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,12 +34,12 @@ COMPILED = {"blocks": 5100, "step": 3500}
 
 
 @pytest.fixture(scope="module")
-def steps(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def steps(shared, tmp_path_factory):
     """What each case asks of the device, by its name."""
     return counted(shared, tmp_path_factory.mktemp("null_gpu"), [*SIZES], 500)
 
 
-def counted(shared: Path, folder: Path, cases: list[str], seconds: int) -> dict[str, Any]:
+def counted(shared, folder, cases, seconds):
     """Run cases of null_gpu_steps.py on the null device."""
     tool = shared / "tools" / "null_gpu" / "run.sh"
     if not tool.is_file() or torch.version.cuda is None or shutil.which("gcc") is None:
@@ -66,7 +65,7 @@ def counted(shared: Path, folder: Path, cases: list[str], seconds: int) -> dict[
     return {one["case"]: one for one in found}
 
 
-def compiler(folder: Path) -> str:
+def compiler(folder):
     """Return a PATH whose gcc takes CUDA's headers of PyTorch before all others.
 
     Triton brings older ones beside PyTorch 2.11, and the device is written for PyTorch's.
@@ -80,7 +79,7 @@ def compiler(folder: Path) -> str:
     return os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
 
 
-def run_tool(tool: Path, arguments: list[str], environment: dict[str, str], seconds: int) -> str:
+def run_tool(tool, arguments, environment, seconds):
     """Run Python on the null device; return what it prints."""
     done = subprocess.run(
         ["bash", str(tool), *arguments],
@@ -92,11 +91,14 @@ def run_tool(tool: Path, arguments: list[str], environment: dict[str, str], seco
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", SIZES)
-def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
-    assert steps[case]["synchronisations"] == {}
-    assert sum(steps[case]["logged"].values()) == 1
-    (line,) = steps[case]["logged"]
+def test_a_step_launches_no_more_kernels_and_only_a_logged_one_waits_once(steps, case):
+    step = steps[case]
+    assert step["synchronisations"] == {}
+    assert sum(step["logged"].values()) == 1
+    (line,) = step["logged"]
     assert "outcomes.py" in line
+    assert 0 < step["launches"] <= SIZES[case]
+    assert step["copies"].keys() == {"beside"}  # a batch is copied beside the kernels
 
 
 @pytest.mark.nightly
@@ -107,21 +109,11 @@ def test_waits_are_those_of_which_pytorch_warns(steps):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", SIZES)
-def test_a_step_launches_no_more_kernels(steps, case):
-    assert 0 < steps[case]["launches"] <= SIZES[case]
-
-
-@pytest.mark.nightly
-def test_ace_rpe_adds_few_launches(steps):
+def test_the_base_model_has_few_launches_for_ace_rpe_and_stays_within_its_memory(steps):
     without = steps["pretrain:unanchored"]["launches"]
     assert without < steps["pretrain:base"]["launches"] <= 1.03 * without
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", SIZES)
-def test_a_batch_is_copied_beside_the_kernels(steps, case):
-    assert steps[case]["copies"].keys() == {"beside"}
+    assert 8 < steps["pretrain:base"]["gib"] <= BASE_GIB
+    assert steps["contract"]["equal"]  # gradients of the input that is computed again
 
 
 @pytest.mark.nightly
@@ -130,16 +122,6 @@ def test_a_batch_is_read_after_its_copy_and_its_memory_kept_until_then(steps):
     assert found["finds_races"]
     assert found["used"] > 5
     assert found["freed"] == ["active_pending_free"] * found["used"]
-
-
-@pytest.mark.nightly
-def test_the_base_model_with_32_pairs_stays_within_its_memory(steps):
-    assert 8 < steps["pretrain:base"]["gib"] <= BASE_GIB
-
-
-@pytest.mark.nightly
-def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
-    assert steps["contract"]["equal"]
 
 
 @pytest.mark.nightly  # minutes of compiling

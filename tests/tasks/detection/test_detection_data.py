@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,50 +24,8 @@ from vlp.tasks.detection.data import (
     ObjectImage,
     SceneImages,
     SceneSource,
-    detection_data,
     fit_size,
 )
-
-
-def config(source, **options):
-    plain = {"sizes": [64], "canonical_streams": 2}
-    both = {"train": source.model_dump(), "test": source.model_dump()}
-    return DetectionDataConfig.model_validate(both | plain | options)
-
-
-@pytest.fixture(params=["train", "val"])
-def real(request, shared):
-    folder = shared / "data" / "coco_mini"
-    return CocoSource(
-        format="coco",
-        annotations=str(folder / "annotations" / f"instances_{request.param}2017.json"),
-        images=str(folder / f"{request.param}2017_short256.tar"),
-    )
-
-
-def test_every_real_image_is_read(real):
-    images = CocoImages(real)
-    assert len(images) in (79, 80)
-    assert len(images.classes) == 80
-    assert images.classes[:2] == ("person", "bicycle")
-    raw = json.loads(Path(real.annotations).read_text())
-    names = {one["id"]: one["name"] for one in raw["categories"]}
-    ids = sorted(image["id"] for image in raw["images"])
-    total = 0
-    for number, image_id in enumerate(ids):
-        read = images.read(number)
-        own = [one for one in raw["annotations"] if one["image_id"] == image_id]
-        assert [images.classes[label] for label in read.labels] == [
-            names[one["category_id"]] for one in own
-        ]
-        sides = read.boxes[:, 2:] - read.boxes[:, :2]
-        boxes = np.array([one["bbox"] for one in own]).reshape(-1, 4)
-        assert np.allclose(np.concatenate([read.boxes[:, :2], sides], -1), boxes, atol=1.0)
-        assert read.crowds.tolist() == [bool(one["iscrowd"]) for one in own]
-        assert min(read.image.size) == 256
-        total += len(own)
-    assert total == len(raw["annotations"])
-
 
 # Bad files, each from a good one
 
@@ -226,17 +183,6 @@ def test_images_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path)
     (tmp_path / "images" / "b.png").unlink()
     with pytest.raises(BadSample, match=r"missing image: .*b\.png"):
         images.read(0)
-
-
-def test_a_batch_may_be_empty(tmp_path):
-    source = write(tmp_path, GOOD)
-    for name in ("a.png", "b.png"):
-        (tmp_path / "images" / name).unlink()
-    plain = config(source, max_skipped_share=1.0)
-    ((batch, _),) = list(detection_data(CocoImages(source), plain, 9, 2, 0).batches(stop_after=1))
-    assert batch.pixels == batch.boxes == ()
-    assert len(batch.skipped) == 2
-    assert batch.to("meta").valid.device.type == "meta"
 
 
 SCENES = {"format": "scenes", "count": 12}

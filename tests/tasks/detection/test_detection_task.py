@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.data.shards.sample_files import SkippedSample
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build
@@ -39,21 +38,6 @@ def batch(*counts, side=32):
         tuple(torch.randint(5, (count,)) for count in counts),
         torch.ones(len(counts), dtype=torch.bool),
     )
-
-
-def trained(settings, steps, rate=2e-3):
-    torch.manual_seed(0)
-    task, data = build(settings, 8, 0, "float32")
-    optimiser = torch.optim.AdamW(task.parameters(), lr=rate)
-    outputs = []
-    for step, (given, _) in enumerate(data.batches(stop_after=steps)):
-        out = task(given, step)
-        optimiser.zero_grad()
-        out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-        optimiser.step()
-        outputs.append(out)
-    return outputs
 
 
 def test_the_loss_is_the_sum_over_layers():
@@ -91,27 +75,15 @@ def test_auxiliary_losses_are_optional():
     assert other.loss < one.loss
 
 
-@pytest.mark.parametrize("counts", [(), (0, 0)])
-def test_batches_without_images_or_objects_have_finite_gradients(counts):
+def test_batches_without_objects_have_finite_gradients():
     task = DetectionTask(config([PLACES]), CLASSES)
-    given = batch(*counts)._replace(skipped=(SkippedSample("unreadable image", "a.png"),))
-    out = task(given, 0)
+    out = task(batch(0, 0), 0)
     out.loss.backward()
-    assert bool(out.loss == 0) == (not counts)
     for name, parameter in task.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all()
     assert set(out.losses) == set(task(batch(1), 0).losses)  # ranks agree about the names
     assert set(out.statistics) == set(task(batch(1), 0).statistics)
-
-
-def test_it_learns():
-    outputs = trained(config([PLACES]), 80)
-    first = sum(float(out.loss.detach()) for out in outputs[:5]) / 5
-    last = sum(float(out.loss.detach()) for out in outputs[-5:]) / 5
-    assert last < 0.3 * first
-    assert outputs[-1].statistics["overlap"] > 0.6
-    assert outputs[-1].statistics["right_class"] > 0.9
 
 
 def test_a_loaded_folder_asks_for_no_public_weights():
@@ -129,7 +101,6 @@ def test_a_loaded_folder_asks_for_no_public_weights():
          r"images of 48 x 48 px \(size 48\): irpe-quantization .*8 x 8"),
         ({"positions": [{"name": "learned-1d"}], "data": {"crop": 0.5, "longest": 64}},
          r"learned-1d"),
-        ({"positions": [{"name": "nonsense"}]}, "nonsense"),
         ({"data": {"canonical_streams": 3}}, "batch 8 is not a multiple of canonical_streams 3"),
         ({"data": {"test": {"format": "coco", "annotations": "nowhere", "images": "."}}},
          "nowhere: cannot be read"),

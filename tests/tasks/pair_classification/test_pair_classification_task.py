@@ -7,12 +7,13 @@ import torch
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
 from tests_support import CAPTIONS
 
-from vlp.config import ConfigError
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.task import load_task, start_parts
+from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.data import NLVR2_LABELS
 from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
@@ -89,15 +90,13 @@ def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
 def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
     shards = tmp_path / "captioned"
     images = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
-    from vlp.data.shards.shard_reader import ShardWriter
-
     with ShardWriter(shards) as writer:
         for number, image in enumerate(images):
             said = Annotation(caption=f"number {number}", source="test", image_id=str(number))
             writer.write(f"{number}", image, "png", said)
     task, _ = built(settings(Nlvr2AssignmentConfig, shards), folder)
     pairs = task.dataset([shards])
-    own = [pairs.prepare([_decoded(image)], "", 0, None)[0] for image in images]
+    own = [pairs.prepare([decode_image(image, "test")], "", 0, None)[0] for image in images]
     places = []
     for number in range(9):
         claim = pairs.make(pairs.items.read(number), number)
@@ -106,12 +105,6 @@ def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
         assert (shown.index(number) if number in shown else 2) == claim.label
         places.append(claim.label)
     assert set(places) == {0, 1, 2}
-
-
-def _decoded(image):
-    from vlp.data.image.decode import decode_image
-
-    return decode_image(image, "test")
 
 
 def test_bad_samples_are_named(folder, tmp_path):
@@ -146,19 +139,7 @@ def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
     assert not torch.equal(seen, left)
     assert torch.equal(left, less.dataset([shards]).make(item, 0).pixels)
     if view == "shuffled":
-        assert torch.equal(seen.sum((1, 2, 3)), left.sum((1, 2, 3))) or torch.allclose(
-            seen.sum(), left.sum(), atol=1e-3
-        )
-
-
-def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp_path):
-    config = settings(SnliVeConfig, entailment_shards(tmp_path / "train"))
-    task, _ = built(config, folder)
-    task.save_model(tmp_path / "saved", task.state_dict())
-    file = tmp_path / "saved" / "task.json"
-    file.write_text(file.read_text().replace('"label_smoothing"', '"label_smothing"'))
-    with pytest.raises(ConfigError, match=r"task\.json.*label_smothing.*label_smoothing"):
-        load_task(tmp_path / "saved")
+        assert torch.allclose(seen.sum(), left.sum(), atol=1e-3)
 
 
 def test_a_head_goes_on_in_its_own_task_alone(folder, tmp_path):

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from pretraining_batch import ROWS, batch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
+import vlp.objectives.config as objectives_config
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.itm import hard_negatives
-from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.pretraining import Pretraining, register_objective
+from vlp.tasks.pretraining import objectives as objective
+from vlp.tasks.pretraining import task as pretraining_task
 
 ALL = {"itm": {"group": 8}, "teacher": None}
 PROJECTIONS = {"image_tokens", "text_tokens"}
@@ -250,14 +259,10 @@ def test_soft_targets_change_the_loss_by_their_share(monkeypatch):
         assert not torch.isclose(plain.losses[name], mixed.losses[name])
     for name in ("token", "word", "itm", "mim"):
         assert torch.equal(plain.losses[name], mixed.losses[name])
-
-
-def test_soft_targets_do_not_enter_in_evaluation(monkeypatch):
-    hard, soft = task(WITH_TEACHER).eval(), task(WITH_TEACHER).eval()
     with torch.no_grad():
-        mixed = soft(batch(), 0).losses
-        monkeypatch.setattr("vlp.tasks.teacher.SOFT_SHARE", 0.0)
-        plain = hard(batch(), 0).losses
+        plain = hard.eval()(batch(), 0).losses
+        monkeypatch.undo()
+        mixed = soft.eval()(batch(), 0).losses
     assert all(torch.equal(plain[name], mixed[name]) for name in plain)
 
 
@@ -341,3 +346,51 @@ def test_a_head_of_another_shape_keeps_its_own_start(tmp_path):
     save_file(heads | {name: torch.zeros(3)}, file)
     (_, report) = task(init_from=str(tmp_path / "model")).weight_reports
     assert (report.missing, report.unused) == ([name], [name])
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-an-objective.md"
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """The how-to page's module, whose registrations end with the test."""
+    monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
+    monkeypatch.setattr(objectives_config, "_registered", {})
+    monkeypatch.setattr(pretraining_task, "OBJECTIVES", objective.OBJECTIVES)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    page = ModuleType("my_objective")
+    monkeypatch.setitem(sys.modules, page.__name__, page)  # where its annotations are looked up
+    exec(compile(code, PAGE, "exec"), page.__dict__)
+    return page
+
+
+def test_the_objective_of_the_page_is_trained(page):
+    built = task({"contrastive": None, "itm": None, "mim": None, "teacher": None,
+                  "feature_norm": {"weight": 0.2}})  # fmt: skip
+    given = batch()._replace(valid=torch.arange(ROWS) < 5)
+    output = built(given, 0)
+    states = built.model.encode_image(given.pixels).states[:5]
+    torch.testing.assert_close(output.losses["feature_norm"], states.square().mean().detach())
+    expected = output.losses["mlm"] + 0.2 * output.losses["feature_norm"]
+    torch.testing.assert_close(output.loss.detach(), expected)
+    output.loss.backward()
+    assert built.model.image_encoder.vit.norm.weight.grad.any()
+
+
+def test_settings_of_a_registered_objective_are_checked(page):
+    alone = {"contrastive": None, "itm": None, "mlm": None, "mim": None}
+    config = ObjectivesConfig.model_validate(alone | {"feature_norm": {"weight": 2}})
+    assert config.feature_norm == page.FeatureNormConfig(weight=2.0)
+    assert ObjectivesConfig.model_validate(config.model_dump(mode="json")) == config
+    for wrong, key in (
+        ({"toys": {}}, "toys"),
+        ({"feature_norm": {"wait": 1}}, "feature_norm.wait"),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            ObjectivesConfig.model_validate(wrong)
+        (problem,) = caught.value.errors()
+        assert (".".join(problem["loc"]), problem["type"]) == (key, "extra_forbidden")
+    with pytest.raises(ValueError, match="registered already"):
+        register_objective("feature_norm", page.FeatureNorm)
+    with pytest.raises(ValueError, match=r"objectives\.mlm is a key already"):
+        objectives_config.register_settings("mlm", page.FeatureNormConfig)

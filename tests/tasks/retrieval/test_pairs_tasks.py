@@ -43,19 +43,10 @@ def settings(folder, shards, kind, **task):
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])
-def test_losses_fall_and_the_folder_loads(kind, shards, tmp_path):
+def test_nothing_is_masked_and_the_folder_loads(kind, shards, tmp_path):
     config = settings(tiny_folder(tmp_path / "start"), shards, kind)
     task, data = build_task(config)
-    batch = next(iter(data.batches()))[0].to("cpu")
-    optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
-    losses = []
-    for step in range(20):
-        output = task(batch, step)
-        losses.append(float(output.loss.detach()))
-        optimiser.zero_grad()
-        output.loss.backward()
-        optimiser.step()
-    assert losses[-1] < losses[0]
+    output = task(next(iter(data.batches()))[0], 0)
     assert not any("mlm" in name or "mim" in name for name in output.losses)
     task.save_model(tmp_path / "saved", task.state_dict())
     if kind == "grounding":
@@ -83,25 +74,22 @@ def test_grounding_trains_on_expressions_and_retrieval_on_captions(shards, tmp_p
 
 
 def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
-    folder = tiny_folder(tmp_path / "start")
-    config = settings(folder, shards, "grounding", by="similarity", head=2)
-    task, data = build_task(config)
-    found = evaluate_task(task, [shards], options=EvalOptions(resamples=1))
-    direct = evaluate_grounding(
-        task.loaded, [shards], by="similarity", head=2, options=EvalOptions(resamples=1)
-    )
-    assert found.metrics == direct.metrics
-    assert found.predictions == direct.predictions
-    select(config, task, data).validate(progress := Progress(), dict)
-    assert progress.best == found.metrics["pointing"]
-
-    config = settings(folder, shards, "retrieval", rerank=3)
-    task, data = build_task(config)
-    found = evaluate_task(task, [shards], options=EvalOptions(resamples=1))
-    direct = evaluate_retrieval(task.loaded, [shards], rerank=3, options=EvalOptions(resamples=1))
-    assert found.metrics["mean"] == direct.mean("rerank").value
-    select(config, task, data).validate(progress := Progress(), dict)
-    assert progress.best == found.metrics["mean"]
+    folder, options = tiny_folder(tmp_path / "start"), EvalOptions(resamples=1)
+    for kind, how in (
+        ("grounding", {"by": "similarity", "head": 2}),
+        ("retrieval", {"rerank": 3}),
+    ):
+        config = settings(folder, shards, kind, **how)
+        task, data = build_task(config)
+        metrics = evaluate_task(task, [shards], options=options).metrics
+        if kind == "grounding":
+            direct = evaluate_grounding(task.loaded, [shards], **how, options=options).metrics
+            assert metrics == direct
+        else:
+            direct = evaluate_retrieval(task.loaded, [shards], **how, options=options)
+            assert metrics["mean"] == direct.mean("rerank").value
+        select(config, task, data).validate(progress := Progress(), dict)
+        assert progress.best == metrics["pointing" if kind == "grounding" else "mean"]
 
 
 def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(shards, tmp_path):

@@ -1,12 +1,16 @@
-"""Questions as items and batches, and lists of answers."""
+"""Questions as batches, lists of answers, and VQA accuracy."""
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections import Counter
 from io import BytesIO
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from question_shards import AUGMENT, coloured, photo, question, toy_text, write_shards
 
@@ -26,6 +30,7 @@ from vlp.tasks.vqa.data import (
     questions_in,
     read_answers,
 )
+from vlp.tasks.vqa.metrics import ENOUGH, normalise_answer, vqa_accuracy
 
 
 def questions(folder, limit=None, max_answer=5, **augment):
@@ -146,7 +151,6 @@ class TestAnswers:
         ("name", "content", "message"),
         [
             ("a.json", '{"yes": 1}', "a JSON list of texts"),
-            ("a.json", "[1, 2]", "a JSON list of texts"),
             ("a.json", "[", "cannot be read"),
             ("a.txt", "\n \n", "is empty"),
         ],
@@ -160,12 +164,79 @@ class TestAnswers:
             read_answers(tmp_path / "no.txt")
 
     @pytest.mark.parametrize("name", ["a.txt", "a.json"])
-    def test_byte_order_marks_are_no_part_of_an_answer(self, tmp_path, name):
-        content = '["yes", "no"]' if name.endswith("json") else "yes\r\n\ufeffno\r\n"
+    def test_byte_order_marks_and_repeated_answers_do_not_count(self, tmp_path, name):
+        content = '["yes", "no", " yes"]' if name.endswith("json") else "yes\r\n\ufeffno\r\nyes"
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
         assert read_answers(tmp_path / name) == ("yes", "no")
 
-    def test_repeated_answers_are_one(self, tmp_path):
-        file = tmp_path / "a.json"
-        file.write_text(json.dumps(["yes", "no", " yes"]))
-        assert read_answers(file) == ("yes", "no")
+
+def folder(shared):
+    return shared / "data_tasks" / "vqa_v2"
+
+
+def by_leaving_out(prediction, people):
+    """The definition, one person after another; for answers that need no normalisation."""
+    parts = []
+    for number in range(len(people)):
+        others = people[:number] + people[number + 1 :]
+        parts.append(min(1.0, others.count(prediction) / ENOUGH))
+    return sum(parts) / len(parts)
+
+
+def test_normalisation_of_real_answers(shared):
+    pairs = json.loads((folder(shared) / "eval_check" / "normalisation_pairs.json").read_text())
+    assert len(pairs) == 3000
+    assert [pair for pair in pairs if normalise_answer(pair[0]) != pair[1]] == []
+
+
+@pytest.mark.parametrize("version", ["official", "albef_copy"])
+def test_the_evaluators_figures(shared, version):
+    place = folder(shared)
+    with gzip.open(place / "annotations_test.json.gz") as file:
+        questions = {one["question_id"]: one for one in json.load(file)["annotations"]}
+    expected = json.loads((place / "eval_check" / "expected_accuracy.json").read_text())[version]
+    results = json.loads((place / "eval_check" / "results.json").read_text())
+    values = []
+    for row in results:
+        question = questions[row["question_id"]]
+        said = Counter(one["answer"] for one in question["answers"])
+        values.append(100 * vqa_accuracy(row["answer"], list(said.items()), version))
+    assert round(sum(values) / len(values), 4) == expected["overall"]
+    found = {str(row["question_id"]): round(value, 4) for row, value in zip(results, values)}
+    assert found == expected["perQuestion"]
+
+
+@given(st.lists(st.sampled_from(["red", "blue", "green"]), min_size=4, max_size=12))
+def test_counts_are_people(people):
+    for prediction in ("red", "black"):
+        found = vqa_accuracy(prediction, list(Counter(people).items()))
+        assert found == pytest.approx(by_leaving_out(prediction, people))
+
+
+@pytest.mark.parametrize(
+    ("agree", "other", "value"),
+    [(1, 0, 1), (0, 1, 0), (2, 0, 1), (1, 1, 1 / 2), (3, 0, 1), (2, 1, 2 / 3), (1, 2, 1 / 3),
+     (4, 0, 1), (3, 1, 3 / 4), (2, 2, 1 / 2)],
+)  # fmt: skip
+def test_few_people(agree, other, value):
+    answers = [("yes", agree), ("no", other)]
+    assert vqa_accuracy("yes", answers) == pytest.approx(value)
+
+
+def test_the_versions_differ_where_all_agree():
+    agreed = [("the yes", 10)]
+    assert vqa_accuracy("The Yes", agreed) == 1  # as they said, but for case
+    assert vqa_accuracy("yes", agreed) == 0
+    assert vqa_accuracy("the yes", agreed, "albef_copy") == 0  # predictions alone lose articles
+    assert vqa_accuracy("a yes!", [("yes", 10)], "albef_copy") == 1
+    assert vqa_accuracy("a yes!", [("yes", 10)]) == 0
+    assert vqa_accuracy("two", [("two", 9), ("2", 1)]) == 1
+    assert vqa_accuracy("two", [("two", 9), ("2", 1)], "albef_copy") == pytest.approx(0.3)
+
+
+def test_answers_that_nobody_gave_do_not_count():
+    assert vqa_accuracy("red", [("red", 4), ("blue", 0)]) == 1
+    with pytest.raises(ValueError, match="nobody answered"):
+        vqa_accuracy("red", [("red", 0)])
+    with pytest.raises(ValueError, match="unknown version 'new'"):
+        vqa_accuracy("red", [("red", 1)], "new")

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 from question_shards import AUGMENT, coloured, photo, toy_parts, write_shards
+from tests_support import train
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.models.folder import from_pretrained
 from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.vqa.task import VqaConfig, build
 
@@ -39,49 +39,14 @@ def collated(task, shards, numbers):
     return own.collate([own.make(own.items.read(number), number) for number in numbers])
 
 
-class TestLoss:
-    def test_answers_count_by_their_people(self, shards):
-        """Against one answer after the other, without batches."""
-        task, _ = built(shards)
-        task.double().eval()
-        batch = collated(task, shards, [1, 2, 3])
-        batch = batch._replace(pixels=batch.pixels.double(), shares=batch.shares.double())
-        output = task(batch, 0)
-        total = torch.zeros((), dtype=torch.float64)
-        for answer, (owner, share) in enumerate(zip(batch.owners, batch.shares)):
-            own = task.remember(
-                batch._replace(
-                    pixels=batch.pixels[owner : owner + 1],
-                    text_ids=batch.text_ids[owner : owner + 1],
-                    attention_mask=batch.attention_mask[owner : owner + 1],
-                    word_mask=batch.word_mask[owner : owner + 1],
-                )
-            )
-            words = task.model.text_encoder.embedding
-            ids = batch.answer_ids[answer]
-            ids = ids[ids != task.text.pad_id][None]
-            states = task.decoder(ids, own, words)
-            odds = task.decoder.logits(states, words).log_softmax(-1)[0]
-            total -= share * sum(odds[n, ids[0, n + 1]] for n in range(ids.shape[1] - 1))
-        torch.testing.assert_close(output.loss, total / 3)
-        torch.testing.assert_close(output.losses["answers"], total / 3)
-
-
 class TestTask:
     @pytest.fixture(scope="class")
     def trained(self, shards):
         """100 steps on the 24 questions, which are two kinds."""
         torch.manual_seed(0)
         task, data = built(shards, batch=24)
-        optimiser = torch.optim.Adam(task.parameters(), 5e-3)
-        losses = []
-        for step, (batch, _) in enumerate(data.batches(stop_after=100)):
-            output = task(batch, step)
-            optimiser.zero_grad()
-            output.loss.backward()
-            optimiser.step()
-            losses.append(output.loss.item())
-        return task.eval(), losses
+        outputs = train(task, data, 100, 5e-3)
+        return task.eval(), [output.loss.item() for output in outputs]
 
     def test_it_learns_to_answer(self, trained, shards):
         task, losses = trained
@@ -91,19 +56,6 @@ class TestTask:
         batch = collated(task, shards, range(6))
         assert task.predict(batch) == wanted
         assert task.predict(batch, "generate") == wanted
-
-    def test_the_folder_answers_as_the_task_does(self, trained, shards, tmp_path):
-        task, _ = trained
-        task.save_model(tmp_path, task.state_dict())
-        known = json.loads((tmp_path / "task.json").read_text())["known"]
-        assert known == {"answers": ["no", "blue", "green", "red", "left", "yes"]}
-        again = load_task(tmp_path)
-        assert not again.training
-        assert again.answers == task.answers
-        batch = collated(task, shards, range(8))
-        assert again.predict(batch) == task.predict(batch)
-        torch.testing.assert_close(again(batch, 0).loss, task(batch, 0).loss)
-        assert from_pretrained(tmp_path).model.config == task.model.config
 
     @pytest.mark.parametrize("key", ["layers", "intermediate"])
     def test_sizes_that_the_heads_weights_are_not_of_are_refused(self, trained, tmp_path, key):

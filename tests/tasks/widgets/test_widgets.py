@@ -1,4 +1,4 @@
-"""View hierarchies, generated screens, and batches of both."""
+"""View hierarchies, generated screens and batches of both; the task and its loss."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.positions.fourier import kl_regulariser
+from vlp.tasks.task import Task
 from vlp.tasks.widgets.data import (
     Collate,
     GeneratedScreensConfig,
@@ -27,18 +30,7 @@ from vlp.tasks.widgets.data import (
     widget_text,
 )
 from vlp.tasks.widgets.screens import KINDS, generate_screen, read_screen
-
-FIELDS = (
-    "boxes",
-    "kinds",
-    "clickable",
-    "words",
-    "resources",
-    "trees",
-    "real",
-    "targets",
-    "captions",
-)
+from vlp.tasks.widgets.task import WidgetsConfig, build
 
 
 def node(bounds=(0, 0, 100, 100), children=(), **more):
@@ -57,18 +49,15 @@ def tree():
     )
 
 
-def screen_text(config=None, **options):
-    config = config or WidgetDataConfig.model_validate({"vocabulary_size": 300, **options})
+def small(**options):
+    sizes = {"vocabulary_size": 300, "max_caption": 8, "canonical_streams": 2}
+    generated = {"screens": {"kind": "generated", "train": 24, "test": 6}}
+    config = WidgetDataConfig.model_validate(sizes | generated | options)
     screens = open_screens(config.screens, "train")
     text = widget_text(
         screens, config.vocabulary, config.vocabulary_size, config.max_words, config.max_caption
     )
     return screens, text, config
-
-
-def small(**options):
-    chosen = {"screens": {"kind": "generated", "train": 24, "test": 6}, "canonical_streams": 2}
-    return screen_text(max_caption=8, **{**chosen, **options})
 
 
 class TestHierarchy:
@@ -229,14 +218,10 @@ class TestRico:
         hierarchy, captions = generate_screen(np.random.default_rng(5))
         wanted = read_screen(hierarchy, "", captions)
         assert test.read(1)._replace(name="") == wanted
-
-    def test_a_tar_gives_the_same(self, tmp_path):
-        config = self.folder(tmp_path)
         with tarfile.open(tmp_path / "rico.tar.xz", "w:xz") as archive:
             archive.add(config.hierarchies, "combined")
         packed = config.model_copy(update={"hierarchies": str(tmp_path / "rico.tar.xz")})
-        here, there = open_screens(packed, "test"), open_screens(config, "test")
-        assert here.read(0)._replace(name="") == there.read(0)._replace(name="")
+        assert open_screens(packed, "test").read(1)._replace(name="") == wanted
 
     def test_bad_screens_are_named(self, tmp_path):
         config = self.folder(tmp_path)
@@ -311,14 +296,6 @@ class TestBatches:
         assert batch.real[rows, widgets].all()
         assert widgets.tolist() == [n for one in several for n in one.captions]
 
-    def test_worker_processes_give_the_same(self):
-        screens, text, config = small()
-        there = config.model_copy(update={"workers": 2})
-        both = [widget_data(screens, text, one, 8, 5) for one in (config, there)]
-        for (one, _), (other, _), _ in zip(*(data.batches() for data in both), range(2)):
-            for name in FIELDS:
-                assert torch.equal(getattr(one, name), getattr(other, name)), name
-
     def test_a_screen_without_captions_is_skipped(self):
         screens, text, config = small()
 
@@ -339,8 +316,6 @@ class TestBatches:
         _, text, _ = small()
         again = read_tokenizer(text.to_json())
         assert again.get_vocab() == small()[1]._tokenizer.get_vocab()
-        from vlp.data.text.tokenizer import TextProcessor
-
         TextProcessor(again, 12).save(tmp_path)
         stored = small(vocabulary=str(tmp_path))[1]
         assert stored.words("inbox").tolist() == text.words("inbox").tolist()
@@ -348,3 +323,60 @@ class TestBatches:
             read_tokenizer("{")
         with pytest.raises(ConfigError, match="too small"):
             small(vocabulary_size=7)
+
+
+FOURIER = {"dimensions": 4, "groups": 4, "extent": 100, "gamma": 10, "features": 16}
+
+MODEL = {"width": 32, "heads": 4, "layers": 1, "decoder_layers": 1, "intermediate": 64}
+SCREENS = {"kind": "generated", "train": 64, "test": 4, "nodes": "leaves"}
+SIZES = {"vocabulary_size": 300, "max_words": 3, "max_caption": 8}
+DATA = SIZES | {"screens": SCREENS, "canonical_streams": 2}
+
+
+def task_config(name="fourier", options=FOURIER, **more):
+    positions = [{"name": name, "options": options}] if name else []
+    return WidgetsConfig.model_validate(
+        {
+            "model": MODEL | {"dropout": 0.0, "positions": positions},
+            "data": DATA,
+            "java": False,
+            **more,
+        }
+    )
+
+
+def batches(data, count):
+    return [batch for (batch, _), _ in zip(data.batches(), range(count))]
+
+
+def test_the_task_is_one_and_its_loss_the_cross_entropy_of_words():
+    task, data = build(task_config(), 8, 0, "float32")
+    assert isinstance(task, Task)
+    (batch,) = batches(data, 1)
+    out = task(batch, 0)
+    logits = task.model(batch).log_softmax(-1)
+    total = count = hits = 0
+    for row, caption in enumerate(batch.captions.tolist()):
+        said = caption[1 : caption.index(task.text.sep_id) + 1]
+        for place, word in enumerate(said):
+            total -= logits[row, place, word]
+            hits += int(logits[row, place].argmax()) == word
+            count += 1
+    torch.testing.assert_close(out.losses["words"], total / count)
+    torch.testing.assert_close(out.statistics["accuracy"].item(), hits / count)
+    assert set(out.losses) == {"words"}
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
+
+
+def test_the_regulariser_pulls_on_regularised_encodings():
+    options = {**FOURIER, "regularised": True}
+    task, data = build(task_config(options=options, regulariser=0.5), 8, 0, "float32")
+    (batch,) = batches(data, 1)
+    out = task(batch, 0)
+    (encoding,) = task.model.encoder.positions
+    wanted = kl_regulariser(encoding.frequencies, encoding.log_variance)
+    torch.testing.assert_close(out.losses["regulariser"], wanted)
+    torch.testing.assert_close(out.loss, out.losses["words"] + 0.5 * wanted)
+    without, _ = build(task_config(regulariser=0.5), 8, 0, "float32")
+    assert without(batch, 0).losses["regulariser"] == 0

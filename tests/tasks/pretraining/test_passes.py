@@ -1,4 +1,4 @@
-"""What passes of a step share on a CPU, and leave out, against whole passes pair by pair."""
+"""Passes in chunks, or that share and leave out work on a CPU, against whole passes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from test_pretraining import ALL, task
 from tests_support import TINY_MODEL, ace
 
 from vlp.compilation import compile_regions, gpu_form
+from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.models.cross_encoder import CrossEncoder
+from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.loss import require_whole_groups
+from vlp.tasks.pretraining import grad_cache as module
+from vlp.tasks.pretraining import task as task_module
 from vlp.training.engines.compile import compile_task
 
 TEACHER = {"queue": 8, "warmup_steps": 0}
@@ -31,21 +36,25 @@ def rows():
     return found
 
 
-def step(built, one):
+def step(built, one, chunk=None):
+    built.grad_cache = chunk
     built.zero_grad()
+    built.model.anchor_threshold.fill_(0.3)  # it moves between the passes of a step
     if built.teacher:
         built.teacher.forget()
+    torch.manual_seed(5)
     output = built(one, 1)
     output.loss.backward()
     gradients = {n: p.grad.clone() for n, p in built.named_parameters() if p.grad is not None}
     return output.losses, output.statistics, gradients
 
 
-def double(**model):
-    built = task(ALL | {"teacher": TEACHER}, **model).double()
-    built.teacher.average.module.double()
-    queue = built.teacher.queue
-    queue.image, queue.text = queue.image.double(), queue.text.double()
+def double(objectives=ALL | {"teacher": TEACHER}, **model):
+    built = task(objectives, **model).double()
+    if built.teacher:
+        built.teacher.average.module.double()
+        queue = built.teacher.queue
+        queue.image, queue.text = queue.image.double(), queue.text.double()
     return built
 
 
@@ -154,3 +163,77 @@ def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
     monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
     step(built, one)
     assert sorted(seen) == [8] * 4 + [24] * 2
+
+
+ROWS, GROUP, CHUNK = 12, 4, 8  # the last chunk is shorter
+SMALL = {"itm": {"group": GROUP}, "contrastive": {"token": {"group": GROUP}}, "teacher": None}
+
+
+@pytest.mark.parametrize(
+    "objectives",
+    [
+        {},
+        {"contrastive": {"kind": "itc"}, "teacher": {"queue": 8, "warmup_steps": 0}},
+        {"contrastive": {"kind": "paper"}, "mim": {"output": "cross"}},
+        {"contrastive": {"kind": "sigmoid"}},
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_whole_batch(objectives):
+    one = batch(ROWS)
+    one.valid[5] = False
+    one.image_ids[3] = one.image_ids[9]
+    options = TINY_MODEL["cross"] | {"options": {"anchor": {"threshold": 0.3}}}
+    built = double(ALL | SMALL | objectives, cross=options)
+    one = one._replace(pixels=one.pixels.double())
+    expected, found = step(built, one), step(built, one, CHUNK)
+    assert_equal_steps(found[::2], expected[::2])
+    assert found[1].keys() == expected[1].keys()
+
+
+def test_dropout_is_replayed(monkeypatch):
+    """The same chunks, with everything kept, give the same bits."""
+    drop = {name: TINY_MODEL[name] | {"dropout": 0.3} for name in ("text", "cross")}
+    built = task(ALL | SMALL, **drop)
+    with_checkpoints = step(built, batch(ROWS), CHUNK)
+    for place in (module, task_module):
+        monkeypatch.setattr(place, "recomputed", lambda function: function())
+    kept = step(built, batch(ROWS), CHUNK)
+    torch.testing.assert_close(kept[::2], with_checkpoints[::2], rtol=0, atol=0)
+    assert not torch.equal(kept[0]["mlm"], step(built, batch(ROWS))[0]["mlm"])
+
+
+def test_the_running_threshold_is_that_of_the_whole_batch():
+    thresholds = []
+    for chunk in (None, CHUNK):
+        built = task(ALL | SMALL)
+        step(built, batch(ROWS), chunk)
+        thresholds.append(built.model.anchor_threshold)
+    torch.testing.assert_close(*thresholds)
+    assert thresholds[0] != 0.3
+
+
+def test_activations_are_those_of_one_chunk():
+    built = task(ALL | SMALL)
+
+    def saved_bytes(chunk):
+        total = 0
+
+        def count(tensor):
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        built.grad_cache = chunk
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            built(batch(32), 0)
+        return total
+
+    assert saved_bytes(4) < saved_bytes(None) / 3
+
+
+def test_a_chunk_that_cuts_groups_is_refused():
+    objectives = ObjectivesConfig.model_validate(SMALL)
+    require_whole_groups(objectives, 32, 2, chunk=8)
+    require_whole_groups(objectives, 32, 2, chunk=17)  # all of a rank's share
+    with pytest.raises(ConfigError, match=r"grad_cache 6 is not a multiple of objectives\.itm"):
+        require_whole_groups(objectives, 32, 2, chunk=6)
