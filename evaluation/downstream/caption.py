@@ -112,7 +112,7 @@ def _scores(
     except CaptionToolError as error:
         raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
     corpus = {name: scores.corpus[name] for name in _CORPUS if name in scores.corpus}
-    each = {name: scores.each[name] for name in ("cider", "rouge_l")}
+    each = {name: scores.per_caption[name] for name in ("cider", "rouge_l")}
     notes = [
         f"{', '.join(corpus)} are of all captions together and have no interval.",
         "CIDEr goes up to 1000 here.",

@@ -22,7 +22,7 @@ from vlp.tasks.detection.data import (
     evaluation_pixels,
     open_objects,
 )
-from vlp.tasks.detection.metrics import ImageFound, ImageTruth, coco_figures
+from vlp.tasks.detection.metrics import ImageDetections, ImageTruth, coco_figures
 from vlp.tasks.detection.task import DetectionTask
 
 BATCH = 16
@@ -53,7 +53,7 @@ def _at_size(
 ) -> dict[str, float]:
     numbers = evenly_spread(len(images), options.limit)
     truth: list[ImageTruth] = []
-    detections: dict[int, ImageFound] = {}
+    detections: dict[int, ImageDetections] = {}
     buckets: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
     reader = BlockReader(
         partial(_read, images, size, task.config.data, numbers), device, options.workers
@@ -96,7 +96,7 @@ def _detected(
     truth: list[ImageTruth],
     device: torch.device,
     precision: Precision | None,
-) -> dict[int, ImageFound]:
+) -> dict[int, ImageDetections]:
     """Return one detection for each query: its best class with its probability (DETR)."""
     if not images:
         return {}
@@ -105,7 +105,7 @@ def _detected(
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {
-        index: ImageFound(
+        index: ImageDetections(
             corners[row] * np.array([truth[index].width, truth[index].height] * 2),
             labels[row].cpu().numpy(),
             scores[row].cpu().numpy(),

@@ -64,7 +64,7 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
     figures["seen"] = 100 * float(in_training.mean())
     for name, mask in (("cider_seen", in_training), ("cider_unseen", ~in_training)):
         if mask.any():
-            figures[name] = 100 * float(scores.each["cider"][mask].mean())
+            figures[name] = 100 * float(scores.per_caption["cider"][mask].mean())
     return figures
 
 

@@ -4,8 +4,6 @@ A JSON line per case of the command line: `KIND`, `KIND:base`, `KIND:base:COMPIL
 `KIND:unanchored`, which is `KIND:base` without ACE-RPE.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Distillation in fine-tuning against sums written out, and the teacher beside the parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder

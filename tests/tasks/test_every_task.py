@@ -1,7 +1,5 @@
 """What must hold for every task, vision-only or fine-tuned, whatever its loss."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 The device answers without a GPU what a step asks of one; nothing is said of times or numbers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -15,15 +15,13 @@ from vlp.objectives.loss import Loss, normalise
 
 
 class StepOutput(NamedTuple):
-    """Result of one forward pass on one rank's share of a global batch.
+    """Result of one forward pass on one rank's share of a global batch."""
 
-    loss: scalar to be backpropagated; losses: its named parts, both scaled so that their mean over
-    ranks is the mean over the global batch (`vlp.objectives.loss.normalise`). statistics: scalars
-    for the log, averaged over ranks.
-    """
-
+    # Scalar to be backpropagated and its named parts, scaled so that their mean over ranks is the
+    # mean over the global batch (`vlp.objectives.loss.normalise`).
     loss: Tensor
     losses: dict[str, Tensor]
+    # Scalars for the log, averaged over ranks.
     statistics: dict[str, Tensor]
 
 
@@ -50,23 +48,20 @@ class Task(Protocol):
         """
 
     def after_skip(self) -> None:
-        """Forget the values that `forward` collected for `after_step`, as the step was not applied.
-
-        The loop puts back buffers that it changed.
-        """
+        """Drop the values of a step that was not applied; the loop restores its buffers."""
 
     def extra_state(self) -> dict[str, Tensor]:
         """Return the tensors outside of parameters and buffers that a resumed run needs."""
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `extra_state` gave."""
+        """Restore the state of `extra_state`."""
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the public model folder; `state` is the task's full `state_dict` on the CPU."""
 
 
+# Type of matrix products by precision.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of matrix products by precision."""
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -82,8 +77,8 @@ class PlainTask(nn.Module):
     """
 
     config: Any
+    # True once `compile_task` has compiled it: its batches then keep their sizes.
     is_compiled = False
-    """True once `compile_task` has compiled it: its batches then keep their sizes."""
 
     def __init__(self, precision: Precision = "float32") -> None:
         super().__init__()
@@ -99,7 +94,7 @@ class PlainTask(nn.Module):
         return False
 
     def networks(self) -> list[nn.Module]:
-        """Return what computes in a step: the task itself, and its teachers."""
+        """Return the modules that compute in a step: the task itself, and its teachers."""
         return [self, *self.teachers()]
 
     def step_output(

@@ -24,24 +24,22 @@ from vlp.tasks.task import AUTOCAST
 
 Student = TypeVar("Student", bound=nn.Module)
 
+# Share of a teacher's predictions in the targets of pretraining, as ALBEF's alpha.
 SOFT_SHARE = 0.4
-"""Share of a teacher's predictions in the targets of pretraining, as ALBEF's alpha."""
 
 
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module's linear and convolutional layers, by name.
-
-    Parameters that another module reads too, such as a table of words, are left out.
-    """
-    named = list(module.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in named)
-    own = {
+    """Return the parameters of a module's linear and convolutional layers, by name."""
+    items = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in items)
+    ids = {
         id(parameter)
         for layer in module.modules()
         if isinstance(layer, nn.Linear | nn.Conv2d)
         for parameter in layer.parameters(recurse=False)
     }
-    return {name: weight for name, weight in named if uses[id(weight)] == 1 and id(weight) in own}
+    # A table of words may also be the output layer, and the embedding reads it in float32.
+    return {name: weight for name, weight in items if uses[id(weight)] == 1 and id(weight) in ids}
 
 
 class RoundedWeights:
@@ -57,12 +55,12 @@ class RoundedWeights:
             self._weights[name], self._masters[name] = weight, weight.data
             weight.data = weight.data.to(dtype)
 
-    def held(self) -> dict[str, Tensor]:
+    def masters(self) -> dict[str, Tensor]:
         """Return the masters by the names of their weights."""
         return dict(self._masters)
 
     @torch.no_grad()
-    def give_weights(self) -> None:
+    def round_masters(self) -> None:
         """Round the masters to their weights."""
         if self._weights:
             torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
@@ -75,9 +73,7 @@ class RoundedWeights:
 class Teacher(Generic[Student]):
     """Exponential average of a module's weights (MoCo; ALBEF, section 3.3).
 
-    Not an `nn.Module`, so that its holder, its optimiser and DeepSpeed do not see the weights. They
-    are float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never
-    moves. Call it under `torch.no_grad()` through `module`.
+    Call it under `torch.no_grad()` through `module`.
 
     Args:
         student: module to copy.
@@ -86,7 +82,9 @@ class Teacher(Generic[Student]):
             each call.
     """
 
+    # No `nn.Module`, so that its holder, the optimiser and DeepSpeed do not see the weights.
     def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
+        # In bfloat16 an average with momentum 0.995 would never move.
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
         self._products = products
         self._rounded = RoundedWeights()
@@ -100,7 +98,7 @@ class Teacher(Generic[Student]):
             self.module.to(device)
             self._device = device
             self._rounded.to(device)
-            if self._products and not self._rounded.held():
+            if self._products and not self._rounded.masters():
                 self._rounded.keep(half_weights(self.module), self._products)
         return self
 
@@ -114,12 +112,12 @@ class Teacher(Generic[Student]):
     ) -> None:
         """Move every weight by 1 - momentum towards the student's.
 
-        `named_parameters` holds full-size tensors by their names in the student (under ZeRO-3 the
-        engine gathers them), and may hold others; KeyError where one is missing. `named_buffers`
-        are copied, not averaged. Where `applied`, 0-d bool on the weights' device, is False they
-        stay as they are.
+        `named_parameters` holds full-size tensors by their names in the student, and may hold
+        others; KeyError where one is missing. `named_buffers` are copied, not averaged. Where
+        `applied`, 0-d bool on the weights' device, is False they stay as they are.
         """
-        teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
+        # The averaged tensor of a rounded weight is its master.
+        teacher = {**dict(self.module.named_parameters()), **self._rounded.masters()}
         _check(teacher, named_parameters)
         weights = list(teacher.values())
         student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
@@ -129,7 +127,7 @@ class Teacher(Generic[Student]):
             moves = torch._foreach_sub(student, weights)
             torch._foreach_mul_(moves, applied * (1 - momentum))
             torch._foreach_add_(weights, moves)
-        self._rounded.give_weights()
+        self._rounded.round_masters()
         if named_buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in named_buffers:
@@ -137,13 +135,13 @@ class Teacher(Generic[Student]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, for the checkpoint."""
-        return {**self.module.state_dict(), **self._rounded.held()}
+        return {**self.module.state_dict(), **self._rounded.masters()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; missing or unknown names are errors."""
+        """Restore the state of `state_dict`; missing or unknown names are errors."""
         self.module.load_state_dict(state)
-        for name, master in self._rounded.held().items():
+        for name, master in self._rounded.masters().items():
             master.copy_(state[name])
 
 
@@ -189,17 +187,16 @@ def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) ->
 
 
 class TeacherOutput(NamedTuple):
-    """Output of the teacher for objectives.
+    """Output of the teacher for objectives."""
 
-    image, text: its features of the unmasked batch. keys: the batch's, then the queue's. alpha:
-    share of its soft targets at this step, 0 in evaluation. modules: `model` and the copied heads
-    by name, for soft targets of other inputs; call them without gradient.
-    """
-
+    # Its features of the unmasked batch.
     image: ImageFeatures
     text: TextFeatures
+    # The batch's, then the queue's.
     keys: Keys
+    # Share of its soft targets at this step, 0 in evaluation.
     alpha: float
+    # `model` and the copied heads, for soft targets of other inputs; call them without gradient.
     modules: nn.ModuleDict
 
     @property
@@ -232,10 +229,8 @@ class MomentumTeacher:
 
     @torch.no_grad()
     def start(self, batch: Batch, step: int, training: bool) -> Callable[[], TeacherOutput]:
-        """Encode the batch; the returned call waits for the keys of all ranks.
-
-        They travel while the student encodes. In training, they then wait for `after_step`.
-        """
+        """Encode the batch; the returned call waits for the keys of all ranks."""
+        # The keys travel while the student encodes.
         device = batch.pixels.device
         modules = self.average.to(device).module
         self.queue.to(device)
@@ -291,7 +286,7 @@ class MomentumTeacher:
         return state | {f"queue.{name}": value for name, value in self.queue.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self.average.load_state_dict(strip_prefix(state, "teacher."))
         self.queue.load_state_dict(strip_prefix(state, "queue."))
 
@@ -346,8 +341,8 @@ class Distilled(Downstream):
     def start_teacher(self, epoch_steps: int) -> None:
         """Copy the task as its teacher, where one is configured."""
         if (settings := self.config.teacher) is not None:
-            asked = settings.warmup_steps
-            self._warmup_steps = epoch_steps if asked is None else asked
+            steps = settings.warmup_steps
+            self._warmup_steps = epoch_steps if steps is None else steps
             self.teacher = Teacher(self, AUTOCAST.get(self.precision))
 
     def soft_target(
@@ -363,9 +358,9 @@ class Distilled(Downstream):
         if self.teacher is None or settings is None or not self.training:
             return None
         with torch.no_grad():
-            (found,) = full_precision(logits(self.teacher.to(device).module))
+            (teacher_logits,) = full_precision(logits(self.teacher.to(device).module))
         share = soft_target_share(step, settings.alpha, self._warmup_steps)
-        return SoftTarget(found.softmax(-1), share)
+        return SoftTarget(teacher_logits.softmax(-1), share)
 
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None

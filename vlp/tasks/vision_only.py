@@ -35,26 +35,26 @@ class VisionTask(PlainTask):
         super().__init__(precision)
         self.config = config
 
-    def known(self) -> dict[str, Any]:
-        """Return values that opening the data gave, such as class names, as JSON values."""
+    def metadata(self) -> dict[str, Any]:
+        """Return JSON values that came from the data, such as class names, for `restore`."""
         return {}
 
     @classmethod
-    def restore(cls, config: Any, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: Any, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with fresh weights."""
         return cls(config)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write a folder that `load_task` reads, from the task's full weights and buffers."""
         config = self.config.model_dump(mode="json")
-        plain = {"model_type": MODEL_TYPE, "task": config, "known": self.known()}
+        plain = {"model_type": MODEL_TYPE, "task": config, "known": self.metadata()}
         write_json(folder / CONFIG, plain)
         weights = {name: value.detach().cpu().clone() for name, value in state.items()}
         write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Read configuration, `known` and weights, as `VisionTask.save_model` wrote them."""
+    """Read configuration, `metadata` and weights, as `VisionTask.save_model` wrote them."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -68,6 +68,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[
         raise ValueError(f"{folder}: damaged ({error})") from error
 
 
+# Classes of the tasks by kind, imported on first use.
 KINDS = {
     "classification": "Classification",
     "detection": "DetectionTask",
@@ -75,7 +76,6 @@ KINDS = {
     "pixels": "Pixels",
     "widgets": "Widgets",
 }
-"""Classes of the tasks by kind."""
 
 
 def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[VisionTask, Any]:
@@ -86,9 +86,9 @@ def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tupl
 
 def load_task(folder: str | Path) -> VisionTask:
     """Load a trained task in evaluation mode, on the CPU."""
-    config, known, state = read_task(folder)
+    config, metadata, state = read_task(folder)
     kind: type[VisionTask] = getattr(_module(config["kind"]), KINDS[config["kind"]])
-    make = partial(kind.restore, kind.config_class.model_validate(config), known)
+    make = partial(kind.restore, kind.config_class.model_validate(config), metadata)
     require_sizes(config, make, state, Path(folder) / CONFIG)
     task = make()
     try:

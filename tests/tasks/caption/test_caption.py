@@ -1,7 +1,5 @@
 """Captioned images as batches; the task, its folder, and caption scores."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace
@@ -166,16 +164,16 @@ def test_figures_by_hand():
     # 5 of 6 words; of word pairs "delete the" and "go home" of 4. Lengths agree: no penalty.
     assert scores.corpus["bleu1"] == pytest.approx(5 / 6, abs=1e-6)
     assert scores.corpus["bleu2"] == pytest.approx(math.sqrt(5 / 6 * 2 / 4), abs=1e-6)
-    assert scores.each["rouge_l"] == pytest.approx([0.75, 1.0])
+    assert scores.per_caption["rouge_l"] == pytest.approx([0.75, 1.0])
     assert scores.corpus["rouge_l"] == pytest.approx(0.875)
-    assert scores.corpus["cider"] == pytest.approx(scores.each["cider"].mean())
+    assert scores.corpus["cider"] == pytest.approx(scores.per_caption["cider"].mean())
     assert "meteor" not in scores.corpus
 
 
 def test_empty_captions_score_nothing_and_shift_nobody():
     scores = caption_scores(["", "a ||| dog", ""], [["...", "x y"], ["a ||| dog"], ["a cat"]])
-    assert scores.each["rouge_l"].tolist() == [0, 1, 0]
-    assert scores.each["meteor"].tolist() == [0, 1, 0]
+    assert scores.per_caption["rouge_l"].tolist() == [0, 1, 0]
+    assert scores.per_caption["meteor"].tolist() == [0, 1, 0]
     assert set(plain(["", ""], [["a dog"], ["b"]]).corpus.values()) == {0.0}
 
 

@@ -1,7 +1,5 @@
 """The classification task: its loss, mixing, learning, and the folder it leaves."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

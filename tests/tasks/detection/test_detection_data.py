@@ -1,7 +1,5 @@
 """Images with boxes: COCO's files, generated scenes, sizes, crops, mirrors and batches."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

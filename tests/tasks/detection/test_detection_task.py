@@ -1,7 +1,5 @@
 """The detection task: its loss, learning, sizes, and the folder it leaves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

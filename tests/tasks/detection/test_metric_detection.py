@@ -1,11 +1,9 @@
 """COCO's figures on detections whose precision is known, and against a slow average precision."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from vlp.tasks.detection.metrics import FIGURES, ImageFound, ImageTruth, coco_figures
+from vlp.tasks.detection.metrics import FIGURES, ImageDetections, ImageTruth, coco_figures
 
 CLASSES = ("circle", "star")
 
@@ -24,7 +22,7 @@ def truth(boxes, labels=None, crowds=None, size=(200, 100), areas=None):
 def found(boxes, labels=None, scores=None):
     boxes = np.array(boxes, dtype=float).reshape(-1, 4)
     count = len(boxes)
-    return ImageFound(
+    return ImageDetections(
         boxes,
         np.array(labels if labels is not None else [0] * count, dtype=int),
         np.array(scores if scores is not None else np.linspace(0.9, 0.5, count)),

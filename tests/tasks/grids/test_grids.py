@@ -1,7 +1,5 @@
 """Grids: ARC's files, rules, variants, templates and batches; the task and its folder."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tarfile

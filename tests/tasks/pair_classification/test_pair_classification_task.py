@@ -1,7 +1,5 @@
 """Entailment, statements and text assignment on a tiny model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder

@@ -1,7 +1,5 @@
 """Images as pixel values; the task, its loss, learning, and the folder it leaves."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

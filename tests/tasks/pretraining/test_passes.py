@@ -1,7 +1,5 @@
 """Passes in chunks, or that share and leave out work on a CPU, against whole passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pretraining_batch import batch

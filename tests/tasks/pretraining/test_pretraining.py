@@ -1,7 +1,5 @@
 """The pretraining task: which passes run, what counts, and what it keeps between steps."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Retrieval and weakly supervised grounding on a tiny model: what is trained, what is judged."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

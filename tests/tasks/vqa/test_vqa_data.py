@@ -1,7 +1,5 @@
 """Questions as batches, lists of answers, and VQA accuracy."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

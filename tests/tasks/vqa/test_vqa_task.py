@@ -1,7 +1,5 @@
 """Question answering: its loss, what it learns, and the folder that it leaves."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

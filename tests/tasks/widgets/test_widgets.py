@@ -1,7 +1,5 @@
 """View hierarchies, generated screens and batches of both; the task and its loss."""
 
-from __future__ import annotations
-
 import csv
 import json
 import tarfile

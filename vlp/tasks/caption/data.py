@@ -34,24 +34,26 @@ class CaptionDataConfig(DownstreamDataConfig):
 
 
 class CaptionExample(NamedTuple):
-    """pixels (3, size, size); the caption to write, "" in evaluation; all captions there are."""
+    """One image with its captions."""
 
+    # (3, size, size)
     pixels: Tensor
+    # The caption to write, "" in evaluation.
     caption: str
     captions: tuple[str, ...]
 
 
 class CaptionBatch(NamedTuple):
-    """pixels (B, 3, size, size) float32; caption_ids (B, L) int64, [CLS] ... [SEP] and padding.
+    """B images with a caption each; one sample that is not valid if all are bad."""
 
-    valid (B,) bool; places (R,), `predicted_places` of the captions. A batch without a good sample
-    has one that is not valid.
-    """
-
+    # (B, 3, size, size) float32
     pixels: Tensor
+    # (B, L) int64, [CLS] ... [SEP] and padding
     caption_ids: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
+    # (R,), `predicted_places` of the captions
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> CaptionBatch:

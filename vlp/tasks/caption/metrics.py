@@ -1,7 +1,4 @@
-"""BLEU, ROUGE-L, CIDEr and METEOR by pycocoevalcap: shares between 0 and 1, CIDEr up to 10.
-
-SPICE is left out, since it downloads its tools when it is called.
-"""
+"""BLEU, ROUGE-L, CIDEr, METEOR and SPICE by pycocoevalcap: between 0 and 1, CIDEr up to 10."""
 
 from __future__ import annotations
 
@@ -28,12 +25,11 @@ class CaptionToolError(RuntimeError):
 class CaptionScores(NamedTuple):
     """Scores of the corpus and of each caption, (captions,).
 
-    Keys are bleu1 to bleu4, rouge_l, cider and meteor; `each` lacks BLEU, which is no mean of
-    captions.
+    Keys are bleu1 to bleu4, rouge_l, cider and meteor; BLEU is no mean of captions.
     """
 
     corpus: dict[str, float]
-    each: dict[str, NDArray[np.float64]]
+    per_caption: dict[str, NDArray[np.float64]]
 
 
 def require_caption_tools(java: bool = True) -> None:
@@ -67,44 +63,44 @@ def caption_scores(
     """
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
-    if empty := [n for n, said in enumerate(references) if not any(map(str.strip, said))]:
+    if empty := [n for n, texts in enumerate(references) if not any(map(str.strip, texts))]:
         raise ValueError(f"caption {empty[0]} ({candidates[empty[0]]!r}) has no reference")
     require_caption_tools(java=meteor or tokenizer == "ptb")
     with _english_java():
-        found = _tokenised([[one] for one in candidates], tokenizer)
-        wanted = _tokenised(references, tokenizer)
-    # A reference of punctuation alone is empty by now; the scorers want one all the same.
-    wanted = {n: [one for one in said if one] or [""] for n, said in wanted.items()}
-    if not any(map(any, wanted.values())):
+        predicted = _tokenised([[candidate] for candidate in candidates], tokenizer)
+        target = _tokenised(references, tokenizer)
+    # A reference of punctuation alone is empty by now, but the scorers need at least one.
+    target = {n: [text for text in texts if text] or [""] for n, texts in target.items()}
+    if not any(map(any, target.values())):
         raise ValueError(f"no reference has a word, such as {references[0]!r}")
-    bleu = _scorer("bleu", "Bleu")(4).compute_score(wanted, found, verbose=0)[0]
+    bleu = _scorer("bleu", "Bleu")(4).compute_score(target, predicted, verbose=0)[0]
     corpus = {f"bleu{n}": float(score) for n, score in enumerate(bleu, start=1)}
-    each = {}
+    per_caption = {}
     for name, module, kind in (("rouge_l", "rouge", "Rouge"), ("cider", "cider", "Cider")):
-        score, scores = _scorer(module, kind)().compute_score(wanted, found)
-        corpus[name], each[name] = float(score), np.asarray(scores, dtype=np.float64)
+        score, scores = _scorer(module, kind)().compute_score(target, predicted)
+        corpus[name], per_caption[name] = float(score), np.asarray(scores, dtype=np.float64)
     if meteor:
         # It reads one caption a line, with ||| between fields, and only cleans the candidate.
-        clean = {n: [one.replace("|||", " ") for one in said] for n, said in wanted.items()}
+        clean = {n: [text.replace("|||", " ") for text in texts] for n, texts in target.items()}
         with _english_java():
             scorer = _scorer("meteor", "Meteor")()
         try:
-            score, scores = scorer.compute_score(clean, found)
+            score, scores = scorer.compute_score(clean, predicted)
         except Exception as error:
             scorer.lock.release()  # its destructor would wait for ever
             scorer.meteor_p.kill()
-            said = scorer.meteor_p.stderr.read().decode(errors="replace").strip()
-            raise CaptionToolError(f"METEOR gives no figures ({error}): {said}") from error
-        corpus["meteor"], each["meteor"] = float(score), np.asarray(scores, dtype=np.float64)
-    return CaptionScores(corpus, each)
+            message = scorer.meteor_p.stderr.read().decode(errors="replace").strip()
+            raise CaptionToolError(f"METEOR gives no figures ({error}): {message}") from error
+        corpus["meteor"], per_caption["meteor"] = float(score), np.asarray(scores, dtype=np.float64)
+    return CaptionScores(corpus, per_caption)
 
 
 @contextmanager
 def _english_java() -> Iterator[None]:
-    """Run Java programs in an English locale, as others write "0,5" and lower-case differently."""
-    name, wanted = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
+    # Other locales write "0,5" and lower-case differently.
+    name, options = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
     before = os.environ.get(name)
-    os.environ[name] = f"{before or ''} {wanted}".strip()
+    os.environ[name] = f"{before or ''} {options}".strip()
     try:
         yield
     finally:
@@ -114,26 +110,26 @@ def _english_java() -> Iterator[None]:
 
 
 def _tokenised(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> dict[int, list[str]]:
-    lines = {n: [" ".join(one.split()) for one in said] for n, said in enumerate(captions)}
+    lines = {n: [" ".join(text.split()) for text in texts] for n, texts in enumerate(captions)}
     if tokenizer == "plain":
         nothing = str.maketrans("", "", string.punctuation)
         return {
-            n: [" ".join(one.lower().translate(nothing).split()) for one in said]
-            for n, said in lines.items()
+            n: [" ".join(text.lower().translate(nothing).split()) for text in texts]
+            for n, texts in lines.items()
         }
     if tokenizer != "ptb":
         raise ValueError(f"unknown tokenizer {tokenizer!r}; one of ptb, plain")
     # A line must not be empty: the tokeniser ends where only empty ones follow.
-    asked = {n: [{"caption": one or "."} for one in said] for n, said in lines.items()}
+    rows = {n: [{"caption": text or "."} for text in texts] for n, texts in lines.items()}
     module = importlib.import_module("pycocoevalcap.tokenizer.ptbtokenizer")
     with _writable(module):
-        tokenised: dict[int, list[str]] = module.PTBTokenizer().tokenize(asked)
+        tokenised: dict[int, list[str]] = module.PTBTokenizer().tokenize(rows)
     return tokenised
 
 
 @contextmanager
 def _writable(module: Any) -> Iterator[None]:
-    """Replace a module's own folder, where it is read-only, by a writable one like it."""
+    # The tools write beside their module, which may lie in a read-only installation.
     file = Path(module.__file__)
     if os.access(file.parent, os.W_OK):
         yield
@@ -171,16 +167,16 @@ def require_spice() -> None:
 def spice_scores(
     candidates: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
-    """Return SPICE's F-score over scene-graph tuples of each caption, between 0 and 1."""
+    """Return SPICE's F-score over scene-graph tuples of per_caption caption, between 0 and 1."""
     if not candidates or len(candidates) != len(references):
         raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
     require_spice()
-    found = {n: [" ".join(one.split())] for n, one in enumerate(candidates)}
-    wanted = {n: [" ".join(one.split()) for one in said] for n, said in enumerate(references)}
+    predicted = {n: [" ".join(text.split())] for n, text in enumerate(candidates)}
+    target = {n: [" ".join(text.split()) for text in texts] for n, texts in enumerate(references)}
     with _english_java(), _writable(_module("spice")):
-        _, each = _module("spice").Spice().compute_score(wanted, found)
-    # Nothing said and nothing to say gives 0 / 0.
-    return np.nan_to_num(np.array([scores["All"]["f"] for scores in each], dtype=np.float64))
+        _, per_caption = _module("spice").Spice().compute_score(target, predicted)
+    # A caption without tuples against references without tuples gives 0 / 0.
+    return np.nan_to_num(np.array([scores["All"]["f"] for scores in per_caption], dtype=np.float64))
 
 
 def _module(name: str) -> Any:

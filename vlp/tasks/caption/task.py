@@ -76,7 +76,7 @@ class CaptionTask(WritingTask):
         """Compute cross-entropy per word piece in nats and the share of pieces predicted right."""
         with self.autocast(batch.pixels.device):
             memory = self.remember(batch.pixels)
-            found = answer_likelihood(
+            output = answer_likelihood(
                 self.decoder,
                 memory,
                 batch.caption_ids,
@@ -85,10 +85,10 @@ class CaptionTask(WritingTask):
                 self.config.label_smoothing if self.training else 0.0,
                 places=batch.places,
             )
-        each = -found.log_probability.where(batch.valid, 0)
-        right, tokens = (part.where(batch.valid, 0).sum() for part in (found.right, found.tokens))
+        nats = -output.log_probability.where(batch.valid, 0)
+        right, tokens = (part.where(batch.valid, 0).sum() for part in (output.right, output.tokens))
         return self.step_output(
-            {"words": Loss(each.sum(), tokens)},
+            {"words": Loss(nats.sum(), tokens)},
             statistics={"token_accuracy": right / tokens.clamp(min=1)},
         )
 

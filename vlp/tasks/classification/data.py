@@ -73,13 +73,13 @@ class LabelledDataConfig(MapDatasetConfig):
 
 
 class LabelledBatch(NamedTuple):
-    """pixels (B, 3, size, size) float32, normalised; labels (B,) int64; valid (B,) bool.
+    """B images with a class each; one grey image that is not valid if all are bad."""
 
-    A batch without a good sample is one grey image that is not valid.
-    """
-
+    # (B, 3, size, size) float32, normalised
     pixels: Tensor
+    # (B,) int64
     labels: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -155,14 +155,14 @@ def _collate(
     valid = torch.ones(len(samples), dtype=torch.bool)
     if not samples:  # models want a row; it counts nowhere
         samples, valid = [(torch.zeros(3, size, size), 0)], torch.zeros(1, dtype=torch.bool)
-    pixels = torch.stack([one for one, _ in samples])
+    pixels = torch.stack([image for image, _ in samples])
     labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
     return LabelledBatch(pixels, labels, valid, skipped)
 
 
 @contextmanager
 def _seeded(rng: np.random.Generator) -> Iterator[None]:
-    """Seed the global generators that timm's policies draw from, and put them back."""
+    # timm's policies draw from the global generators.
     before = random.getstate(), np.random.get_state()
     seed = int(rng.integers(2**32))
     random.seed(seed)

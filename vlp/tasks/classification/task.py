@@ -46,13 +46,13 @@ class ClassificationConfig(Config):
         if self.model.pretrained and not {"mean", "std"} & self.data.model_fields_set:
             import vlp.models.vision  # noqa: F401  # registers our names with timm
 
-            known = None
+            cfg = None
             with suppress(RuntimeError):  # where the model is made, the name is refused
-                known = get_pretrained_cfg(self.model.name)
-            if known is not None:
-                own = self.model.options.get("pretrained_cfg_overlay") or {}
+                cfg = get_pretrained_cfg(self.model.name)
+            if cfg is not None:
+                overlay = self.model.options.get("pretrained_cfg_overlay") or {}
                 statistics = {
-                    name: tuple(own.get(name, getattr(known, name))) for name in ("mean", "std")
+                    name: tuple(overlay.get(name, getattr(cfg, name))) for name in ("mean", "std")
                 }
                 object.__setattr__(self, "data", self.data.model_copy(update=statistics))
         return self
@@ -86,22 +86,22 @@ class Classification(VisionTask):
         (logits,) = full_precision(logits)
         smoothing = self.config.label_smoothing
         targets = targets * (1 - smoothing) + smoothing / len(self.classes)
-        each = -(targets * logits.log_softmax(-1)).sum(-1)
-        losses = {"classes": Loss(torch.where(batch.valid, each, 0).sum(), batch.valid.sum())}
+        nats = -(targets * logits.log_softmax(-1)).sum(-1)
+        losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
         statistics = {}
         if not mixed:
             statistics["accuracy"] = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics=statistics)
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the values that `restore` needs in addition to the configuration."""
         return {"classes": self.classes}
 
     @classmethod
-    def restore(cls, config: ClassificationConfig, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: ClassificationConfig, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with fresh weights."""
         model = config.model.model_copy(update={"pretrained": False})
-        return cls(config.model_copy(update={"model": model}), known["classes"])
+        return cls(config.model_copy(update={"model": model}), metadata["classes"])
 
     def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
         """Mix every image with the one at the mirrored place of the batch."""

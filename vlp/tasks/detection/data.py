@@ -71,16 +71,14 @@ ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")
 
 
 class ObjectImage(NamedTuple):
-    """An RGB image and its objects, in pixels of `width` x `height` (the annotation's size).
-
-    boxes (objects, 4) float64: left, top, right, bottom, inside the image; labels (objects,) int64;
-    areas (objects,) float64, for COCO's small, medium and large; crowds (objects,) bool.
-    """
+    """An RGB image and its objects, in pixels of `width` x `height` (the annotation's size)."""
 
     image: Image.Image
     width: int
     height: int
+    # (objects, 4): left, top, right, bottom, inside the image
     boxes: NDArray[np.float64]
+    # (objects,) each; areas are for COCO's small, medium and large.
     labels: NDArray[np.int64]
     areas: NDArray[np.float64]
     crowds: NDArray[np.bool_]
@@ -125,7 +123,7 @@ class SceneImages:
 
 
 def _plain_id(value: Any) -> Any:
-    """Return a number for an id that is written as one: exporters write `"1"` and `1.0` for 1."""
+    # Exporters write `"1"` and `1.0` for 1.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]{0,17}", value):
@@ -168,8 +166,7 @@ AnyRow = TypeVar("AnyRow", bound=_Row)
 class CocoImages:
     """Images of an annotation file in the order of their ids, also those without objects.
 
-    Boxes follow the rule of `vlp.data.boxes` and fit images stored at another size. Unusable rows
-    are left out and logged. Classes are the categories in the order of their ids.
+    Boxes follow the rule of `vlp.data.boxes`. Classes are the categories in the order of their ids.
 
     Args:
         classes: names in the order of training; None takes the file's.
@@ -185,10 +182,10 @@ class CocoImages:
         categories = _rows(file, content, "categories", _Category, faults)
         if not self._images or not categories:
             raise ConfigError(f"{file}: no images, or no categories")
-        categories = _of_own_name(categories, annotations)
+        categories = _with_unique_names(categories, annotations)
         names = [category.name for category in categories]
         _require_unique(file, "images with the same id", [image.id for image in self._images])
-        _require_unique(file, "categories with the same id", [one.id for one in categories])
+        _require_unique(file, "categories with the same id", [row.id for row in categories])
         _require_unique(file, "categories with the same name", names)
         self.classes = tuple(names) if classes is None else tuple(classes)
         if unknown := [name for name in names if name not in self.classes]:
@@ -196,12 +193,13 @@ class CocoImages:
                 f"{file}: unknown categories {', '.join(unknown[:5])} ({len(unknown)} of "
                 f"{len(names)}); the model knows {', '.join(self.classes[:5])}, ..."
             )
-        self._label = {one.id: self.classes.index(one.name) for one in categories}
+        self._label = {row.id: self.classes.index(row.name) for row in categories}
         self._objects = self._by_image(annotations, faults)
         if annotations and not self._objects:
-            raise ConfigError(f"{file}: no annotation can be used; {_shown(faults)}")
+            raise ConfigError(f"{file}: no annotation can be used; {_summary(faults)}")
+        # One bad row of thousands should not cost the run, so it is only left out.
         if faults:
-            logger.warning("%s: %s", file, _shown(faults))
+            logger.warning("%s: %s", file, _summary(faults))
         self._files = _ImageFiles(Path(source.images), [image.file_name for image in self._images])
 
     def __len__(self) -> int:
@@ -213,6 +211,8 @@ class CocoImages:
         where = f"{self._file}, image {entry.id} ({entry.file_name})"
         content = self._files.read(entry.file_name, where)
         image = decode_image(content, where)
+        # Boxes are shares of the annotated size, so the image may be stored smaller. Some tools
+        # annotate before EXIF turns the image.
         size = entry.width, entry.height
         if (turn := turn_of(size, image.size, 1)) is None:
             with reading(where), open_image(content, where) as header:
@@ -226,16 +226,16 @@ class CocoImages:
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
             upright = size[1], size[0]
-            of_image = [shares(corners, size, turn) for _, corners in objects]
-            size, boxes = upright, np.array(of_image).reshape(-1, 4) * (upright * 2)
+            turned = [shares(corners, size, turn) for _, corners in objects]
+            size, boxes = upright, np.array(turned).reshape(-1, 4) * (upright * 2)
         return ObjectImage(
             image,
             size[0],
             size[1],
             boxes,
-            np.array([self._label[one.category_id] for one, _ in objects], dtype=np.int64),
-            np.array([_area(one) for one, _ in objects], dtype=np.float64),
-            np.array([bool(one.iscrowd) for one, _ in objects], dtype=bool),
+            np.array([self._label[row.category_id] for row, _ in objects], dtype=np.int64),
+            np.array([_area(row) for row, _ in objects], dtype=np.float64),
+            np.array([bool(row.iscrowd) for row, _ in objects], dtype=bool),
             where,
         )
 
@@ -245,18 +245,18 @@ class CocoImages:
         """Return the objects of each image id with what lies in the image of their box."""
         sizes = {image.id: (image.width, image.height) for image in self._images}
         objects = defaultdict(list)
-        for one in annotations:
-            name = "annotation" if one.id is None else f"annotation {one.id}"
-            if one.image_id not in sizes:
-                faults["of an image that the file lacks"].append(f"{name} of {one.image_id}")
-            elif one.category_id not in self._label:
-                faults["of a category that the file lacks"].append(f"{name} of {one.category_id}")
+        for row in annotations:
+            name = "annotation" if row.id is None else f"annotation {row.id}"
+            if row.image_id not in sizes:
+                faults["of an image that the file lacks"].append(f"{name} of {row.image_id}")
+            elif row.category_id not in self._label:
+                faults["of a category that the file lacks"].append(f"{name} of {row.category_id}")
             else:
-                kind, corners = clipped(one.bbox, sizes[one.image_id])
+                kind, corners = clipped(row.bbox, sizes[row.image_id])
                 if kind is not None:
-                    faults[kind].append(f"{name} {list(one.bbox)} of image {one.image_id}")
+                    faults[kind].append(f"{name} {list(row.bbox)} of image {row.image_id}")
                 if corners is not None:
-                    objects[one.image_id].append((one, corners))
+                    objects[row.image_id].append((row, corners))
         return dict(objects)
 
 
@@ -302,7 +302,7 @@ class _ImageFiles:
 
     @cached_property
     def _names(self) -> FileNames:
-        """Return all files, listed when a name does not exist."""
+        # Listing a large folder takes long, so it waits for the first name that does not exist.
         root = self._root.resolve()
         if self._members is not None:
             names = FileNames({name: f"{root.with_suffix('')}/{name}" for name in self._members})
@@ -323,12 +323,12 @@ def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
     return isinstance(row.id, str), row.id
 
 
-def _area(one: _Object) -> float:
-    return one.bbox[2] * one.bbox[3] if one.area is None else one.area
+def _area(annotation: _Object) -> float:
+    return annotation.bbox[2] * annotation.bbox[3] if annotation.area is None else annotation.area
 
 
-def _shown(faults: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{len(found)} {kind}: {found[0]}" for kind, found in faults.items())
+def _summary(faults: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{len(rows)} {kind}: {rows[0]}" for kind, rows in faults.items())
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -341,8 +341,8 @@ def _read(file: Path) -> dict[str, Any]:
     for part in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(part), list):
             raise ConfigError(f"{file}: no list {part!r}; is it an instances file of COCO?")
-    found: dict[str, Any] = content
-    return found
+    document: dict[str, Any] = content
+    return document
 
 
 def _rows(
@@ -353,35 +353,36 @@ def _rows(
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
     """Return the rows of a list that fit and count the others; raise an error if no row fits."""
-    rows, wrong = [], []
+    rows, invalid = [], []
     for number, row in enumerate(content[part]):
         try:
             rows.append(layout.model_validate(row))
         except ValidationError as error:
             problem = error.errors()[0]
-            place = ".".join(map(str, (f"{part}[{number}]", *problem["loc"])))
-            wrong.append(f"{place} {problem['msg']}")
-    if wrong and not rows:
-        raise ConfigError(f"{file}: {wrong[0]}; is it an instances file of COCO?")
-    if wrong:
-        faults["rows of another layout"] += wrong
+            location = ".".join(map(str, (f"{part}[{number}]", *problem["loc"])))
+            invalid.append(f"{location} {problem['msg']}")
+    if invalid and not rows:
+        raise ConfigError(f"{file}: {invalid[0]}; is it an instances file of COCO?")
+    if invalid:
+        faults["rows of another layout"] += invalid
     return rows
 
 
-def _of_own_name(
+def _with_unique_names(
     categories: Iterable[_Category], annotations: Iterable[_Object]
 ) -> list[_Category]:
-    """Sort categories by id, without unused ones that share a name (as Roboflow's root may)."""
-    used = {one.category_id for one in annotations}
+    """Sort categories by id, without unused ones that share a name."""
+    # Roboflow adds a root category, without objects, that may be named like a class.
+    used = {annotation.category_id for annotation in annotations}
     categories = sorted(categories, key=_id_order)
-    taken = {one.name for one in categories if one.id in used}
-    return [one for one in categories if one.id in used or one.name not in taken]
+    names = {row.name for row in categories if row.id in used}
+    return [row for row in categories if row.id in used or row.name not in names]
 
 
 def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
-    if twice := [value for value, count in Counter(values).items() if count > 1]:
-        twice.sort(key=str)
-        raise ConfigError(f"{file}: {what}: {', '.join(map(str, twice[:5]))}")
+    if duplicates := [value for value, count in Counter(values).items() if count > 1]:
+        duplicates.sort(key=str)
+        raise ConfigError(f"{file}: {what}: {', '.join(map(str, duplicates[:5]))}")
 
 
 DETR_SIZES = tuple(range(480, 801, 32))
@@ -448,16 +449,15 @@ class DetectionDataConfig(MapDatasetConfig):
 
 
 class DetectionBatch(NamedTuple):
-    """B images of different sizes with their objects.
+    """B images of different sizes with their objects."""
 
-    pixels: B times (3, height, width) float32, normalised; boxes: B times (objects, 4) float32,
-    centre x, y, width, height as shares of the image; labels: B times (objects,) int64; valid (B,)
-    bool.
-    """
-
+    # B times (3, height, width) float32, normalised
     pixels: tuple[Tensor, ...]
+    # B times (objects, 4) float32, centre x, y, width, height as shares of the image
     boxes: tuple[Tensor, ...]
+    # B times (objects,) int64
     labels: tuple[Tensor, ...]
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -495,8 +495,9 @@ def fit_size(
     """Return the width and height in pixels at which an image is seen.
 
     The shorter side is `shortest`, unless the longer one would exceed `longest`; both are rounded
-    to multiples of a feature map's cell, which also leaves few shapes.
+    to multiples of `multiple`.
     """
+    # Multiples of a feature map's cell also leave few shapes, so that more images share one.
     scale = min(shortest / min(width, height), longest / max(width, height))
     most = max(longest // multiple, 1)
     sides = (min(max(round(scale * side / multiple), 1), most) for side in (width, height))
@@ -505,7 +506,7 @@ def fit_size(
 
 
 class DetectionSamples:
-    """Reader of training images with crop, size and mirror, and at most `most` objects each."""
+    """Training images with crop, size and flip, and at most `most` objects each."""
 
     def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
         self.images, self.config, self.most = images, config, most
@@ -515,8 +516,9 @@ class DetectionSamples:
         return len(self.images)
 
     def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
-        """Read pixels, boxes and labels without crowds, as in DETR."""
+        """Read pixels, boxes and labels."""
         config, read = self.config, self.images.read(number)
+        # As in DETR, crowds are no targets.
         image, boxes, labels = _without_crowds(read)
         rng = rng_for("crop")
         if rng.random() < config.crop:
@@ -558,9 +560,9 @@ def evaluation_pixels(read: ObjectImage, size: int, config: DetectionDataConfig)
 
 def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
     return DetectionBatch(
-        tuple(one.pixels for one in samples),
-        tuple(one.boxes for one in samples),
-        tuple(one.labels for one in samples),
+        tuple(sample.pixels for sample in samples),
+        tuple(sample.boxes for sample in samples),
+        tuple(sample.labels for sample in samples),
         torch.ones(len(samples), dtype=torch.bool),
         skipped,
     )
@@ -584,10 +586,10 @@ def _crop(
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
     """Crop an image at random; boxes (shares) are cut to what lies in it."""
-    whole = np.array(image.size)
-    kept = np.maximum(np.rint(whole * rng.uniform(*sides, 2)), 1).astype(int)
-    start = rng.integers(whole - kept + 1)
-    image = image.crop((*start.tolist(), *(start + kept).tolist()))
-    boxes = np.clip((boxes * np.tile(whole, 2) - np.tile(start, 2)) / np.tile(kept, 2), 0, 1)
+    full = np.array(image.size)
+    crop = np.maximum(np.rint(full * rng.uniform(*sides, 2)), 1).astype(int)
+    start = rng.integers(full - crop + 1)
+    image = image.crop((*start.tolist(), *(start + crop).tolist()))
+    boxes = np.clip((boxes * np.tile(full, 2) - np.tile(start, 2)) / np.tile(crop, 2), 0, 1)
     inside = (boxes[:, 2:] > boxes[:, :2]).all(-1)
     return image, boxes[inside], labels[inside]

@@ -15,8 +15,8 @@ from torchvision.ops import box_convert, generalized_box_iou, generalized_box_io
 
 from vlp.objectives.loss import Loss
 
+# Cost in place of a number that is not finite: the loss reports it, the matching goes on.
 IMPOSSIBLE = 1e6
-"""Cost in place of a number that is not finite: the loss reports it, the matching goes on."""
 
 
 def matching_cost(
@@ -28,8 +28,6 @@ def matching_cost(
 ) -> Tensor:
     """Compute the cost of each object for each query: - w0 p(class) + w1 L1 - w2 GIoU.
 
-    The class counts as a probability, not as its logarithm, so that it weighs as much as the boxes.
-
     Args:
         logits: (..., queries, classes + 1).
         boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
@@ -40,6 +38,7 @@ def matching_cost(
         (..., queries, objects), without gradient.
     """
     with torch.no_grad():
+        # No logarithm as in the loss, so that the class weighs as much as the boxes.
         probability = logits.softmax(-1)[..., labels]
         distance = torch.cdist(boxes, objects.expand(*boxes.shape[:-2], -1, -1), p=1)
         corners = box_convert(boxes.flatten(0, -2), "cxcywh", "xyxy")
@@ -67,19 +66,17 @@ def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
     return assigned
 
 
+# A `Loss` has an integer count, so the weight of 'no object' counts in thousandths.
 _PARTS = 1000
-"""Counts are integers: the weight of 'no object' counts in thousandths."""
 
 
 class SetLosses(NamedTuple):
-    """Sums of one decoder layer: class, L1 and GIoU, and how well matched queries do.
-
-    right: matched queries with the right class; matched: how many there are (both scalars).
-    """
+    """Sums of one decoder layer: class, L1 and GIoU, and how well matched queries do."""
 
     classes: Loss
     l1: Loss
     giou: Loss
+    # Matched queries with the right class, and all matched ones, both scalars.
     right: Tensor
     matched: Tensor
 
@@ -109,46 +106,46 @@ def set_losses(
     if abs(share - no_object * _PARTS) > 1e-6:
         raise ValueError(f"no_object {no_object} is no whole number of thousandths")
     layers, images, queries, classes = logits.shape
-    # One way to the host for all layers: (image, layer) after (image, layer).
+    # One transfer to the host an image for all layers: (image, layer) after (image, layer).
     costs = [
-        one
+        cost_matrix
         for number in range(images)
-        for one in matching_cost(
+        for cost_matrix in matching_cost(
             logits[:, number], boxes[:, number], labels[number], objects[number], cost
         ).cpu()
     ]
-    chosen = [torch.from_numpy(one) for one in match(costs)]
+    chosen = [torch.from_numpy(assignment) for assignment in match(costs)]
     label = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
     target = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
     image = torch.arange(images).repeat_interleave(
-        torch.tensor([len(one) for one in labels], dtype=torch.int64)
+        torch.tensor([len(image_labels) for image_labels in labels], dtype=torch.int64)
     )
     out = []
     for layer in range(layers):
         query = torch.cat([chosen[n * layers + layer] for n in range(images)] or [image])
-        where = image.to(logits.device), query.to(logits.device)
-        wanted = torch.full((images, queries), classes - 1, device=logits.device)
-        wanted[where] = label
+        index = image.to(logits.device), query.to(logits.device)
+        target_classes = torch.full((images, queries), classes - 1, device=logits.device)
+        target_classes[index] = label
         weight = torch.full((images, queries), share, device=logits.device)
-        weight[where] = _PARTS
+        weight[index] = _PARTS
         errors = functional.cross_entropy(
-            logits[layer].flatten(0, 1), wanted.flatten(), reduction="none"
+            logits[layer].flatten(0, 1), target_classes.flatten(), reduction="none"
         )
-        found = boxes[layer][where]
+        predicted = boxes[layer][index]
         count = torch.tensor(len(label), device=logits.device)
         out.append(
             SetLosses(
                 Loss((errors * weight.flatten()).sum(), weight.sum()),
-                Loss((found - target).abs().sum(), count),
-                Loss(_giou_loss(found, target), count),
-                (logits[layer][where].detach()[:, :-1].argmax(-1) == label).sum(),
+                Loss((predicted - target).abs().sum(), count),
+                Loss(_giou_loss(predicted, target), count),
+                (logits[layer][index].detach()[:, :-1].argmax(-1) == label).sum(),
                 count,
             )
         )
     return out
 
 
-def _giou_loss(found: Tensor, target: Tensor) -> Tensor:
-    one, other = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (found, target))
-    loss: Tensor = generalized_box_iou_loss(one, other, reduction="sum")
+def _giou_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    boxes, targets = (box_convert(part, "cxcywh", "xyxy") for part in (predicted, target))
+    loss: Tensor = generalized_box_iou_loss(boxes, targets, reduction="sum")
     return loss

@@ -10,30 +10,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+# COCO's twelve, in the order of pycocotools. AP averages over IoU 0.50 to 0.95, small is below
+# 32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections an image.
 FIGURES = (
     "AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large",
     "AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large",
 )  # fmt: skip
-"""COCO's twelve, in the order of pycocotools. AP averages over IoU 0.50 to 0.95, small is below
-32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections an image."""
 
 
 class ImageTruth(NamedTuple):
-    """The objects of an image, in pixels.
-
-    boxes (objects, 4) x, y, width, height; labels (objects,) from 0; areas (objects,); crowds
-    (objects,) bool, regions in which detections count neither as right nor as wrong.
-    """
+    """The objects of an image, in pixels."""
 
     width: int
     height: int
+    # (objects, 4): x, y, width, height
     boxes: NDArray[np.floating]
+    # (objects,), from 0
     labels: NDArray[np.integer]
     areas: NDArray[np.floating]
+    # (objects,) bool: regions in which detections count neither as right nor as wrong
     crowds: NDArray[np.bool_]
 
 
-class ImageFound(NamedTuple):
+class ImageDetections(NamedTuple):
     """Detections of an image: boxes as in `ImageTruth`, labels, and scores (higher is surer)."""
 
     boxes: NDArray[np.floating]
@@ -42,7 +41,7 @@ class ImageFound(NamedTuple):
 
 
 def coco_figures(
-    truth: Sequence[ImageTruth], found: Sequence[ImageFound], classes: Sequence[str]
+    truth: Sequence[ImageTruth], detections: Sequence[ImageDetections], classes: Sequence[str]
 ) -> dict[str, float]:
     """Compute COCO's figures in percent, without figures of sizes that lack objects."""
     try:
@@ -52,22 +51,22 @@ def coco_figures(
         raise ImportError(
             "average precision needs the package pycocotools: pip install pycocotools"
         ) from error
-    if len(truth) != len(found):
-        raise ValueError(f"{len(truth)} images, but detections in {len(found)}")
-    both = [one.labels for one in truth] + [one.labels for one in found]
-    labels = np.concatenate(both or [np.zeros(0, dtype=np.int64)])
+    if len(truth) != len(detections):
+        raise ValueError(f"{len(truth)} images, but detections in {len(detections)}")
+    label_arrays = [image.labels for image in (*truth, *detections)]
+    labels = np.concatenate(label_arrays or [np.zeros(0, dtype=np.int64)])
     if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
-    if not any((~one.crowds).any() for one in truth):
+    if not any((~image.crowds).any() for image in truth):
         raise ValueError(f"no object in {len(truth)} images; there is nothing to judge")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
         ground = COCO()
         ground.dataset = _dataset(truth, classes)
         ground.createIndex()
-        detections = _detections(found)
-        if not detections:
+        rows = _detections(detections)
+        if not rows:
             return dict.fromkeys(_measured(truth), 0.0)
-        evaluator = COCOeval(ground, ground.loadRes(detections), "bbox")
+        evaluator = COCOeval(ground, ground.loadRes(rows), "bbox")
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()
@@ -83,22 +82,22 @@ def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, A
             "iscrowd": int(crowd),
             "category_id": int(label) + 1,
         }
-        for number, one in enumerate(truth, 1)
-        for box, label, area, crowd in zip(one.boxes, one.labels, one.areas, one.crowds)
+        for number, image in enumerate(truth, 1)
+        for box, label, area, crowd in zip(image.boxes, image.labels, image.areas, image.crowds)
     ]
     return {
         "info": {},
         "images": [
-            {"id": number, "width": one.width, "height": one.height}
-            for number, one in enumerate(truth, 1)
+            {"id": number, "width": image.width, "height": image.height}
+            for number, image in enumerate(truth, 1)
         ],
         # Numbers start at 1: pycocotools takes a match with annotation 0 for none.
-        "annotations": [{"id": number, **one} for number, one in enumerate(objects, 1)],
+        "annotations": [{"id": number, **row} for number, row in enumerate(objects, 1)],
         "categories": [{"id": number, "name": name} for number, name in enumerate(classes, 1)],
     }
 
 
-def _detections(found: Sequence[ImageFound]) -> list[dict[str, Any]]:
+def _detections(detections: Sequence[ImageDetections]) -> list[dict[str, Any]]:
     return [
         {
             "image_id": number,
@@ -106,14 +105,14 @@ def _detections(found: Sequence[ImageFound]) -> list[dict[str, Any]]:
             "bbox": [float(value) for value in box],
             "score": float(score),
         }
-        for number, one in enumerate(found, 1)
-        for box, label, score in zip(one.boxes, one.labels, one.scores)
+        for number, image in enumerate(detections, 1)
+        for box, label, score in zip(image.boxes, image.labels, image.scores)
     ]
 
 
 def _measured(truth: Sequence[ImageTruth]) -> list[str]:
     """Return the names of figures that have objects."""
-    areas = np.concatenate([one.areas[~one.crowds] for one in truth])
+    areas = np.concatenate([image.areas[~image.crowds] for image in truth])
     sizes = {
         "small": areas <= 32**2,
         "medium": (areas >= 32**2) & (areas <= 96**2),

@@ -88,7 +88,7 @@ class ResNet(nn.Module):
 
 
 def _group_norm(channels: int, **options: Any) -> GroupNorm:
-    """Make a norm of 32 groups, or as many as divide both 32 and the channels."""
+    # 32 groups, or as many as divide both 32 and the channels.
     return GroupNorm(channels, math.gcd(32, channels), **options)
 
 
@@ -109,7 +109,7 @@ class QueryKeyContext(PositionContext):
 
 
 class QueryKeyPlaces(PositionEncoding):
-    """Asks the context for the places; has no parameters, so that layers can share an encoding."""
+    """Encoding that asks the context for positions and has no parameters, so layers share one."""
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
@@ -125,12 +125,8 @@ class DetrConfig(Config):
 
     backbone: ResNetConfig = Field(ResNetConfig(), description="ResNet that reads the image")
     width: int = Field(256, ge=1, description="channels of a token")
-    heads: int = Field(
-        8, ge=1, description="attention heads of every layer; a divisor of the width"
-    )
-    intermediate: int = Field(
-        2048, ge=1, description="channels between both layers of a feed-forward block"
-    )
+    heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
+    intermediate: int = Field(2048, ge=1, description="hidden channels of a feed-forward block")
     encoder_layers: int = Field(6, ge=0, description="layers of the encoder; 0 leaves it out")
     decoder_layers: int = Field(6, ge=1, description="layers of the decoder")
     queries: int = Field(100, ge=1, description="objects found at most")
@@ -152,22 +148,18 @@ class DetrConfig(Config):
 
 
 class Detections(NamedTuple):
-    """Predictions of every decoder layer, the last one last.
+    """Predictions of every decoder layer, the last one last."""
 
-    logits (layers, B, queries, classes + 1), the last class is 'no object'; boxes (layers, B,
-    queries, 4): centre x, y, width, height as shares of the image's width and height.
-    """
-
+    # (layers, B, queries, classes + 1), the last class is 'no object'
     logits: Tensor
+    # (layers, B, queries, 4): centre x, y, width, height as shares of the image's width and height
     boxes: Tensor
 
 
 class Detr(nn.Module):
-    """Images of any sizes to a fixed number of boxes with classes, as DETR with these differences.
+    """Images of any sizes to a fixed number of boxes with classes.
 
-    Images of one size are computed together and without padding, so that every position encoding
-    sees the real grid and a result does not depend on the batch. ZeRO-3, which gathers weights at
-    every call, therefore needs equal numbers of sizes on every rank. Attention has no dropout.
+    As DETR, but for padding and for dropout in attention, which are absent.
 
     Args:
         classes: without 'no object'.
@@ -207,13 +199,16 @@ class Detr(nn.Module):
 
     def forward(self, images: Sequence[Tensor]) -> Detections:
         """Detect objects in B images (3, height, width), normalised, of any sizes."""
+        # Images of one size are computed together and without padding, so that every position
+        # encoding sees the real grid and a result does not depend on the batch. ZeRO-3 gathers
+        # weights at every call and so needs equal numbers of sizes on every rank.
         groups: dict[torch.Size, list[int]] = defaultdict(list)
         for number, image in enumerate(images):
             groups[image.shape].append(number)
-        found = [self.detect(torch.stack([images[n] for n in same])) for same in groups.values()]
-        order = torch.tensor([number for same in groups.values() for number in same]).argsort()
-        return Detections(*(torch.cat(parts, 1)[:, order.to(parts[0].device)]
-                            for parts in zip(*found)))  # fmt: skip
+        parts = [self.detect(torch.stack([images[n] for n in rows])) for rows in groups.values()]
+        order = torch.tensor([number for rows in groups.values() for number in rows]).argsort()
+        return Detections(*(torch.cat(fields, 1)[:, order.to(fields[0].device)]
+                            for fields in zip(*parts)))  # fmt: skip
 
     def detect(self, pixels: Tensor) -> Detections:
         """Detect objects in images of one size (B, 3, height, width)."""
@@ -237,9 +232,9 @@ class Detr(nn.Module):
         place: Place = partial(self._placed, context=context)
         if self.place == "input":
             tokens, place = place(tokens), unplaced
-        within = QueryKeyContext(context.grid, place_query=place, place_key=place)
+        layer_context = QueryKeyContext(context.grid, place_query=place, place_key=place)
         for layer in self.encoder:
-            tokens = layer(tokens, within)
+            tokens = layer(tokens, layer_context)
         return tokens, place
 
     def require_grid(self, height: int, width: int) -> None:
@@ -293,10 +288,11 @@ class DetrDecoderLayer(nn.Module):
 
     def forward(self, target: Tensor, memory: Tensor, query: Place, key: Place) -> Tensor:
         """Decode target (B, queries, width) with memory (B, T, width) -> (B, queries, width)."""
-        within = QueryKeyContext(place_query=query, place_key=query)
-        target = self.attention_norm(target + self.dropout(self.attention(target, context=within)))
-        across = QueryKeyContext(place_query=query, place_key=key)
-        crossed = self.cross_attention(target, memory, context=across)
+        self_context = QueryKeyContext(place_query=query, place_key=query)
+        attended = self.attention(target, context=self_context)
+        target = self.attention_norm(target + self.dropout(attended))
+        cross_context = QueryKeyContext(place_query=query, place_key=key)
+        crossed = self.cross_attention(target, memory, context=cross_context)
         target = self.cross_norm(target + self.dropout(crossed))
         return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
 

@@ -69,8 +69,8 @@ class DetectionTask(VisionTask):
         # A rank with bad images alone computes a blank one that counts nowhere.
         pixels = batch.pixels or (self._blank(),)
         with self.autocast(pixels[0].device):
-            found = self.model(pixels)
-        logits, boxes = (part[:, : len(batch.labels)] for part in full_precision(*found))
+            outputs = self.model(pixels)
+        logits, boxes = (part[:, : len(batch.labels)] for part in full_precision(*outputs))
         weights = self.config.loss
         if not weights.auxiliary:
             logits, boxes = logits[-1:], boxes[-1:]
@@ -78,7 +78,7 @@ class DetectionTask(VisionTask):
             logits, boxes, batch.labels, batch.boxes,
             (weights.classes, weights.l1, weights.giou), weights.no_object,
         )  # fmt: skip
-        losses = _named(layers)
+        losses = _by_name(layers)
         scales = {name: getattr(weights, name.removeprefix(AUXILIARY)) for name in losses}
         last = layers[-1]
         return self.step_output(
@@ -90,16 +90,16 @@ class DetectionTask(VisionTask):
             },
         )
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the values that `restore` needs in addition to the configuration."""
         return {"classes": self.classes}
 
     @classmethod
-    def restore(cls, config: DetectionConfig, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: DetectionConfig, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with fresh weights."""
         backbone = config.model.backbone.model_copy(update={"pretrained": False})
         model = config.model.model_copy(update={"backbone": backbone})
-        return cls(config.model_copy(update={"model": model}), tuple(known["classes"]))
+        return cls(config.model_copy(update={"model": model}), tuple(metadata["classes"]))
 
     def _blank(self) -> Tensor:
         side = self.config.data.multiple
@@ -119,7 +119,7 @@ def build(
     return task, detection_data(images, data, config.model.queries, batch, seed)
 
 
-def _named(layers: list[SetLosses]) -> dict[str, Loss]:
+def _by_name(layers: list[SetLosses]) -> dict[str, Loss]:
     *others, last = layers
     losses = {name: getattr(last, name) for name in LOSSES}
     if others:

@@ -9,7 +9,7 @@ A new task is at most four files:
    the module that registers task and evaluation;
 4. a configuration file of its fine-tuning.
 
-`task_kinds()` and `task_summary(kind)` work without PyTorch; `get_task(kind)` imports the module.
+`get_task(kind)` imports the module.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from vlp.config import load_plugins
 if TYPE_CHECKING:
     from vlp.tasks.downstream.task import TaskConfig
 
+# Kind -> folder of `vlp.tasks` and module of `evaluation.downstream`; summary. Only a kind that is
+# used is imported, so that the command line starts without PyTorch.
 _BUILT_IN = {
     "retrieval": ("retrieval", "image-text retrieval (Flickr30K, COCO)"),
     "snli_ve": ("pair_classification", "visual entailment (SNLI-VE)"),
@@ -35,38 +37,35 @@ _BUILT_IN = {
     "caption": ("caption", "image captioning (COCO)"),
     "grounding": ("grounding", "weakly supervised visual grounding (RefCOCO, RefCOCO+, RefCOCOg)"),
 }
-"""Kind -> folder of `vlp.tasks` and module of `evaluation.downstream`; summary."""
 
 ENTRY_POINTS = "vlp.tasks"
 
 
 @dataclass(frozen=True)
 class TaskCard:
-    """Facts about a kind of task for the model card of a model that was fine-tuned for it.
+    """Facts about a kind of task for the model card of a model that was fine-tuned for it."""
 
-    purpose: completes "a model for ...". pipeline: the hub's pipeline tag. images: of one item.
-    text: whether the model reads a text. official: whether its benchmark has a submission format.
-    """
-
+    # Completes "a model for ...".
     purpose: str
+    # The hub's pipeline tag.
     pipeline: str | None = None
+    # Images of one item, and whether the model reads a text.
     images: int = 1
     text: bool = True
+    # Whether its benchmark has a submission format.
     official: bool = True
 
 
 @dataclass(frozen=True)
 class DownstreamTask:
-    """One kind of downstream task.
+    """One kind of downstream task."""
 
-    kind: its name in configurations, commands and results. config: class of its configuration.
-    build: `(config, parts, batch, seed, precision) -> (task, training data)`. restore: `(config,
-    parts, known) -> Downstream` with a fresh head, for `load_task`; None for a task without a head.
-    """
-
+    # Its name in configurations, commands and results.
     kind: str
     config: type[TaskConfig]
+    # (config, parts, batch, seed, precision) -> (task, training data)
     build: Callable[..., tuple[Any, Any]]
+    # (config, parts, metadata) -> Downstream with a fresh head; None for a task without a head.
     restore: Callable[..., Any] | None
     card: TaskCard
 
@@ -75,7 +74,7 @@ _registered: dict[str, DownstreamTask] = {}
 
 
 def register_task(task: DownstreamTask) -> None:
-    """Make a task known under its kind; a second one of the same kind replaces the first."""
+    """Register a task under its kind; a second one of the same kind replaces the first."""
     _registered[task.kind] = task
 
 

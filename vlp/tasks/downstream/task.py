@@ -52,13 +52,13 @@ logger = logging.getLogger(__name__)
 
 TASK = "task.json"
 _MODEL, _PRETRAINED = "model.", "mlm_head."
+# Parts of the model that only its own scores of pairs read, and no head on its states.
 SCORES = frozenset(
     {
         *("image_encoder.projection", "text_encoder.projection", "temperature"),
         *("image_tokens", "text_tokens", "token_score", "match_head"),
     }
 )
-"""Parts of the model that only its own scores of pairs read, and no head on its states."""
 
 
 class TaskConfig(Config):
@@ -99,12 +99,12 @@ class Downstream(PlainTask):
         """Return its kind in the registry."""
         return self.config.kind
 
-    def known(self) -> dict[str, Any]:
-        """Return what loading needs of the training data (a list of answers), as JSON values."""
+    def metadata(self) -> dict[str, Any]:
+        """Return JSON values that came from the training data, such as a list of answers."""
         return {}
 
     @classmethod
-    def restore(cls, config: Any, parts: Loaded, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: Any, parts: Loaded, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with a fresh head."""
         return cls(config, parts)
 
@@ -118,19 +118,19 @@ class Downstream(PlainTask):
         """Predict a class name, answer or caption for each item of a batch."""
         raise NotImplementedError
 
-    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
-        """Return whether a head of this kind, trained with what `known` returned, may start it."""
-        return known == self.known()
+    def goes_on_from(self, metadata: Mapping[str, Any]) -> bool:
+        """Return whether a head of this kind, trained with such `metadata`, may start this one."""
+        return metadata == self.metadata()
 
     def take_head(self, parts: Loaded) -> bool:
         """Copy the head of a folder fine-tuned for the same kind of task; return if it fits."""
         if parts.folder is None or not has_task(parts.folder):
             return False
-        config, known = read_task(parts.folder)
-        here = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
-        shapes = {name: tensor.shape for name, tensor in here.items()}
+        config, metadata = read_task(parts.folder)
+        local_head = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
+        shapes = {name: tensor.shape for name, tensor in local_head.items()}
         fits = {name: tensor.shape for name, tensor in parts.heads.items()} == shapes
-        if config["kind"] != self.kind or not fits or not self.goes_on_from(known):
+        if config["kind"] != self.kind or not fits or not self.goes_on_from(metadata):
             return False
         self.load_state_dict(dict(parts.heads), strict=False)
         return True
@@ -151,21 +151,21 @@ class Downstream(PlainTask):
         model = {n.removeprefix(_MODEL): t for n, t in state.items() if n.startswith(_MODEL)}
         heads = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         save_pretrained(folder, self.model.config, model, self.text, self.preprocess, heads)
-        said = {"task": self.config.model_dump(mode="json"), "known": self.known()}
+        content = {"task": self.config.model_dump(mode="json"), "known": self.metadata()}
         if (plugin := plugin_of(type(self.config))) is not None:
-            said["plugins"] = {self.kind: plugin}
-        write_json(folder / TASK, said)
+            content["plugins"] = {self.kind: plugin}
+        write_json(folder / TASK, content)
 
 
 def load_task(folder_or_name: str | Path) -> Downstream:
     """Load a fine-tuned task in evaluation mode, on the CPU."""
     loaded = from_pretrained(folder_or_name)
-    config, known = read_task(folder_or_name)
+    config, metadata = read_task(folder_or_name)
     spec = get_task(config["kind"])
     if spec.restore is None:
         raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
     checked = validated(config, spec.config, (loaded.folder or Path()) / TASK)
-    restore = partial(spec.restore, checked, loaded, known)
+    restore = partial(spec.restore, checked, loaded, metadata)
     require_sizes(config, restore, loaded.heads, (loaded.folder or Path()) / TASK)
     task: Downstream = restore()
     try:
@@ -187,24 +187,24 @@ def has_task(folder: str | Path) -> bool:
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Read the task's configuration and `known`, as `save_model` wrote them."""
+    """Read the task's configuration and `metadata`, as `save_model` wrote them."""
     file = local_folder(folder) / TASK
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder}: no {TASK}; this model was pretrained, not fine-tuned for a task"
         )
     try:
-        said = parse_json(file.read_text(encoding="utf-8"))
-        require_plugins(said.get("plugins", {}), task_kinds(), "task", file)
-        config: dict[str, Any] = said["task"]
+        content = parse_json(file.read_text(encoding="utf-8"))
+        require_plugins(content.get("plugins", {}), task_kinds(), "task", file)
+        config: dict[str, Any] = content["task"]
         get_task(config["kind"])
-        return config, said["known"]
+        return config, content["known"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r})") from error
 
 
+# Anchor threshold for a folder without one, from the paper of ACE-RPE (Table 7).
 DELTA = 0.05
-"""Anchor threshold for a folder without one, from the paper of ACE-RPE (Table 7)."""
 
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
@@ -214,8 +214,6 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         start: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
             positions are resampled; encodings and projections that the folder lacks start anew.
-            An unset anchor threshold becomes `DELTA`; retrieval and grounding then move it on, and
-            tasks with a head leave it.
     """
     try:
         folder = local_folder(start)
@@ -243,6 +241,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         heads = read_heads(folder)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"start: {error}") from error
+    # Retrieval and grounding then move the threshold, and tasks with a head leave it.
     if "anchor" in config.cross.position and model.anchor_threshold == 0:
         model.anchor_threshold.fill_(DELTA)
     text = TextProcessor.load(folder, config.text.max_tokens)
@@ -280,15 +279,15 @@ class WritingTask(Downstream):
         if decoder.config.start == "none" and decoder.config.weights is None:
             return
         head = decoder.head.state_dict()
-        found = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
-        fits = [w for name, w in found.items() if w is not None and w.shape == head[name].shape]
+        start = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
+        fits = [w for name, w in start.items() if w is not None and w.shape == head[name].shape]
         if len(fits) == len(head):
             with torch.no_grad():
-                for here, own in zip(head.values(), fits):
-                    here.copy_(own)
+                for weight, source in zip(head.values(), fits):
+                    weight.copy_(source)
             logger.info("the head of masked words -> answer decoder")
 
-    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+    def goes_on_from(self, metadata: Mapping[str, Any]) -> bool:
         """Return True unless the decoder's start is configured."""
         config = self.decoder.config
         return config.start != "none" and config.weights is None
@@ -296,8 +295,8 @@ class WritingTask(Downstream):
     def write_texts(self, memory: Memory, beams: int, penalty: float = 0.6) -> list[str]:
         """Write a text for each row of the decoder's memory."""
         text = self.text
-        # Special tokens are never said.
-        silent = tuple(one for one in text.special_ids if one != text.sep_id)
+        # Special tokens are never generated, but for the end.
+        silent = tuple(token for token in text.special_ids if token != text.sep_id)
         marks = Marks(text.cls_id, text.sep_id, silent)
         embedding = self.model.text_encoder.embedding
         ids = generate(self.decoder, memory, embedding, marks, self.max_tokens - 1, beams, penalty)
@@ -310,5 +309,5 @@ class WritingTask(Downstream):
         """Compute the probability of all word pieces of a text and of its end."""
         embedding = self.model.text_encoder.embedding
         ids = words([text]).text_ids.to(next(self.parameters()).device)
-        found = answer_likelihood(self.decoder, memory, ids, embedding, self.text.pad_id)
-        return float(found.log_probability.exp())
+        likelihood = answer_likelihood(self.decoder, memory, ids, embedding, self.text.pad_id)
+        return float(likelihood.log_probability.exp())

@@ -15,8 +15,8 @@ from vlp.data.shards.tar import stored_files
 from vlp.data.stream.rng import identity
 from vlp.io import parse_json
 
+# (rows, columns) int64, colours 0 to 9; at most 30 of either.
 Grid = np.ndarray
-"""(rows, columns) int64, colours 0 to 9; at most 30 of either."""
 
 COLOURS = 10
 LARGEST = 30
@@ -44,9 +44,9 @@ def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
         path: a folder, searched at every depth, or a tar file of one.
         names: file names without `.json`, such as 67a3c6ac.
     """
-    wanted, contents = set(names), {}
+    selection, contents = set(names), {}
     for name, where, content in _files(path):
-        if name not in wanted:
+        if name not in selection:
             continue
         if name in contents:
             raise ConfigError(f"{path}: task {name} is there twice, the second time as {where}")
@@ -57,14 +57,14 @@ def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
 
 
 def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
-    place = Path(path)
-    if place.is_dir():
-        for file in sorted(place.rglob("*.json")):
+    root = Path(path)
+    if root.is_dir():
+        for file in sorted(root.rglob("*.json")):
             yield file.stem, str(file), file.read_bytes()
         return
-    if not place.is_file():
+    if not root.is_file():
         raise ConfigError(f"{path}: there is neither a folder nor a tar file of ARC tasks")
-    for name, content in stored_files(place, lambda name: name.suffix == ".json"):
+    for name, content in stored_files(root, lambda name: name.suffix == ".json"):
         yield name.stem, f"{path}, {name}", content
 
 
@@ -159,7 +159,7 @@ class Symmetry(Config):
 
     @field_validator("colours")
     @classmethod
-    def _known(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
+    def _are_different(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(colours)) < len(colours):
             raise ValueError(f"colours are different numbers from 0 to 9, not {list(colours)}")
         return colours
@@ -177,7 +177,8 @@ class GridVariant(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Return whether it is held out: the same in every run; never the task as it is."""
+        """Return whether it is held out; never the task as it is."""
+        # A hash, so that the variants are the same in every run.
         if self == GridVariant():
             return False
         return identity("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
@@ -196,18 +197,18 @@ def held_out_variants(
     symmetry: Symmetry, count: int, rng: np.random.Generator
 ) -> tuple[GridVariant, ...]:
     """Return different variants for evaluation alone: `count`, or fewer if the task has fewer."""
-    found: dict[GridVariant, None] = {}
+    variants: dict[GridVariant, None] = {}
     for _ in range(_TRIES * max(count, 1)):
-        if len(found) >= count:
+        if len(variants) >= count:
             break
         variant = _draw(symmetry, rng)
         if variant.held_out:
-            found[variant] = None
-    return tuple(found)
+            variants[variant] = None
+    return tuple(variants)
 
 
 def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
-    """Return a key that is equal for grids which are variants of each other, and only for those."""
+    """Return a key that is equal for grids which are variants of each other, and for no others."""
     free = set(symmetry.colours)
     keys = []
     for turn in symmetry.turns:
@@ -237,16 +238,15 @@ EVERY_COLOUR = tuple(range(COLOURS))
 
 
 class Rule(NamedTuple):
-    """A task's rule.
+    """A task's rule."""
 
-    largest: rows and columns of the largest grid that is drawn. draw(rng, side): an input grid of
-    at most `side` rows and columns. answer(grid): its output, not larger. symmetry: joint changes
-    of input and output that keep the rule.
-    """
-
+    # Rows and columns of the largest grid that is drawn.
     largest: int
+    # (rng, side) -> an input grid of at most `side` rows and columns
     draw: Callable[[np.random.Generator, int], Grid]
+    # Input grid -> output grid, not larger.
     answer: Callable[[Grid], Grid]
+    # Joint changes of input and output that keep the rule.
     symmetry: Symmetry
 
 
@@ -288,7 +288,7 @@ def _upper(rng: np.random.Generator, side: int) -> Grid:
     return grid
 
 
-def _one_object(rng: np.random.Generator, side: int) -> Grid:
+def _single_object(rng: np.random.Generator, side: int) -> Grid:
     """Draw an object of one colour, grown cell by cell, somewhere on black."""
     rows, columns = rng.integers(6, min(side, 12) + 1, 2).tolist()
     grid = np.zeros((rows, columns), dtype=np.int64)
@@ -347,8 +347,8 @@ def _recolour_large(grid: Grid) -> Grid:
 
 def _crop(grid: Grid) -> Grid:
     """Return the box around all that is not black."""
-    (found,) = ndimage.find_objects((grid != 0).astype(np.int64))
-    return grid[found]
+    (box,) = ndimage.find_objects((grid != 0).astype(np.int64))
+    return grid[box]
 
 
 RULES: dict[str, Rule] = {
@@ -386,6 +386,6 @@ RULES: dict[str, Rule] = {
     ),
     "67385a82": Rule(6, _blocks, _recolour_large, _symmetry(EVERY_TURN, ())),
     # The object alone.
-    "1cf80156": Rule(12, _one_object, _crop, _symmetry(EVERY_TURN, EVERY_COLOUR[1:])),
+    "1cf80156": Rule(12, _single_object, _crop, _symmetry(EVERY_TURN, EVERY_COLOUR[1:])),
     "00d62c1b": Rule(20, _loops, _fill_enclosed, _symmetry(EVERY_TURN, (1, 2, 3, 5, 6, 7, 8, 9))),
 }

@@ -48,10 +48,8 @@ def to_tokens(grid: Grid, size: int) -> np.ndarray:
 
 
 def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
-    """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid.
-
-    Tokens beyond the border are ignored.
-    """
+    """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid."""
+    # Tokens beyond the border are ignored, as the grid does not depend on them.
     template = np.asarray(tokens).reshape(size + 1, size + 1)
     corners = np.argwhere(template == CORNER)
     if len(corners) != 1 or not corners.all():
@@ -70,13 +68,13 @@ def object_boxes(grid: Grid) -> np.ndarray:
     """Return boxes of a grid's objects, for ViTARC's object encoding (papers.md#vitarc-v12).
 
     An object is a connected group of cells of one colour, diagonal neighbours included, of any
-    colour but the most frequent one (the lowest of several). Boxes come colour by colour, then in
-    raster order of their first cells, so later colours paint over earlier ones.
+    colour but the most frequent one (the lowest of several).
 
     Returns:
         (objects, 4) float32: x, y, width, height in cells, x the column.
     """
     background = int(np.bincount(grid.flatten()).argmax())
+    # Colour by colour, then in raster order of their first cells: later boxes paint over earlier.
     boxes = []
     for colour in np.unique(grid).tolist():
         if colour == background:
@@ -146,17 +144,16 @@ class GridSample(NamedTuple):
 
 
 class GridBatch(NamedTuple):
-    """Pairs as templates.
+    """Pairs as templates."""
 
-    inputs, outputs (B, T) int64, T = (size + 1) ** 2, see `grid_tokens`; boxes (B, K, 4) float32,
-    x, y, width, height in cells of the template, padded by zeros; tasks (B,) int64; valid (B,)
-    bool.
-    """
-
+    # (B, T) int64, T = (size + 1) ** 2, see `to_tokens`
     inputs: Tensor
     outputs: Tensor
+    # (B, K, 4) float32: x, y, width, height in cells of the template, padded by zeros
     boxes: Tensor
+    # (B,) int64
     tasks: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -196,12 +193,12 @@ def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
 
 
 def orbits_of_tests(task: ArcTask, symmetry: Symmetry) -> set[object]:
-    """Return keys of the test inputs and all their variants, which training must not have."""
+    """Return keys of the test inputs and all their variants, which training leaves out."""
     return {orbit(pair.input, symmetry) for pair in task.test}
 
 
 class GridSamples:
-    """Maker of training samples: a variant of a pair of each task in turn, without test inputs."""
+    """Training samples: a variant of a pair of each task in turn, without test inputs."""
 
     def __init__(self, tasks: Mapping[str, ArcTask], config: GridDataConfig) -> None:
         self.config = config
@@ -212,17 +209,18 @@ class GridSamples:
 
     def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
         """Sample `number`, all of it drawn."""
-        which = number % len(self._tasks)
-        variant = draw_variant(self.config.tasks[which].allowed, rng_for("variant"))
-        pair = self._pair(which, rng_for("pair"))
+        index = number % len(self._tasks)
+        variant = draw_variant(self.config.tasks[index].allowed, rng_for("variant"))
+        pair = self._pair(index, rng_for("pair"))
         changed = GridPair(variant(pair.input), variant(pair.output))
         try:
-            return grid_sample(changed, which, self.config.size)
+            return grid_sample(changed, index, self.config.size)
         except ValueError as error:
-            raise BadSample("grid too large", f"{self._tasks[which].name} ({error})") from error
+            raise BadSample("grid too large", f"{self._tasks[index].name} ({error})") from error
 
-    def _pair(self, which: int, rng: np.random.Generator) -> GridPair:
-        task, chosen = self._tasks[which], self.config.tasks[which]
+    def _pair(self, index: int, rng: np.random.Generator) -> GridPair:
+        task, chosen = self._tasks[index], self.config.tasks[index]
+        # Small tasks draw test inputs by chance; a bounded number of tries keeps a run alive.
         for _ in range(_TRIES):
             if chosen.source == "rule":
                 rule = RULES[task.name]
@@ -230,7 +228,7 @@ class GridSamples:
                 pair = GridPair(grid, rule.answer(grid))
             else:
                 pair = task.train[int(rng.integers(len(task.train)))]
-            if orbit(pair.input, chosen.allowed) not in self._tests[which]:
+            if orbit(pair.input, chosen.allowed) not in self._tests[index]:
                 return pair
         raise BadSample("test inputs alone", task.name)
 
@@ -249,14 +247,18 @@ def collate_grids(
 ) -> GridBatch:
     """Return a batch of samples, which may be empty."""
     length = (size + 1) ** 2
-    boxes = torch.zeros(len(samples), max((len(one.boxes) for one in samples), default=0), 4)
-    for row, one in enumerate(samples):
-        boxes[row, : len(one.boxes)] = one.boxes
+    boxes = torch.zeros(len(samples), max((len(sample.boxes) for sample in samples), default=0), 4)
+    for row, sample in enumerate(samples):
+        boxes[row, : len(sample.boxes)] = sample.boxes
     return GridBatch(
-        torch.stack([one.inputs for one in samples]) if samples else torch.zeros(0, length).long(),
-        torch.stack([one.outputs for one in samples]) if samples else torch.zeros(0, length).long(),
+        torch.stack([sample.inputs for sample in samples])
+        if samples
+        else torch.zeros(0, length).long(),
+        torch.stack([sample.outputs for sample in samples])
+        if samples
+        else torch.zeros(0, length).long(),
         boxes,
-        torch.tensor([one.task for one in samples], dtype=torch.int64),
+        torch.tensor([sample.task for sample in samples], dtype=torch.int64),
         torch.ones(len(samples), dtype=torch.bool),
         skipped,
     )

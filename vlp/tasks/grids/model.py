@@ -29,9 +29,7 @@ class GridModelConfig(Config):
     width: int = Field(128, ge=1, description="channels of the model")
     encoder_layers: int = Field(3, ge=1, description="layers of the encoder")
     decoder_layers: int = Field(3, ge=1, description="layers of the decoder")
-    heads: int = Field(
-        8, ge=1, description="attention heads of every layer; a divisor of the width"
-    )
+    heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
     feed_forward: int = Field(512, ge=1, description="channels between both of its layers")
     scale: float | None = Field(
         None,
@@ -48,14 +46,13 @@ class GridModelConfig(Config):
 
 
 class GridQuestion(NamedTuple):
-    """Input of the encoder.
+    """Input of the encoder."""
 
-    inputs: (B, T) int64, the template's tokens. boxes: (B, K, 4), see `PositionContext`. tasks:
-    (B,) int64, number of the task in the model.
-    """
-
+    # (B, T) int64, the template's tokens
     inputs: Tensor
+    # (B, K, 4), see `PositionContext`
     boxes: Tensor
+    # (B,) int64, number of the task in the model
     tasks: Tensor
 
 
@@ -103,9 +100,7 @@ class GridDecoderLayer(nn.Module):
 class GridTransformer(nn.Module):
     """p(output template | input template, task), one cell after another in raster order.
 
-    A task token without a place leads the encoder's input, so that one model may learn several
-    tasks; ViTARC trains one model a task. The decoder's input at each cell is the previous token,
-    with the place of the cell to be predicted. Padding is attended to and predicted like any token.
+    Padding is attended to and predicted like any token.
 
     Args:
         size: rows and columns of the largest grid; the template has one more of either.
@@ -122,9 +117,9 @@ class GridTransformer(nn.Module):
         self.tasks = nn.Embedding(tasks, width)
         self.encoder_places, self.decoder_places = (
             nn.ModuleList(
-                create_encoding(one, width=width, grid=self.grid)
-                for one in positions
-                if on_tokens(one)
+                create_encoding(position, width=width, grid=self.grid)
+                for position in positions
+                if on_tokens(position)
             )
             for positions in (config.positions, _of_decoder(config))
         )
@@ -145,6 +140,8 @@ class GridTransformer(nn.Module):
     def encode(self, question: GridQuestion) -> Tensor:
         """Return states of the task and of the cells, (B, 1 + T, width)."""
         cells = self.embedding(self._checked(question.inputs))
+        # A task token without a place leads the input, so that one model may learn several tasks;
+        # ViTARC trains one model a task.
         x = torch.cat([self.tasks(question.tasks)[:, None], cells], 1)
         context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=question.boxes)
         for encoding in self.encoder_places:
@@ -155,6 +152,7 @@ class GridTransformer(nn.Module):
 
     def decode(self, outputs: Tensor, encoded: Tensor) -> Tensor:
         """Return logits (B, T, tokens) of outputs (B, T), each given the earlier ones."""
+        # The input at each cell is the previous token, with the place of the cell to be predicted.
         before = functional.pad(self._checked(outputs)[:, :-1], (1, 0), value=self.start)
         x, context = self.embedding(before), PositionContext(grid=self.grid)
         for encoding in self.decoder_places:
@@ -167,11 +165,11 @@ class GridTransformer(nn.Module):
     def generate(self, question: GridQuestion) -> Tensor:
         """Return greedily the likeliest token of every cell after earlier ones: (B, T) int64.
 
-        Each cell costs a pass over the whole template, which the encodings' hooks need. One pass of
-        `forward` tells whether a template is the greedy one: its logits are highest at its tokens.
+        One pass of `forward` tells whether a template is the greedy one.
         """
         encoded = self.encode(question)
         outputs = torch.zeros_like(question.inputs)
+        # Each cell costs a pass over the whole template, which the encodings' hooks need.
         for cell in range(outputs.shape[1]):
             outputs[:, cell] = self.decode(outputs, encoded)[:, cell].argmax(-1)
         return outputs

@@ -21,9 +21,7 @@ class GridsConfig(Config):
     """Model and tasks."""
 
     kind: Literal["grids"] = Field("grids", description="selects this class")
-    model: GridModelConfig = Field(
-        GridModelConfig(), description="sizes of the model, and its position encodings"
-    )
+    model: GridModelConfig = Field(GridModelConfig(), description="sizes and position encodings")
     data: GridDataConfig = Field(description="tasks of ARC, and how many samples")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+# RefCOCO's: a box with at least this overlap is right.
 RIGHT_IOU = 0.5
-"""RefCOCO's: a box with at least this overlap is right."""
 
 
 def intersection_over_union(
@@ -29,8 +29,8 @@ def box_scores(
 ) -> NDArray[np.float64]:
     """Compute the sum of a map in each box, over the square root of the box's area: (n,).
 
-    ALBEF's score of a proposal (section 5, visual grounding): a sum alone would prefer the largest
-    box, a mean the smallest. The map is constant in each patch; a box without area gets 0.
+    ALBEF's score of a proposal (section 5, visual grounding). The map is constant in each patch; a
+    box without area gets 0.
 
     Args:
         heat: (rows, columns), at least 0.
@@ -41,6 +41,7 @@ def box_scores(
     across = _covered(boxes[:, 0], boxes[:, 2], columns, size[0])
     down = _covered(boxes[:, 1], boxes[:, 3], rows, size[1])
     sums = np.einsum("nr,rc,nc->n", down, np.asarray(heat, dtype=np.float64), across)
+    # A sum alone would prefer the largest box, a mean the smallest.
     area = np.clip(boxes[:, 2:], 0, None).prod(axis=1)
     return np.divide(sums, np.sqrt(area), out=np.zeros_like(sums), where=area > 0)
 

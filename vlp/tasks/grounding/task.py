@@ -69,8 +69,8 @@ class Grounding(PairsTask):
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder, with the settings of the map that chose it."""
         super().save_model(folder, state)
-        made = self.settings.model_dump(mode="json", include={*MapConfig.model_fields})
-        write_json(folder / FILE_NAME, made)
+        map_config = self.settings.model_dump(mode="json", include={*MapConfig.model_fields})
+        write_json(folder / FILE_NAME, map_config)
 
 
 def map_of(folder: Path | None) -> MapConfig:

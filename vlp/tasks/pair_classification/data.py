@@ -20,12 +20,11 @@ from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
 class TextLabels(NamedTuple):
-    """Fields of a benchmark's annotations.
+    """Fields of a benchmark's annotations."""
 
-    text: the annotation's field with the text. labels: value of the annotation's `label` -> class.
-    """
-
+    # The annotation's field with the text.
     text: str
+    # Value of the annotation's `label` -> class.
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
@@ -34,8 +33,8 @@ class TextLabels(NamedTuple):
         if not (text and text.strip()):
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
         if label is not None and label not in self.labels:
-            known = ", ".join(dict.fromkeys(map(str, self.labels)))
-            raise BadSample("unknown label", f"{where}: label {label!r} is none of {known}")
+            names = ", ".join(dict.fromkeys(map(str, self.labels)))
+            raise BadSample("unknown label", f"{where}: label {label!r} is none of {names}")
         return text, None if label is None else self.labels[label]
 
 
@@ -54,17 +53,17 @@ class PairExample(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """pixels (B, images, 3, size, size) float32; text_ids, attention_mask, word_mask (B, N).
+    """B texts, each with its images; one grey sample that is not valid if all are bad."""
 
-    labels (B,) int64; valid (B,) bool. A batch without a good sample is one grey sample that is
-    not valid.
-    """
-
+    # (B, images, 3, size, size) float32
     pixels: Tensor
+    # (B, N) each
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
+    # (B,) int64
     labels: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -94,10 +93,10 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
         """Make the example of an item; `rng_for` augments, in training."""
-        said, label = self.kind.read(item.raw.annotation, item.where)
+        text, label = self.kind.read(item.raw.annotation, item.where)
         images = decoded(item.raw, self.images)
-        shown = [part for image in images for part in panels(image, self.parts)]
-        return PairExample(self.prepare(shown, said, number, rng_for), self.text([said]), label)
+        parts = [part for image in images for part in panels(image, self.parts)]
+        return PairExample(self.prepare(parts, text, number, rng_for), self.text([text]), label)
 
     def require_truth(self, example: PairExample, item: Item) -> None:
         """Check that there is a label."""
@@ -137,23 +136,23 @@ class AssignmentDataset(PairDataset):
         captions = captions_of(item.raw.annotation)
         if not captions:
             raise BadSample("no text", f"{item.where}: it has no caption")
-        said = captions[int(rng.integers(len(captions)))]
+        text = captions[int(rng.integers(len(captions)))]
         label = int(rng.integers(3))
         others: list[Item] = []
         for _ in range(2 if label == NEITHER else 1):
             others.append(self._other([item, *others], rng))
-        shown = [item, *others] if label == FIRST else [*others, item]
-        images = [decoded(one.raw, 1)[0] for one in shown[:2]]
-        return PairExample(self.prepare(images, said, number, rng_for), self.text([said]), label)
+        items = [item, *others] if label == FIRST else [*others, item]
+        images = [decoded(shown.raw, 1)[0] for shown in items[:2]]
+        return PairExample(self.prepare(images, text, number, rng_for), self.text([text]), label)
 
-    def _other(self, taken: list[Item], rng: np.random.Generator) -> Item:
-        """Draw a sample of another image than those taken, as far as the annotations tell."""
-        images = [_image(item) for item in taken]
+    def _other(self, items: list[Item], rng: np.random.Generator) -> Item:
+        """Draw a sample of another image than some items, as far as the annotations tell."""
+        images = [_image(item) for item in items]
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))
             if _image(other) not in images:
                 return other
-        raise BadSample("no text", f"{taken[0].where}: no other image was drawn beside it")
+        raise BadSample("no text", f"{items[0].where}: no other image was drawn beside it")
 
 
 def _image(item: Item) -> tuple[str | None, str]:

@@ -155,13 +155,13 @@ class PairClassification(Distilled):
             logits = self.logits(batch)
             target = self.soft_target(step, logits.device, lambda task: task.logits(batch))
         (logits,) = full_precision(logits)
-        each = functional.cross_entropy(
+        nats = functional.cross_entropy(
             logits, batch.labels, reduction="none", label_smoothing=self.config.label_smoothing
         )
         if target is not None:
             soft = functional.cross_entropy(logits, target.soft, reduction="none")
-            each = (1 - target.alpha) * each + target.alpha * soft
-        losses = {"classes": Loss(torch.where(batch.valid, each, 0).sum(), batch.valid.sum())}
+            nats = (1 - target.alpha) * nats + target.alpha * soft
+        losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
         right = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics={"accuracy": right})
 
@@ -175,9 +175,9 @@ class PairClassification(Distilled):
 @torch.no_grad()
 def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
     """Copy the tags (images, width) of a model that was trained on image pairs before."""
-    found = heads.get("tags")
-    if found is not None and found.shape == tags.shape:
-        tags.copy_(found)
+    pretrained = heads.get("tags")
+    if pretrained is not None and pretrained.shape == tags.shape:
+        tags.copy_(pretrained)
 
 
 def build(

@@ -24,7 +24,6 @@ from vlp.positions.options import PositionConfig
 class SharedQueryAttention(nn.Module):
     """Causal self-attention with queries at unit length as keys, without biases.
 
-    A token attends to earlier ones alone (its own key would win); the first attends to itself.
     `heads * head_width` may differ from the width.
     """
 
@@ -42,7 +41,8 @@ class SharedQueryAttention(nn.Module):
             for project in (self.query, self.value)
         )
         key = functional.normalize(query, dim=-1)
-        # Row t sees the keys 0 .. t - 1: a causal square one row down.
+        # Row t sees the keys 0 .. t - 1, a causal square one row down: a token's own key would win,
+        # being equal to its query. The first token attends to itself.
         earlier = functional.scaled_dot_product_attention(
             query[:, :, 1:], key[:, :, :-1], value[:, :, :-1], is_causal=True, scale=1.0
         )
@@ -70,7 +70,8 @@ class ReformerLayer(nn.Module):
 
 CHANNELS = 3
 LEVELS = 256
-START = LEVELS  # what stands before the first token
+# Input before the first token.
+START = LEVELS
 
 # They number the tokens of the sequence, channels among them; the others know pixels.
 SEQUENCES = ("learned-1d", "sine-1d")
@@ -86,9 +87,7 @@ class PixelModelConfig(Config):
         description="reformer, the paper's: keys that are queries, two residual streams; it takes "
         "encodings of tokens alone (papers.md#fourier-f14)",
     )
-    heads: int = Field(
-        8, ge=1, description="attention heads of every layer; a divisor of the width"
-    )
+    heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
     head_width: int | None = Field(
         None, ge=1, description="channels of a head of layer reformer; null: width / heads"
     )
@@ -108,9 +107,7 @@ class PixelPlaces(nn.Module):
     """Places of every token's pixel and channel to be predicted (Li et al., section 4.1).
 
     An encoding of pixels gets all channels but the last `channel_width`, to which a vector for red,
-    green or blue is added: the paper concatenates 768 and 256 channels. `learned-1d` and `sine-1d`
-    number all tokens (12,288 vectors of width 1024 in Embed-1D, papers.md#fourier-f13), without
-    colours.
+    green or blue is added: the paper concatenates 768 and 256 channels.
     """
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
@@ -127,12 +124,15 @@ class PixelPlaces(nn.Module):
             )
         self.pixel_width = config.width - share
         self.sequence = nn.ModuleList(
-            create_encoding(one, width=config.width, grid=(size, CHANNELS * size))
-            for one in sequence
+            create_encoding(position, width=config.width, grid=(size, CHANNELS * size))
+            for position in sequence
         )
         self.pixel = nn.ModuleList(
-            create_encoding(one, width=self.pixel_width, grid=(size, size)) for one in pixel
+            create_encoding(position, width=self.pixel_width, grid=(size, size))
+            for position in pixel
         )
+        # `learned-1d` and `sine-1d` number all tokens and so need no colours (12,288 vectors of
+        # width 1024 in Embed-1D, papers.md#fourier-f13).
         self.colours = None
         if pixel or not sequence:
             self.colours = nn.Parameter(0.02 * torch.randn(CHANNELS, share))
@@ -179,7 +179,6 @@ class PixelLayer(nn.Module):
 class PixelTransformer(nn.Module):
     """p(image) as the product of p(channel | all channels before it).
 
-    The input at each place is the previous value, with the place of the value to be predicted.
     Encodings of attention see a grid with the channels as columns, (size, 3 size).
     """
 
@@ -211,6 +210,7 @@ class PixelTransformer(nn.Module):
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:
             raise ValueError(f"images are (B, {shape}), not {tuple(values.shape)}")
+        # The input at a position is the previous value, with the place of the value to predict.
         before = functional.pad(values.flatten(1)[:, :-1], (1, 0), value=START)
         x = self.places(self.embedding(before)).repeat(1, 1, self.streams)
         context = sequence_context(self.size)

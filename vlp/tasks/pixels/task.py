@@ -22,9 +22,7 @@ class PixelsConfig(Config):
     """Model and images."""
 
     kind: Literal["pixels"] = Field("pixels", description="selects this class")
-    model: PixelModelConfig = Field(
-        PixelModelConfig(), description="sizes of the model, and its position encodings"
-    )
+    model: PixelModelConfig = Field(PixelModelConfig(), description="sizes and position encodings")
     data: PixelDataConfig = Field(description="images whose pixels are modelled")
 
 

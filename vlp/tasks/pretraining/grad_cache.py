@@ -67,7 +67,7 @@ def _sum(losses: list[Loss]) -> Loss:
 def _run(
     objective: Objective, step: Step, rows: slice, threshold: Tensor
 ) -> tuple[dict[str, Term], dict[str, Tensor]]:
-    taught = step.teacher and step.teacher._replace(
+    teacher = step.teacher and step.teacher._replace(
         image=select(step.teacher.image, rows), text=select(step.teacher.text, rows)
     )
     part = replace(
@@ -75,7 +75,7 @@ def _run(
         batch=select(step.batch, rows),
         image=select(step.image, rows),
         text=select(step.text, rows),
-        teacher=taught,
+        teacher=teacher,
         statistics={},
         image_keys=None,
     )

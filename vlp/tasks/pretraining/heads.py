@@ -26,34 +26,34 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
     """
     if "mlm_head" not in modules:
         return []
-    own = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
-    here, found = own.state_dict(), {}
+    heads = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
+    state, weights = heads.state_dict(), {}
     try:
         for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
             module, _, kind = name.rpartition(".")
-            place = f"{_BERT_HEAD.get(module)}.{kind}"
-            if place in here and here[place].shape == tensor.shape:
-                found[place] = tensor
-        if found.keys() != here.keys():
+            key = f"{_BERT_HEAD.get(module)}.{kind}"
+            if key in state and state[key].shape == tensor.shape:
+                weights[key] = tensor
+        if weights.keys() != state.keys():
             return []
-        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())]
+        return [copy_weights(heads, weights, f"{bert} -> MLM head", [], ())]
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"text.weights: {error}") from error
 
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
     """Copy the weights of a model folder's heads that fit; return the copies made."""
-    own = nn.ModuleDict(dict(modules))
-    here = own.state_dict()
+    module_dict = nn.ModuleDict(dict(modules))
+    state = module_dict.state_dict()
     try:
         heads = read_heads(local_folder(init_from))
         fitting = {
             name: head
             for name, head in heads.items()
-            if name in here and head.shape == here[name].shape
+            if name in state and head.shape == state[name].shape
         }
         unused = sorted(heads.keys() - fitting.keys())
-        report = copy_weights(own, fitting, f"{init_from}/{HEADS}", unused, (".+",))
+        report = copy_weights(module_dict, fitting, f"{init_from}/{HEADS}", unused, (".+",))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return [report] if heads else []

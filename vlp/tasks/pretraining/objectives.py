@@ -35,28 +35,26 @@ from vlp.objectives.token import phrase_loss, token_losses
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.teacher import TeacherOutput, gather_keys
 
+# Projections of tokens, where the model has them.
 TOKENS = frozenset({"image_tokens", "text_tokens"})
-"""Projections of tokens, where the model has them."""
 
 
 @dataclass
 class Step:
-    """Inputs of all objectives at one step, computed once, and the statistics they log.
+    """Inputs of all objectives at one step, computed once, and the statistics they log."""
 
-    number: optimiser steps from 0. image, text: outputs of both encoders on the unmasked batch.
-    teacher: outputs of the momentum teacher, if any. is_logged: whether a log line is due and
-    costly statistics are computed. shares: passes share the images' keys. image_keys: cache of
-    `keys`.
-    """
-
+    # Optimiser steps from 0.
     number: int
     batch: Batch
     model: VLPModel
+    # Outputs of both encoders, and of the teacher, on the unmasked batch.
     image: ImageFeatures
     text: TextFeatures
     teacher: TeacherOutput | None
+    # Whether a log line is due and costly statistics are computed.
     is_logged: bool
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    # Whether passes share the images' keys; `keys` caches them.
     shares: bool = False
     image_keys: ImageKeys | None = None
 
@@ -68,10 +66,11 @@ class Step:
 
 
 class Term(NamedTuple):
-    """One loss with its weight; anchors: detached paths of the B matching pairs, if computed."""
+    """One loss with its weight."""
 
     loss: Loss
     weight: float
+    # Detached paths of the B matching pairs, if computed.
     anchors: AnchorField | None = None
 
 
@@ -85,16 +84,16 @@ class Objective:
         settings: result of `settings_of`.
     """
 
+    # True if it runs before the anchor threshold moves, as objectives on unmasked pairs do.
     on_clean_pairs: ClassVar[bool] = False
-    """True if it runs before the anchor threshold moves, as objectives on unmasked pairs do."""
+    # True if its losses are sums over sample groups, so that it can run on a few at a time.
     in_chunks: ClassVar[bool] = False
-    """True if its losses are sums over sample groups, so that it can run on a few at a time."""
+    # True if its modules go into the model folder.
     saves_modules: ClassVar[bool] = True
-    """True if its modules go into the model folder."""
-    taught: ClassVar[bool] = False
-    """True if the momentum teacher has a copy of its modules."""
+    # True if the momentum teacher has a copy of its modules.
+    has_teacher_copy: ClassVar[bool] = False
+    # Parts with a gradient of it; other parts are frozen, else weight decay would shrink them.
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
-    """Parts with a gradient of it; other parts are frozen, else weight decay would shrink them."""
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         self.settings, self.objectives = settings, objectives
@@ -113,8 +112,8 @@ class Objective:
         raise NotImplementedError
 
 
+# By name, in the order in which they run and their losses are summed.
 OBJECTIVES: dict[str, type[Objective]] = {}
-"""Registered objectives by name, in the order in which they run."""
 
 
 def register_objective(
@@ -132,14 +131,12 @@ def register_objective(
     OBJECTIVES[name] = objective
 
 
+# Delta of Eq. 2, as the paper sets it.
 PAPER_MARGIN = 0.05
-"""Delta of Eq. 2, as the paper sets it."""
+# Start of the learned bias of the sigmoid loss, as SigLIP's: nearly all pairs are no matches.
 SIGMOID_BIAS = -10.0
-"""Start of the learned bias of the sigmoid loss, as SigLIP's: nearly all pairs are no matches."""
-
-
+# Start of the learned tau; from 5 or 20 fewer words point right (configs/ablation/results).
 TOKEN_SCALE = 10.0
-"""Start of the learned tau; from 5 or 20 fewer words point right (configs/ablation/results)."""
 
 
 class Contrastive(Objective):
@@ -326,7 +323,7 @@ class ImageTextMatching(Objective):
         self.trains = tokens | {"cross_encoder", "match_head"}
 
     def __call__(self, step: Step) -> dict[str, Term]:
-        """Compute the loss over matching pairs and those negatives that were found."""
+        """Compute the loss over matching pairs and their negatives."""
         batch, image, text = step.batch, step.image, step.text
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             temperature = pair_temperature(step.model, self.objectives)
@@ -336,33 +333,34 @@ class ImageTextMatching(Objective):
             similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, count
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        own = rows.repeat_interleave(count)
+        anchor_rows = rows.repeat_interleave(count)
         pairs = PairIndices(
-            texts=torch.cat([rows, negatives.text_for_image, own]),
-            images=torch.cat([rows, own, negatives.image_for_text]),
+            texts=torch.cat([rows, negatives.text_for_image, anchor_rows]),
+            images=torch.cat([rows, anchor_rows, negatives.image_for_text]),
         )
-        keys, wanted = step.keys(), None
+        # Pooling by [CLS] reads one state of each text, so the last layer computes no other.
+        keys, queries = step.keys(), None
         if keys is not None and step.model.config.cross.pooling == "cls":
-            wanted = torch.zeros_like(pairs.texts)[:, None]
-        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
+            queries = torch.zeros_like(pairs.texts)[:, None]
+        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=queries)
         logits = step.model.match_logits(crossed)
         anchors = crossed.anchors
         if anchors is not None:
             anchors = anchors.map(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
-            wrong_labels = torch.zeros_like(own)
+            wrong_labels = torch.zeros_like(anchor_rows)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
             counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
             right = (logits.detach().argmax(-1) == labels) & counted
             step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
             return {"itm": Term(itm_loss(logits, labels, counted), settings.weight, anchors)}
         # Two lists a row: its image with wrong texts, its text with wrong images.
-        odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(own)])
+        odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(anchor_rows)])
         matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, count))
         has = torch.cat([negatives.has_text, negatives.has_image])[::count]
         has = has & batch.valid.repeat(2)
-        won = (matched > wrong.amax(1)).detach() & has
-        step.statistics["itm_accuracy"] = won.sum() / has.sum().clamp(min=1)
+        correct = (matched > wrong.amax(1)).detach() & has
+        step.statistics["itm_accuracy"] = correct.sum() / has.sum().clamp(min=1)
         return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight, anchors)}
 
 
@@ -373,7 +371,7 @@ class MaskedLanguageModelling(Objective):
     predictions of the same tokens as soft targets. Loss: `mlm`.
     """
 
-    taught: ClassVar[bool] = True
+    has_teacher_copy: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True
     trains = frozenset({"cross_encoder"})
     settings: MLMConfig
@@ -403,19 +401,18 @@ class MaskedLanguageModelling(Objective):
     def _predict(
         self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (R, vocabulary) and labels (R,) of the R masked tokens.
-
-        R is a fixed number of slots on a GPU, which would have to wait for the count.
-        """
+        """Return logits (R, vocabulary) and labels (R,) of the R masked tokens."""
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-        labels, slots, keys, wanted = batch.mlm_labels, None, None, None
+        labels, slots, keys, queries = batch.mlm_labels, None, None, None
+        # A GPU would have to wait for the count of masked tokens, so R is fixed there; a CPU
+        # computes only the queries that are predicted.
         if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
         elif step.shares:
             keys = step.keys() if model is step.model else None
-            wanted, labels = masked_columns(labels)
-        crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=wanted)
+            queries, labels = masked_columns(labels)
+        crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=queries)
         states, labels = masked_positions(crossed.text, labels, batch.valid, slots)
         return head(states, model.text_encoder.word_table), labels
 

@@ -20,15 +20,14 @@ from vlp.tasks.pretraining.objectives import Step
 
 
 class AnchorStatistics(NamedTuple):
-    """Per channel group, (G,) each, over real words of all ranks.
+    """Per channel group, (G,) each, over real words of all ranks."""
 
-    `anchors`: share of (patch, word) entries with S >= threshold. `reachable`: share of entries
-    with a path. `spread`: standard deviation of a word's path over its reachable patches, in units
-    of Eq. 7, mean over words that reach at least two; near 0 the position says nothing.
-    """
-
+    # Share of (patch, word) entries with S >= threshold.
     anchors: Tensor
+    # Share of entries with a path.
     reachable: Tensor
+    # Standard deviation of a word's path over its reachable patches, in units of Eq. 7, mean over
+    # words that reach at least two; near 0 the position tells nothing.
     spread: Tensor
 
 
@@ -104,7 +103,7 @@ def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | Non
         mask = mask & valid[:, None]
     unit = F.normalize(tokens, dim=-1) * mask[..., None]
     number = mask.sum(-1)
-    # All pairs at once: |sum of unit tokens|^2 is the sum of all cosines, the own ones included.
+    # All pairs at once: |sum of unit tokens|^2 is the sum of all cosines, with themselves included.
     others = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
     several = number >= 2
     cosine = others / (number * (number - 1)).clamp(min=1)
@@ -130,11 +129,12 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
 class CollapseWatch:
     """Watch that warns once per number when tokens or global features stay dead.
 
-    Names with `cosine` are dead above `max_cosine`, names with `spread` below `min_spread`:
-    collapsed runs reached token cosines of 1.00, others 0.80 or less; a spread of 0.1 means that
-    features keep 1 % of their variance. Untrained encoders look dead too, so the first
-    `grace_steps` do not count, and `patience` checks in a row raise the warning.
+    Names with `cosine` are dead above `max_cosine`, names with `spread` below `min_spread`;
+    `patience` checks in a row raise the warning.
     """
+
+    # Collapsed runs reached token cosines of 1.00, others 0.80 or less; a spread of 0.1 means that
+    # features keep 1 % of their variance.
 
     def __init__(
         self,
@@ -151,6 +151,7 @@ class CollapseWatch:
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
         """Log a warning for each statistic that has just died, and return their names."""
+        # Untrained encoders look dead, too.
         if step < self.grace_steps:
             return []
         warned = []
@@ -222,11 +223,12 @@ def word_cosines(step: Step) -> dict[str, Tensor]:
     shown = torch.stack([patches == which for which in (OWN, OTHER)])
     sums = global_sum((cosine * shown).sum((1, 2, 3)))
     counts = global_sum(shown.sum((1, 2, 3)))
-    own, other = sums / counts.clamp(min=1)
-    return {"word_own_box": own, "word_other_box": other}
+    same_object, other_object = sums / counts.clamp(min=1)
+    return {"word_own_box": same_object, "word_other_box": other_object}
 
 
-BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similarities
+# Over [-1, 1]: steps of 5e-4, far below the spread of the similarities.
+BINS = 4000
 
 
 @torch.no_grad()
@@ -235,17 +237,18 @@ def similarity_quantile(
 ) -> Tensor:
     """Compute the quantile of S over patches, real words and groups of the global batch.
 
-    Ranks sum a histogram, so their number does not matter. Every rank must call it.
+    Every rank must call it.
 
     Args:
         similarity: (B, M, N, G) in [-1, 1], Eq. 3.
         word_mask: (B, N) bool, True = a real word.
-        valid: (B,) bool, False = an empty slot.
+        valid: (B,) bool, False = an empty row.
         quantile: in (0, 1).
 
     Returns:
         The threshold, 0-d float32, exact to 5e-4; NaN when no rank has a word.
     """
+    # Ranks sum a histogram, so the result does not depend on their number.
     return _quantile(global_sum(_histogram(similarity, word_mask & valid[:, None])), quantile)
 
 
@@ -258,11 +261,8 @@ def _quantile(counts: Tensor, quantile: float) -> Tensor:
 
 
 def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None) -> Tensor:
-    """Count the entries (B, M, N, G) of words (B, N) in each bin, (BINS,) int64.
-
-    With `on_device` (None: by the tensors' place) no number is read from a GPU, but padding is
-    counted, too, which costs more on a CPU.
-    """
+    """Count the entries (B, M, N, G) of words (B, N) in each bin, (BINS,) int64."""
+    # A GPU would have to wait for the number of words; counting padding, too, costs more on a CPU.
     by_word = similarity.transpose(1, 2)
     if on_gpu(similarity) if on_device is None else on_device:
         return _histogram_unread(by_word, words)

@@ -32,9 +32,7 @@ from vlp.tasks.teacher import MomentumTeacher, strip_prefix
 class Pretraining(PlainTask):
     """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
 
-    Losses are scaled so that their mean over ranks is the mean over the global batch. On a CPU,
-    uncompiled, texts are cut to the share's longest, which changes rounding alone unless an
-    encoding reads padding (`CrossConfig.reads_padding`).
+    Losses are scaled so that their mean over ranks is the mean over the global batch.
 
     Args:
         config: sizes, and public weights to load.
@@ -71,7 +69,7 @@ class Pretraining(PlainTask):
                 self.objectives[name] = kind(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
-        trained = [one.trains for one in self.objectives.values()]
+        trained = [objective.trains for objective in self.objectives.values()]
         self.model.freeze_untrained(Objective.trains.difference(*trained))
         if model is None and config.text.weights:
             self.weight_reports += start_mlm_head(self._saved_heads(), config.text.weights)
@@ -81,12 +79,14 @@ class Pretraining(PlainTask):
         if objectives.teacher:
             student: dict[str, nn.Module] = {"model": self.model}
             for objective in self.objectives.values():
-                student |= objective.modules() if objective.taught else {}
+                student |= objective.modules() if objective.has_teacher_copy else {}
             products = AUTOCAST.get(precision)
             self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim, products)
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
+        # Texts are cut to the longest of the rank's share, which changes rounding alone unless an
+        # encoding reads padding. A GPU would have to wait for the length.
         if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
@@ -107,7 +107,7 @@ class Pretraining(PlainTask):
 
     def _encode(self, batch: Batch, step: int) -> Step:
         """Run the teacher and both encoders on the unmasked batch."""
-        taught = None
+        teacher_output = None
         encoder = self.model.image_encoder
         if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
             with record_function("pass/clean"):
@@ -121,11 +121,11 @@ class Pretraining(PlainTask):
             image, text = self._features(batch)
         if self.teacher is not None:
             with record_function("pass/teacher"):
-                taught = teach()  # its keys have travelled meanwhile
+                teacher_output = teach()  # its keys have travelled meanwhile
         is_logged = step == 0 or (step + 1) % self.log_every == 0
         # A compiled pass has one form, whatever the number of masked words.
         shares = not self.is_compiled and self.model.cross_encoder.shares_images(image.states)
-        return Step(step, batch, self.model, image, text, taught, is_logged, shares=shares)
+        return Step(step, batch, self.model, image, text, teacher_output, is_logged, shares=shares)
 
     def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
         def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:
@@ -198,14 +198,14 @@ class Pretraining(PlainTask):
         return {} if self.teacher is None else self.teacher.state_dict()
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `extra_state` gave."""
+        """Restore the state of `extra_state`."""
         if self.teacher is not None:
             self.teacher.load_state_dict(state)
 
     def _saved_heads(self) -> dict[str, nn.Module]:
         """Return the objectives' modules that go into the model folder, by name."""
         saved = [objective for objective in self.objectives.values() if objective.saves_modules]
-        return {name: module for one in saved for name, module in one.modules().items()}
+        return {name: module for part in saved for name, module in part.modules().items()}
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""

@@ -32,34 +32,32 @@ from vlp.scenes.annotation import SOURCE
 
 def answers_of(question: Question) -> dict[str, int]:
     """Count the people who gave each answer; blank answers do not count."""
-    said: Counter[str] = Counter()
-    for one in question.answers:
-        if one.answer.strip() and one.count > 0:
-            said[one.answer.strip()] += one.count
-    return dict(said)
+    counts: Counter[str] = Counter()
+    for answer in question.answers:
+        if answer.answer.strip() and answer.count > 0:
+            counts[answer.answer.strip()] += answer.count
+    return dict(counts)
 
 
 def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...]:
     """Return the most frequent answers of shards, the most frequent first."""
-    said: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for folder in folders:
         for annotation in ShardIndex.open(folder).annotations():
             if isinstance(annotation, Annotation):  # a bad one is counted when it is trained on
                 for question in annotation.questions or ():
-                    said.update(answers_of(question))
-    if not said:
+                    counts.update(answers_of(question))
+    if not counts:
         raise ConfigError(
             f"{', '.join(map(str, folders))}: no question in these shards is answered"
         )
-    by_count = sorted(said, key=lambda answer: (-said[answer], answer))
+    by_count = sorted(counts, key=lambda answer: (-counts[answer], answer))
     return tuple(by_count[:most])
 
 
 def read_answers(file: str | Path) -> tuple[str, ...]:
-    """Read a file of answers, a JSON list or one a line, without blank and repeated ones.
-
-    The published list of 3,129 for VQA v2 begins with a blank one.
-    """
+    """Read a file of answers, a JSON list or one a line, without blank and repeated ones."""
+    # The published list of 3,129 for VQA v2 begins with a blank answer.
     path = Path(file)
     try:
         listed = parse_json(path.read_bytes()) if path.suffix == ".json" else lines_of(path)
@@ -67,10 +65,10 @@ def read_answers(file: str | Path) -> tuple[str, ...]:
         raise ConfigError(f"{path}: this list of answers cannot be read ({error})") from error
     if not isinstance(listed, list) or not all(isinstance(answer, str) for answer in listed):
         raise ConfigError(f"{path}: a list of answers is a JSON list of texts, or a text a line")
-    found = _distinct(listed)
-    if not found:
+    answers = _distinct(listed)
+    if not answers:
         raise ConfigError(f"{path}: this list of answers is empty")
-    return found
+    return answers
 
 
 def _distinct(answers: Iterable[str]) -> tuple[str, ...]:
@@ -95,36 +93,40 @@ class VqaDataConfig(DownstreamDataConfig):
 
 
 class VqaExample(NamedTuple):
-    """pixels (3, size, size); tokens of one row; answers with the number of people, empty in a test
-    set; types of the question by division, where known; weight in the loss.
-    """
+    """One question about an image."""
 
+    # (3, size, size)
     pixels: Tensor
+    # Of one row.
     tokens: TextTokens
     question: Question
+    # Number of people by answer; empty in a test set.
     answers: Mapping[str, int]
+    # `question_types`
     types: Mapping[str, str]
+    # In the loss.
     weight: float = 1.0
 
 
 class VqaBatch(NamedTuple):
-    """B questions and T answers of at most L tokens.
+    """B questions and T answers of at most L tokens; one question, not valid, if all are bad."""
 
-    pixels (B, 3, size, size) float32; text_ids, attention_mask, word_mask (B, N); answer_ids (T, L)
-    int64, [CLS] ... [SEP] and padding; owners (T,) int64, the question of each; shares (T,) float32
-    of its people, together the question's weight, 1 by default; valid (B,) bool; places (R,),
-    `predicted_places` of the answers. A batch without a good question has one that is not valid.
-    """
-
+    # (B, 3, size, size) float32
     pixels: Tensor
+    # (B, N) each
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
+    # (T, L) int64, [CLS] ... [SEP] and padding
     answer_ids: Tensor
+    # (T,) int64, the question of each answer
     owners: Tensor
+    # (T,) float32 of the question's people; they sum to its weight, 1 by default.
     shares: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
+    # (R,), `predicted_places` of the answers
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> VqaBatch:
@@ -156,9 +158,9 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         image = decoded(item.raw, 1)
         answers = answers_of(question)
         # A flipped image would make "left" false in an answer, too.
-        said = " ".join([question.question, *answers])
+        words = " ".join([question.question, *answers])
         return VqaExample(
-            self.prepare(image, said, number, rng_for)[0],
+            self.prepare(image, words, number, rng_for)[0],
             self.text([question.question]),
             question,
             answers,
@@ -174,8 +176,8 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
     def require_truth(self, example: VqaExample, item: Item) -> None:
         """Check that the question has answers."""
         if not example.answers:
-            asked = example.question.id
-            raise BadSample("no answers", f"{item.where}: nobody answered {asked}")
+            question = example.question.id
+            raise BadSample("no answers", f"{item.where}: nobody answered {question}")
 
     def blank(self) -> VqaExample:
         """Make a grey image with an empty question and answer."""
@@ -187,23 +189,24 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         self, examples: list[VqaExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> VqaBatch:
         """Stack questions with all their answers."""
-        said = [
-            (answer, row, one.weight * count / sum(one.answers.values()))
-            for row, one in enumerate(examples)
-            for answer, count in one.answers.items()
+        rows = [
+            (answer, row, example.weight * count / sum(example.answers.values()))
+            for row, example in enumerate(examples)
+            for answer, count in example.answers.items()
         ]
-        answers = self.answer_text([answer for answer, _, _ in said])
-        longest = int(answers.attention_mask.sum(1).max()) if said else 0
+        answers = self.answer_text([answer for answer, _, _ in rows])
+        longest = int(answers.attention_mask.sum(1).max()) if rows else 0
         answer_ids = answers.text_ids[:, :longest]
-        ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in examples)))
+        columns = zip(*(example.tokens for example in examples))
+        ids, attention, words = (torch.cat(column) for column in columns)
         return VqaBatch(
-            torch.stack([one.pixels for one in examples]),
+            torch.stack([example.pixels for example in examples]),
             ids,
             attention,
             words,
             answer_ids=answer_ids,
-            owners=torch.tensor([row for _, row, _ in said], dtype=torch.int64),
-            shares=torch.tensor([share for _, _, share in said]),
+            owners=torch.tensor([row for _, row, _ in rows], dtype=torch.int64),
+            shares=torch.tensor([share for _, _, share in rows]),
             valid=valid,
             places=predicted_places(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
@@ -216,10 +219,11 @@ def questions_in(annotation: Annotation) -> int:
 
 
 def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
-    """Return a question's `answer_type` and `question_type`, by its annotation or generated id."""
+    """Return a question's `answer_type` and `question_type`, where known."""
     extra = question.model_extra or {}
-    named = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
-    found = {part: kind for part, kind in named.items() if isinstance(kind, str) and kind}
-    if annotation.source == SOURCE and "question" not in found and "-" in question.id:
-        found["question"] = question.id.rpartition("-")[2]
-    return found
+    values = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
+    types = {part: kind for part, kind in values.items() if isinstance(kind, str) and kind}
+    # Questions of generated scenes have their type in the id alone.
+    if annotation.source == SOURCE and "question" not in types and "-" in question.id:
+        types["question"] = question.id.rpartition("-")[2]
+    return types

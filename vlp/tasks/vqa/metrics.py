@@ -1,9 +1,4 @@
-"""VQA accuracy: the share of people who gave the predicted answer (Antol et al. 2015).
-
-Two evaluators differ on one question in seven of VQA v2: `official` is the current one of the data
-set's authors, `albef_copy` the older one that ALBEF and its successors report. Their treatment of
-answers is part of the metric, oddities included.
-"""
+"""VQA accuracy: the share of people who gave the predicted answer (Antol et al. 2015)."""
 
 from __future__ import annotations
 
@@ -11,10 +6,13 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+# Two evaluators differ on one question in seven of VQA v2: `official` is the current one of the
+# data set's authors, `albef_copy` the older one that ALBEF and its successors report. Their
+# treatment of answers is part of the metric, oddities included.
 Version = Literal["official", "albef_copy"]
 
+# Number of agreeing people that makes an answer right.
 ENOUGH = 3
-"""Number of agreeing people that makes an answer right."""
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"none": "0"}
@@ -40,13 +38,13 @@ _FORMS = [stem + end for end, stems in _CONTRACTED.items() for stem in stems.spl
 _FORMS += ["ma'am", "o'clock", "'twas", "y'all", "'ow's'at"]
 
 
-def _lacking_one(form: str) -> list[str]:
-    places = [place for place, letter in enumerate(form) if letter == "'"]
-    return [form[:place] + form[place + 1 :] for place in places]
+def _missing_apostrophe(form: str) -> list[str]:
+    positions = [position for position, letter in enumerate(form) if letter == "'"]
+    return [form[:position] + form[position + 1 :] for position in positions]
 
 
-# What lacks one of its apostrophes gets it; the one backward entry is the evaluators' own.
-_APOSTROPHES = {lacking: form for form in _FORMS for lacking in _lacking_one(form)}
+# A form without one of its apostrophes gets it; the backward entry is the evaluators'.
+_APOSTROPHES = {lacking: form for form in _FORMS for lacking in _missing_apostrophe(form)}
 _APOSTROPHES["somebody'd"] = "somebodyd"
 
 
@@ -68,33 +66,33 @@ def vqa_accuracy(
     """Return the score, between 0 and 1, of a predicted answer.
 
     Each person's answer is left out once; the prediction gets the part of three that agree among
-    the others, at most 1, and the mean over persons counts. VQA v2 has ten. With fewer than four
-    people, all others have to agree (`min(3, people - 1)`), and with one, that person.
+    the others, at most 1, and the mean over persons counts. VQA v2 has ten.
 
     Args:
         version: `official` normalises prediction and answers unless all people gave the same, and
             ignores case; `albef_copy` always normalises the prediction, and drops only punctuation
             of the answers, where they differ.
     """
-    said = [(_trimmed(answer), count) for answer, count in answers if count > 0]
-    people = sum(count for _, count in said)
+    counts = [(_trimmed(answer), count) for answer, count in answers if count > 0]
+    people = sum(count for _, count in counts)
     if not people:
         raise ValueError("nobody answered the question, so no answer is right")
     predicted = _trimmed(prediction)
-    differ = len({answer for answer, _ in said}) > 1
+    differ = len({answer for answer, _ in counts}) > 1
     if version == "official":
         if differ:
-            said = [(normalise_answer(answer), count) for answer, count in said]
+            counts = [(normalise_answer(answer), count) for answer, count in counts]
             predicted = normalise_answer(predicted)
-        said = [(answer.lower(), count) for answer, count in said]
+        counts = [(answer.lower(), count) for answer, count in counts]
         predicted = predicted.lower()
     elif version == "albef_copy":
         predicted = normalise_answer(predicted)
         if differ:
-            said = [(_without_punctuation(answer), count) for answer, count in said]
+            counts = [(_without_punctuation(answer), count) for answer, count in counts]
     else:
         raise ValueError(f"unknown version {version!r}; one of official, albef_copy")
-    agree = sum(count for answer, count in said if answer == predicted)
+    agree = sum(count for answer, count in counts if answer == predicted)
+    # With fewer than four people, all others have to agree, and with one, that person.
     if people == 1:
         return float(agree)
     enough = min(ENOUGH, people - 1)
@@ -109,8 +107,8 @@ def _trimmed(answer: str) -> str:
 
 def _without_punctuation(answer: str) -> str:
     squeeze = _COMMA_IN_NUMBER.search(answer) is not None
-    kept = answer
+    text = answer
     for mark in _PUNCTUATION:
         beside_blank = f"{mark} " in answer or f" {mark}" in answer
-        kept = kept.replace(mark, "" if squeeze or beside_blank else " ")
-    return _PERIOD.sub("", kept, count=_PERIODS)
+        text = text.replace(mark, "" if squeeze or beside_blank else " ")
+    return _PERIOD.sub("", text, count=_PERIODS)

@@ -91,14 +91,14 @@ class Vqa(Distilled, WritingTask):
             by_ids.setdefault(tuple(ids), answer)
         self.answers, self._by_ids = tuple(by_ids.values()), by_ids
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the list of answers."""
         return {"answers": list(self.answers)}
 
     @classmethod
-    def restore(cls, config: VqaConfig, parts: Loaded, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: VqaConfig, parts: Loaded, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with a fresh decoder."""
-        return cls(config, parts, known["answers"])
+        return cls(config, parts, metadata["answers"])
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
         """Return the questions of shard folders."""
@@ -107,12 +107,10 @@ class Vqa(Distilled, WritingTask):
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode B questions with their images as the decoder's memory.
-
-        One image stands for all questions, and one question for all images.
-        """
+        """Encode B questions with their images as the decoder's memory."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
+        # One image may stand for all questions, and one question for all images.
         pairs = pairs_of(len(image.states), len(text.states), text.states.device)
         crossed = self.model.cross(image, text, pairs, need_image=False)
         return self.decoder.remember(crossed.text, crossed.attention_mask)
@@ -125,17 +123,15 @@ class Vqa(Distilled, WritingTask):
         return answer_logits(self.decoder, memory, batch.answer_ids, words, pad_id, places)
 
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
-        """Compute the negative log-likelihood of the answers in nats and the token accuracy.
-
-        With a teacher the likelihood is minus the cross-entropy to the mixed target.
-        """
+        """Compute the negative log-likelihood of the answers in nats and the token accuracy."""
         device = batch.pixels.device
         with self.autocast(device):
             memory = self.remember(batch).select(batch.owners)
             words = self.model.text_encoder.embedding
             target = self.soft_target(step, device, lambda task: task.token_logits(batch))
             soft, alpha = target or (None, 0.0)
-            found = answer_likelihood(
+            # With a teacher the likelihood is minus the cross-entropy to the mixed target.
+            output = answer_likelihood(
                 self.decoder,
                 memory,
                 batch.answer_ids,
@@ -146,10 +142,10 @@ class Vqa(Distilled, WritingTask):
                 places=batch.places,
             )
         counted = batch.valid[batch.owners]
-        each = -(found.log_probability * batch.shares).where(counted, 0)
-        right, tokens = (part.where(counted, 0).sum() for part in (found.right, found.tokens))
+        nats = -(output.log_probability * batch.shares).where(counted, 0)
+        right, tokens = (part.where(counted, 0).sum() for part in (output.right, output.tokens))
         return self.step_output(
-            {"answers": Loss(each.sum(), batch.valid.sum())},
+            {"answers": Loss(nats.sum(), batch.valid.sum())},
             statistics={"token_accuracy": right / tokens.clamp(min=1)},
         )
 
@@ -164,18 +160,18 @@ class Vqa(Distilled, WritingTask):
         config = self.config
         if (how or config.predict) == "rank":
             return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
-        return [self._as_listed(said) for said in self.write_texts(memory, config.beams)]
+        return [self._as_listed(text) for text in self.write_texts(memory, config.beams)]
 
     def ranking(self) -> AnswerRanking:
-        """Return what ranks the listed answers, on the device of the model."""
+        """Return a ranking of the listed answers, on the device of the model."""
         words = self.model.text_encoder.embedding
         listed = torch.tensor(list(self._by_ids), device=words.word.weight.device)
         return AnswerRanking(self.decoder, listed, words, self.text.pad_id, self.config.candidates)
 
-    def _as_listed(self, said: str) -> str:
+    def _as_listed(self, text: str) -> str:
         """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""
-        ids = self.answer_text([said]).text_ids[0].tolist()
-        return self._by_ids.get(tuple(ids), said)
+        ids = self.answer_text([text]).text_ids[0].tolist()
+        return self._by_ids.get(tuple(ids), text)
 
 
 def build(
@@ -193,11 +189,11 @@ def build(
     task = Vqa(config, parts, answers, precision)
     lost = len(answers) - len(task.answers)
     if lost and distributed.rank() == 0:
-        told = next(answer for answer in answers if answer not in task.answers)
+        example = next(answer for answer in answers if answer not in task.answers)
         logger.warning(
             "%d of %d answers have the word pieces of an earlier one (spelled alike, cut at "
             "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
-            *(lost, len(answers), data.max_answer, told),
+            *(lost, len(answers), data.max_answer, example),
         )
     task.start_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)

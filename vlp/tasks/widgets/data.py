@@ -26,7 +26,8 @@ from vlp.tasks.widgets.screens import Nodes, Screen, generate_screen, read_scree
 
 Part = Literal["train", "test"]
 
-_KEPT = 20_000  # generated screens that are kept in memory, about 10 KB each
+# Generated screens in memory, about 10 KB each.
+_CACHE_SIZE = 20_000
 
 
 class GeneratedScreensConfig(Config):
@@ -83,52 +84,50 @@ def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
 class _Generated:
     def __init__(self, config: GeneratedScreensConfig, part: Part) -> None:
         self._config, self._part = config, part
-        self._made: dict[int, Screen] = {}
+        self._screens: dict[int, Screen] = {}
 
     def __len__(self) -> int:
         return self._config.train if self._part == "train" else self._config.test
 
     def read(self, number: int) -> Screen:
-        if number not in self._made:
+        if number not in self._screens:
             rng = make_rng(self._config.seed, 0, number, f"{self._part} screen")
             hierarchy, captions = generate_screen(rng)
             name = f"{self._part} {number}"
             screen = read_screen(hierarchy, name, captions, self._config.nodes)
-            if len(self._made) == _KEPT:
+            if len(self._screens) == _CACHE_SIZE:
                 return screen
-            self._made[number] = screen
-        return self._made[number]
+            self._screens[number] = screen
+        return self._screens[number]
 
 
 class _Rico:
     def __init__(self, config: RicoScreensConfig, part: Part) -> None:
         split = Path(config.train if part == "train" else config.test)
         captions = _captions(Path(config.captions))
-        wanted = [line for line in _text(split).split("\n") if line.strip()]
-        self._names = [name for one in wanted if (name := one.strip()) in captions]
+        ids = [line.strip() for line in _text(split).split("\n") if line.strip()]
+        self._names = [name for name in ids if name in captions]
         if not self._names:
-            raise ConfigError(
-                f"{config.captions}: names none of the {len(wanted)} screens of {split}"
-            )
+            raise ConfigError(f"{config.captions}: names none of the {len(ids)} screens of {split}")
         self._captions = {name: captions[name] for name in self._names}
-        self._place, self._nodes = Path(config.hierarchies), config.nodes
-        self._held: Mapping[str, bytes] | None = None
-        if self._place.is_file():
-            self._held = _from_tar(self._place, set(self._names))
-        elif not self._place.is_dir():
-            raise ConfigError(f"{self._place}: there is neither a folder nor a tar file")
+        self._root, self._nodes = Path(config.hierarchies), config.nodes
+        self._contents: Mapping[str, bytes] | None = None
+        if self._root.is_file():
+            self._contents = _from_tar(self._root, set(self._names))
+        elif not self._root.is_dir():
+            raise ConfigError(f"{self._root}: there is neither a folder nor a tar file")
 
     def __len__(self) -> int:
         return len(self._names)
 
     def read(self, number: int) -> Screen:
         name = self._names[number]
-        where = f"{self._place}, {name}"
+        where = f"{self._root}, {name}"
         try:
             raw = (
-                (self._place / f"{name}.json").read_bytes()
-                if self._held is None
-                else self._held[name]
+                (self._root / f"{name}.json").read_bytes()
+                if self._contents is None
+                else self._contents[name]
             )
         except (OSError, KeyError) as error:
             raise BadSample("missing view hierarchy", where) from error
@@ -143,12 +142,12 @@ def _captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
     rows = csv.DictReader(io.StringIO(_text(file), newline=""))
     if missing := {"screenId", "nodeId", "captions"} - set(rows.fieldnames or ()):
         raise ConfigError(f"{file}: has no column {', '.join(sorted(missing))}")
-    found: dict[str, dict[str, Sequence[str]]] = {}
+    captions: dict[str, dict[str, Sequence[str]]] = {}
     for row in rows:
         if row["captions"] is None:
             raise ConfigError(f"{file}, line {rows.line_num}: too few columns")
-        found.setdefault(row["screenId"], {})[row["nodeId"]] = row["captions"].split("|")
-    return found
+        captions.setdefault(row["screenId"], {})[row["nodeId"]] = row["captions"].split("|")
+    return captions
 
 
 def _text(file: Path) -> str:
@@ -159,13 +158,14 @@ def _text(file: Path) -> str:
 
 
 def _from_tar(file: Path, names: set[str]) -> dict[str, bytes]:
-    def wanted(name: PurePosixPath) -> bool:
+    def is_listed(name: PurePosixPath) -> bool:
         return name.suffix == ".json" and name.stem in names
 
-    return {name.stem: content for name, content in stored_files(file, wanted)}
+    return {name.stem: content for name, content in stored_files(file, is_listed)}
 
 
-_REMEMBERED = 50_000  # texts of widgets, most of which come again and again
+# Texts of widgets in memory, most of which come again and again.
+_TEXT_CACHE_SIZE = 50_000
 
 
 class WidgetText:
@@ -180,7 +180,7 @@ class WidgetText:
         self._tokenizer = tokenizer
         self._words = TextProcessor(tokenizer, max_words + 2)
         self._captions = TextProcessor(tokenizer, max_caption + 2)
-        self._known: dict[str, Tensor] = {}
+        self._ids: dict[str, Tensor] = {}
         self.max_words, self.max_caption = max_words, max_caption
         self.vocab_size = self._words.vocab_size
         self.pad_id, self.cls_id, self.sep_id = (
@@ -192,15 +192,15 @@ class WidgetText:
 
     def words(self, text: str) -> Tensor:
         """Return a text's ids (max_words,) int64 without special tokens."""
-        if text not in self._known:
-            if len(self._known) == _REMEMBERED:
-                self._known.clear()
+        if text not in self._ids:
+            if len(self._ids) == _TEXT_CACHE_SIZE:
+                self._ids.clear()
             tokens = self._words([text])
-            kept = tokens.text_ids[tokens.word_mask]
+            ids = tokens.text_ids[tokens.word_mask]
             row = torch.full((self.max_words,), self.pad_id)
-            row[: len(kept)] = kept
-            self._known[text] = row
-        return self._known[text]
+            row[: len(ids)] = ids
+            self._ids[text] = row
+        return self._ids[text]
 
     def caption(self, text: str) -> Tensor:
         """Return a caption's ids (max_caption + 2,) int64: [CLS], word pieces, [SEP], padding."""
@@ -208,9 +208,9 @@ class WidgetText:
 
     def sentence(self, ids: Sequence[int]) -> str:
         """Return the caption that ids stand for, up to the first [SEP]."""
-        kept = list(ids)
-        kept = kept[: kept.index(self.sep_id)] if self.sep_id in kept else kept
-        sentence: str = self._tokenizer.decode(kept, skip_special_tokens=True)
+        tokens = list(ids)
+        tokens = tokens[: tokens.index(self.sep_id)] if self.sep_id in tokens else tokens
+        sentence: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return sentence
 
     def to_json(self) -> str:
@@ -272,24 +272,25 @@ class WidgetDataConfig(MapDatasetConfig):
 
 
 class WidgetBatch(NamedTuple):
-    """B screens of W widgets, T captions of L tokens.
+    """B screens of W widgets, T captions of L tokens; empty rows if all are bad."""
 
-    boxes (B, W, 4) float32, x0, y0, x1, y1 in shares of the screen; kinds, clickable (B, W) int64;
-    words, resources (B, W, N) int64 word pieces of the text and of the resource id, padded with
-    [PAD]; trees (B, W, 3) int64, see `Widget`; real (B, W) bool, False is padding; targets (T, 2)
-    int64, screen and widget of each caption; captions (T, L) int64, `[CLS] ... [SEP] [PAD]`; valid
-    (B,) bool. A batch without a good screen has one empty row and one empty caption.
-    """
-
+    # (B, W, 4) float32: x0, y0, x1, y1 in shares of the screen
     boxes: Tensor
+    # (B, W) int64
     kinds: Tensor
     clickable: Tensor
+    # (B, W, N) int64, word pieces of the text and of the resource id
     words: Tensor
     resources: Tensor
+    # (B, W, 3) int64, see `Widget`
     trees: Tensor
+    # (B, W) bool, False is padding
     real: Tensor
+    # (T, 2) int64, screen and widget of each caption
     targets: Tensor
+    # (T, L) int64, [CLS] ... [SEP] [PAD]
     captions: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -318,15 +319,15 @@ def encode_screen(
 
     Args:
         spoken: number of a widget, and its caption; may be repeated.
-        max_widgets: limit: the spoken ones stay, then the first in pre-order.
+        max_widgets: limit: widgets with a caption stay, then the first in pre-order.
     """
-    named = dict.fromkeys(number for number, _ in spoken)
-    if not screen.widgets or len(named) > max_widgets:
+    captioned = dict.fromkeys(number for number, _ in spoken)
+    if not screen.widgets or len(captioned) > max_widgets:
         raise BadSample("no widgets" if not screen.widgets else "too many widgets", screen.name)
-    rest = [number for number in range(len(screen.widgets)) if number not in named]
-    kept = sorted([*named, *rest[: max_widgets - len(named)]])
-    place = {number: row for row, number in enumerate(kept)}
-    widgets = [screen.widgets[number] for number in kept]
+    others = [number for number in range(len(screen.widgets)) if number not in captioned]
+    selected = sorted([*captioned, *others[: max_widgets - len(captioned)]])
+    rows = {number: row for row, number in enumerate(selected)}
+    widgets = [screen.widgets[number] for number in selected]
     return EncodedScreen(
         torch.tensor([widget.box for widget in widgets], dtype=torch.float32),
         torch.tensor([widget.kind for widget in widgets]),
@@ -334,7 +335,7 @@ def encode_screen(
         torch.stack([text.words(widget.text) for widget in widgets]),
         torch.stack([text.words(widget.resource) for widget in widgets]),
         torch.tensor([widget.tree for widget in widgets]),
-        torch.tensor([place[number] for number, _ in spoken], dtype=torch.int64),
+        torch.tensor([rows[number] for number, _ in spoken], dtype=torch.int64),
         torch.stack([text.caption(caption) for _, caption in spoken])
         if spoken
         else torch.zeros(0, text.max_caption + 2, dtype=torch.int64),
@@ -358,7 +359,7 @@ class WidgetSamples:
         most = min(self.config.max_targets, self.config.max_widgets)
         order = rng_for("widgets").permutation(list(screen.captions)).tolist()[:most]
         rng = rng_for("caption")
-        spoken = [(one, str(rng.choice(screen.captions[one]))) for one in order]
+        spoken = [(widget, str(rng.choice(screen.captions[widget]))) for widget in order]
         return encode_screen(screen, self.text, spoken, self.config.max_widgets)
 
 
@@ -370,8 +371,9 @@ def widget_data(
     return indexed_data(len(samples), samples, Collate(text), config, batch, seed)
 
 
+# A class, so that spawned workers can have it.
 class Collate:
-    """Screens of several sizes to one batch; a class, so that spawned workers can have it."""
+    """Screens of several sizes to one batch."""
 
     def __init__(self, text: WidgetText) -> None:
         self._pad, self._words, self._caption = text.pad_id, text.max_words, text.max_caption + 2
@@ -409,10 +411,10 @@ class Collate:
         )
 
     def _nothing(self) -> EncodedScreen:
-        """Return an empty screen, so that ranks with only empty slots run the same model."""
-        one = torch.zeros(1, dtype=torch.int64)
+        # A rank with empty rows alone has to run the same model as the others.
+        zero = torch.zeros(1, dtype=torch.int64)
         words = torch.full((1, self._words), self._pad)
         caption = torch.full((1, self._caption), self._pad)
         return EncodedScreen(
-            torch.zeros(1, 4), one, one, words, words, torch.zeros(1, 3).long(), one, caption
+            torch.zeros(1, 4), zero, zero, words, words, torch.zeros(1, 3).long(), zero, caption
         )

@@ -28,14 +28,10 @@ class WidgetModelConfig(Config):
     """Sizes, and the encodings of the boxes; the defaults are the papers' (6 layers, 8 heads)."""
 
     width: int = Field(128, ge=1, description="channels of a token")
-    heads: int = Field(
-        8, ge=1, description="attention heads of every layer; a divisor of the width"
-    )
+    heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
     layers: int = Field(6, ge=1, description="of the screen encoder")
     decoder_layers: int = Field(6, ge=1, description="layers of the caption decoder")
-    intermediate: int = Field(
-        512, ge=1, description="channels between both layers of a feed-forward block"
-    )
+    intermediate: int = Field(512, ge=1, description="hidden channels of a feed-forward block")
     dropout: float = Field(0.2, ge=0, lt=1, description="share of activations set to 0 in training")
     positions: tuple[PositionConfig, ...] = Field(
         (), description="encodings of the widgets' boxes, none or several"
@@ -76,8 +72,7 @@ class _ScreenLayer(nn.Module):
 class ScreenEncoder(nn.Module):
     """Encoder of a screen's widgets.
 
-    Encodings of tokens act once, in the way `combine` says, encodings of attention in every layer
-    with tables of its own; each reads the boxes as `context.coordinates`.
+    Encodings read the boxes as `context.coordinates`.
     """
 
     def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
@@ -91,18 +86,18 @@ class ScreenEncoder(nn.Module):
             self.trees = nn.ModuleList()
         for table in (self.kinds, self.clickable, *self.trees):
             nn.init.normal_(table.weight, std=0.1)
-        # One of each for every layer; encodings of tokens act in front of the first.
-        made = [
-            [create_encoding(one, width=width, heads=config.heads) for one in config.positions]
+        # Every layer has tables of its own; encodings of tokens act once, in front of the first.
+        encodings = [
+            [create_encoding(p, width=width, heads=config.heads) for p in config.positions]
             for _ in range(config.layers)
         ]
-        self.positions = nn.ModuleList(one for one in made[0] if "tokens" in one.hooks)
-        beside = config.combine == "concat" and len(self.positions) > 0
-        parts = 4 + (config.trees > 0) + beside
+        self.positions = nn.ModuleList(e for e in encodings[0] if "tokens" in e.hooks)
+        concatenates = config.combine == "concat" and len(self.positions) > 0
+        parts = 4 + (config.trees > 0) + concatenates
         self.content = nn.Linear(parts * width, width)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
-            _ScreenLayer(config, [one for one in each if one.hooks - {"tokens"}]) for each in made
+            _ScreenLayer(config, [e for e in layer if e.hooks - {"tokens"}]) for layer in encodings
         )
         self.norm = nn.LayerNorm(width)
 
@@ -110,9 +105,9 @@ class ScreenEncoder(nn.Module):
         """Return the states of the widgets, (B, W, width).
 
         Args:
-            words: the captions' embedding, `config.width` wide, passed here so that one module owns
-                it.
+            words: the captions' embedding, `config.width` wide.
         """
+        # The embedding is passed in, so that one module has the parameter.
         context = PositionContext(coordinates=batch.boxes)
         parts = [
             self._spoken(batch.words, words),
@@ -123,13 +118,13 @@ class ScreenEncoder(nn.Module):
         if len(self.trees):
             # Numbers beyond a table count as unknown, 0, as in the public code.
             numbers = batch.trees.masked_fill(batch.trees >= self.config.trees, 0).unbind(-1)
-            found = [table(number) for table, number in zip(self.trees, numbers)]
-            parts.append(torch.stack(found).sum(0))
-        beside = self.config.combine == "concat"
-        if beside and len(self.positions):
+            tables = [table(number) for table, number in zip(self.trees, numbers)]
+            parts.append(torch.stack(tables).sum(0))
+        concatenates = self.config.combine == "concat"
+        if concatenates and len(self.positions):
             parts.append(self._place(torch.zeros_like(parts[0]), context))
         states = self.content(torch.cat(parts, -1)).relu()
-        if not beside:
+        if not concatenates:
             states = self._place(states, context)
         states = self.dropout(states)
         for layer in self.layers:
@@ -143,9 +138,9 @@ class ScreenEncoder(nn.Module):
 
     def _spoken(self, ids: Tensor, words: nn.Embedding) -> Tensor:
         """Return channel maxima over words, (B, W, N) -> (B, W, width), 0 without words."""
-        there = (ids != self.pad_id)[..., None]
-        largest = words(ids).masked_fill(~there, -torch.inf).amax(-2)
-        return largest.masked_fill(~there.any(-2), 0)
+        real = (ids != self.pad_id)[..., None]
+        largest = words(ids).masked_fill(~real, -torch.inf).amax(-2)
+        return largest.masked_fill(~real.any(-2), 0)
 
 
 class WidgetCaptioner(nn.Module):
@@ -172,7 +167,7 @@ class WidgetCaptioner(nn.Module):
                 f"model.width {width}"
             )
         self.start, self.end = start, end
-        self.silent = tuple(one for one in special_ids if one != end)
+        self.silent = tuple(token for token in special_ids if token != end)
         self.words = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.words.weight, std=0.1)
         self.encoder = ScreenEncoder(config, pad_id)
@@ -204,12 +199,12 @@ class WidgetCaptioner(nn.Module):
         """Return logits (T, L, vocabulary) of the words after ids (T, L), of widgets (T, width)."""
         length, memory = ids.shape[1], states[:, None]
         places = torch.arange(length, device=ids.device)
-        said = self.words(ids) + sinusoid(places, states.shape[-1])
-        said = self.dropout(said)
+        x = self.words(ids) + sinusoid(places, states.shape[-1])
+        x = self.dropout(x)
         later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
         for layer in self.decoder:
-            said = layer(said, memory, tgt_mask=later, tgt_is_causal=True)
-        logits: Tensor = self.output(self.norm(said))
+            x = layer(x, memory, tgt_mask=later, tgt_is_causal=True)
+        logits: Tensor = self.output(self.norm(x))
         return logits
 
     @torch.no_grad()

@@ -1,9 +1,4 @@
-"""Generated screens with captioned widgets, and the view hierarchies of Rico.
-
-A generated screen has a toolbar, a body and tabs at random places, in Rico's format. Icons have no
-text, and siblings stand in random order: an icon's caption follows from its place ("delete the
-second message") and from the text next to it ("delete the message from anna").
-"""
+"""Generated screens with captioned widgets, and the view hierarchies of Rico."""
 
 from __future__ import annotations
 
@@ -20,8 +15,8 @@ from vlp.data.shards.sample_files import BadSample
 
 Nodes = Literal["all", "leaves"]
 
+# Pixels of the space that bounds are given in, whatever the screenshot's size.
 SHORT_SIDE, LONG_SIDE = 1440, 2560
-"""Pixels of the space that bounds are given in, whatever the screenshot's size."""
 
 # Classes that the public widget captioning code tells apart; what has none of them is unknown.
 KINDS = (
@@ -42,28 +37,29 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
 class Widget(NamedTuple):
-    """One node of the tree.
+    """One node of the tree."""
 
-    path: child numbers from the root, which is "0", as in `nodeId` of the widget captions. box: x0,
-    y0, x1, y1, shares of the screen's width and height. kind: number in `KINDS`. text: what it
-    shows, else its description. resource: words of its resource id. tree: depth, place in pre-order
-    and in post-order, all from 1.
-    """
-
+    # Child numbers from the root, which is "0", as in `nodeId` of the widget captions.
     path: str
+    # x0, y0, x1, y1, shares of the screen's width and height
     box: tuple[float, float, float, float]
+    # Number in `KINDS`.
     kind: int
     clickable: bool
+    # The visible text, else the description.
     text: str
+    # Words of its resource id.
     resource: str
+    # Depth, number in pre-order and in post-order, all from 1.
     tree: tuple[int, int, int]
 
 
 class Screen(NamedTuple):
-    """Widgets in pre-order; captions: number of a widget to what people call it."""
+    """Widgets in pre-order, and people's captions."""
 
     name: str
     widgets: tuple[Widget, ...]
+    # By the number of a widget.
     captions: dict[int, tuple[str, ...]]
 
 
@@ -100,7 +96,7 @@ def read_screen(
     if right - left > bottom - top:
         size = (LONG_SIDE, SHORT_SIDE)
     widgets: list[Widget] = []
-    named: dict[int, tuple[str, ...]] = {}
+    by_number: dict[int, tuple[str, ...]] = {}
     for visit in _walk(root, name):
         box = _share(_bounds(visit.node, name, visit.path), size)
         spoken = tuple(c for caption in captions.get(visit.path, ()) if (c := caption.strip()))
@@ -108,35 +104,37 @@ def read_screen(
             bool(visit.node.get("visible-to-user", True)) and box[2] > box[0] and box[3] > box[1]
         )
         if spoken:
-            named[len(widgets)] = spoken
+            by_number[len(widgets)] = spoken
         elif not shown or (nodes == "leaves" and not visit.leaf):
             continue
         widgets.append(_widget(visit, box))
-    paths = {widgets[number].path for number in named}
-    if lost := sorted(path for path, said in captions.items() if any(said) and path not in paths):
-        raise BadSample("captions without their widget", f"{name} (nodes {', '.join(lost[:5])})")
-    return Screen(name, tuple(widgets), named)
+    paths = {widgets[number].path for number in by_number}
+    if missing := sorted(
+        path for path, texts in captions.items() if any(texts) and path not in paths
+    ):
+        raise BadSample("captions without their widget", f"{name} (nodes {', '.join(missing[:5])})")
+    return Screen(name, tuple(widgets), by_number)
 
 
 def _walk(root: Mapping[str, Any], name: str) -> Iterator[_Visit]:
     """Return all nodes in pre-order, once both orders are known."""
-    found: list[tuple[Mapping[str, Any], str, int]] = []
+    nodes: list[tuple[Mapping[str, Any], str, int]] = []
     finished: dict[str, int] = {}
-    left: list[tuple[Mapping[str, Any] | None, str, int]] = [(root, "0", 1)]
-    while left:
-        node, path, depth = left.pop()
+    stack: list[tuple[Mapping[str, Any] | None, str, int]] = [(root, "0", 1)]
+    while stack:
+        node, path, depth = stack.pop()
         if node is None:  # all below it are done
             finished[path] = len(finished) + 1
             continue
-        found.append((node, path, depth))
-        left.append((None, path, depth))
+        nodes.append((node, path, depth))
+        stack.append((None, path, depth))
         children = node.get("children") or []
         if not isinstance(children, Sequence):
             raise BadSample("bad children", f"{name}, node {path} ({children!r:.40})")
         for number, child in reversed(list(enumerate(children))):
             if isinstance(child, Mapping):  # RICO has null children, which keep their number
-                left.append((child, f"{path}.{number}", depth + 1))
-    for order, (node, path, depth) in enumerate(found, start=1):
+                stack.append((child, f"{path}.{number}", depth + 1))
+    for order, (node, path, depth) in enumerate(nodes, start=1):
         children = node.get("children") or []
         leaf = not any(isinstance(child, Mapping) for child in children)
         yield _Visit(node, path, (depth, order, finished[path]), leaf)
@@ -145,10 +143,10 @@ def _walk(root: Mapping[str, Any], name: str) -> Iterator[_Visit]:
 def _widget(visit: _Visit, box: tuple[float, float, float, float]) -> Widget:
     node = visit.node
     classes = [node.get("class"), *_several(node.get("ancestors"))]
-    short = [str(one).rpartition(".")[2].lower() for one in classes]
-    kind = next((KINDS.index(one) for one in short if one in KINDS), 0)
-    said = [node.get("text"), *_several(node.get("content-desc"))]
-    text = next((" ".join(one.split()) for one in said if isinstance(one, str) and one.strip()), "")
+    names = [str(name).rpartition(".")[2].lower() for name in classes]
+    kind = next((KINDS.index(name) for name in names if name in KINDS), 0)
+    texts = [node.get("text"), *_several(node.get("content-desc"))]
+    text = next((" ".join(t.split()) for t in texts if isinstance(t, str) and t.strip()), "")
     resource = str(node.get("resource-id") or "").rpartition("/")[2]
     words = " ".join(word.lower() for word in _WORDS.findall(resource))
     return Widget(
@@ -215,6 +213,9 @@ class _Node:
 
 def generate_screen(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Draw a screen: a view hierarchy for `read_screen`, and two right captions by path."""
+    # A toolbar, a body and tabs at random places. Icons have no text, and siblings stand in random
+    # order: an icon's caption follows from its place ("delete the second message") and from the
+    # text next to it ("delete the message from anna").
     top = bottom = 0
     parts = []
     if rng.random() < 0.8:
@@ -247,12 +248,12 @@ def _toolbar(rng: np.random.Generator, height: int) -> _Node:
             _icon((left, top, left + side, top + side), "go back", "return to the screen before")
         )
         left += side + _between(rng, 20, 60)
-    said = (
+    buttons = (
         ("show more options", "open the menu of more options"),
         ("search", "search on this screen"),
         ("share", "share this page"),
     )
-    for captions in said[: rng.integers(4)]:
+    for captions in buttons[: rng.integers(4)]:
         bar.children.append(_icon((right - side, top, right, top + side), *captions))
         right -= side + _between(rng, 10, 50)
     bar.children.append(_label((left, top, left + 400, top + side), str(rng.choice(TITLES))))
@@ -306,8 +307,8 @@ def _switches(rng: np.random.Generator, area: Box) -> _Node:
         _, last = _ends(box, side, flipped)
         line = (box[0] + side + 80, box[1] + 10, box[2] - side - 80, box[3] - 10)
         label = labels[number]
-        said = (f"turn {label} on or off", f"switch for {label}")
-        return [_label(line, label), _Node(_SWITCH, last, None, True, said)]
+        captions = (f"turn {label} on or off", f"switch for {label}")
+        return [_label(line, label), _Node(_SWITCH, last, None, True, captions)]
 
     return _rows(rng, area, count, row)
 
@@ -320,8 +321,9 @@ def _sliders(rng: np.random.Generator, area: Box) -> _Node:
     def row(number: int, box: Box, side: int) -> list[_Node]:
         middle = (box[1] + box[3]) // 2
         label = labels[number]
-        said = (f"set the volume of {label}", f"slider for {label}")
-        slider = _Node("android.view.View", (box[0], middle, box[2], box[3] - 30), None, True, said)
+        captions = (f"set the volume of {label}", f"slider for {label}")
+        edges = (box[0], middle, box[2], box[3] - 30)
+        slider = _Node("android.view.View", edges, None, True, captions)
         return [_label((box[0], box[1], box[0] + 500, middle), label), slider]
 
     return _rows(rng, area, count, row)
@@ -334,9 +336,9 @@ def _photos(rng: np.random.Generator, area: Box) -> _Node:
     for row, (y0, y1) in enumerate(_cuts(area[1], area[3], rows)):
         for column, (x0, x1) in enumerate(_cuts(area[0], area[2], columns)):
             where = f"row {NUMBERS[row]} column {NUMBERS[column]}"
-            said = (f"open the photo in {where}", f"show photo {where}")
+            captions = (f"open the photo in {where}", f"show photo {where}")
             box = (x0 + gap, y0 + gap, x1 - gap, y1 - gap)
-            table.children.append(_Node(_IMAGE, box, None, True, said))
+            table.children.append(_Node(_IMAGE, box, None, True, captions))
     return table
 
 

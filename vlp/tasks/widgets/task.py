@@ -33,7 +33,7 @@ class WidgetsConfig(Config):
 
     kind: Literal["widgets"] = Field("widgets", description="selects this class")
     model: WidgetModelConfig = Field(
-        WidgetModelConfig(), description="sizes of the model, and its encodings of boxes"
+        WidgetModelConfig(), description="sizes and encodings of boxes"
     )
     data: WidgetDataConfig = Field(WidgetDataConfig(), description="screens and their captions")
     regulariser: float = Field(
@@ -79,14 +79,14 @@ class Widgets(VisionTask):
             statistics["accuracy"] = hits.float().mean()
         return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the values that `restore` needs in addition to the configuration."""
         return {"tokenizer": self.text.to_json()}
 
     @classmethod
-    def restore(cls, config: WidgetsConfig, known: Mapping[str, Any]) -> Self:
+    def restore(cls, config: WidgetsConfig, metadata: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with fresh weights."""
-        data, tokenizer = config.data, read_tokenizer(known["tokenizer"])
+        data, tokenizer = config.data, read_tokenizer(metadata["tokenizer"])
         return cls(config, WidgetText(tokenizer, data.max_words, data.max_caption))
 
     def _regulariser(self, like: Tensor) -> Loss:
