@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,9 @@ def _pretrain() -> None:
 
 def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path) -> None:
     """Run a command, show its progress bar and write everything else to a log."""
+    interrupts: list[int] = []
+    # Ctrl-C reaches the ranks, too: the pipe stays open until they have saved a checkpoint.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     with (
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
@@ -119,7 +123,11 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
             file.write(line)
             if "step/s" in line or "s/step" in line:
                 print(f"\r{line.rstrip()}", end="", flush=True)
+    signal.signal(signal.SIGINT, handler)
     print()
+    if interrupts:
+        print(f"interrupted; the output of the training: {log}", file=sys.stderr)
+        raise KeyboardInterrupt
     if process.returncode:
         print("".join(log.read_text("utf-8").splitlines(keepends=True)[-20:]), file=sys.stderr)
         print(f"the whole output: {log}", file=sys.stderr)

@@ -161,6 +161,10 @@ def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
     with pytest.raises(subprocess.CalledProcessError):
         demo._run_quietly([sys.executable, "-c", code % 3], dict(os.environ), log)
     assert "noise" in capfd.readouterr().err
+    code = "import os, signal; os.kill(os.getppid(), signal.SIGINT); print('saved', flush=True)"
+    with pytest.raises(KeyboardInterrupt):
+        demo._run_quietly([sys.executable, "-c", code], dict(os.environ), log)
+    assert "saved" in log.read_text()
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypatch, capsys):

@@ -43,15 +43,20 @@ def test_wandb_offline(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
     two_starts(folder, "wandb")
+    tracker = open_trackers(["wandb"], folder, 3)["wandb"]
+    for step in (4, 2):  # as after a kill at step 4 and a resume from step 1
+        tracker.log({"loss/total": float(step)}, step)
+    tracker.close(failed=False)
     one = read_record(folder.path)["trackers"]["wandb"]
     found: dict[int, dict[str, str]] = {}
     end = time.monotonic() + 30
-    while 3 not in found and time.monotonic() < end:  # a process of wandb's writes it
+    while 4 not in found and time.monotonic() < end:  # a process of wandb's writes it
         found = history(folder, one)
     assert {step: float(items["loss/total"]) for step, items in found.items()} == {
         1: 1.0,
-        2: 0.5,
+        2: 2.0,
         3: pytest.approx(1 / 3),
+        4: 4.0,
     }
     assert float(found[3]["validation/text_to_image R@1"]) == 0.3
 
@@ -59,14 +64,14 @@ def test_wandb_offline(tmp_path, monkeypatch):
 def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
     """What a run of wandb has logged, by step."""
     found: dict[int, dict[str, str]] = {}
-    for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}/*.wandb")):
+    for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}*/*.wandb")):
         for record in records(file):
             if record.run.run_id:
                 assert (record.run.run_id, record.run.project) == (one, "vlp")
                 assert record.run.display_name == "run"
             if record.history.item:
                 items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-                found.setdefault(int(items["_step"]), {}).update(items)
+                found.setdefault(int(items["step"]), {}).update(items)
     return found
 
 
@@ -88,7 +93,7 @@ def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 @pytest.mark.nightly
 def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # counts as not set
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
     two_starts(folder, "mlflow")

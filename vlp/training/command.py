@@ -32,8 +32,8 @@ from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import (
     advise,
     allow_open_files,
+    check_accelerate_flags,
     prepare_environment,
-    require_heeded_flags,
     start_deepspeed,
 )
 from vlp.training.log import require_access
@@ -131,7 +131,7 @@ def _run(
     with ExitStack() as held:
         try:
             with distributed.agreed(ConfigError):
-                require_heeded_flags(config.training)
+                check_accelerate_flags(config.training)
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
                     held.enter_context(FolderLock(Path(config.output)))

@@ -76,10 +76,12 @@ class WandbTracker:
                 console="off", x_disable_meta=True, save_code=False, disable_git=True
             ),
         )
+        # Its own step only rises, so that steps repeated after a kill would be dropped.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store figures of a step."""
-        self._run.log(dict(figures), step=step)
+        self._run.log({**figures, "step": step})
 
     def close(self, failed: bool) -> None:
         """Upload the remaining figures."""
@@ -90,8 +92,8 @@ class MlflowTracker:
     """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
 
     def __init__(self, folder: RunFolder, step: int) -> None:
-        place = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"
-        self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or place)
+        self._file = None if _mlflow_server() else folder.path.resolve() / "mlflow.db"
+        self._client = _mlflow(_mlflow_server() or f"sqlite:///{self._file}")
 
         def begin() -> str:
             found = self._client.get_experiment_by_name(PROJECT)
@@ -120,8 +122,8 @@ class MlflowTracker:
         for start in range(0, len(kept), _MLFLOW_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_AT_ONCE])
         self._client.delete_run(former)
-        if "MLFLOW_TRACKING_URI" not in os.environ:  # deleted rows would stay in the file
-            with closing(sqlite3.connect(folder.path / "mlflow.db")) as database, database:
+        if self._file is not None:  # deleted rows would stay in the file
+            with closing(sqlite3.connect(self._file)) as database, database:
                 database.execute("delete from metrics where run_uuid = ?", (former,))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -158,14 +160,13 @@ def require_access(names: Sequence[TrackerName]) -> None:
     """Ask trackers, before a run writes anything, whether they let it in."""
     for name in names:
         with _usable(name):
-            place = os.environ.get("MLFLOW_TRACKING_URI")
             if name == "wandb":
                 import wandb
 
                 if wandb.setup().settings.mode == "online":
                     wandb.login(verify=True)
-            elif name == "mlflow" and place:
-                _mlflow(place).search_experiments(max_results=1)
+            elif name == "mlflow" and (server := _mlflow_server()):
+                _mlflow(server).search_experiments(max_results=1)
 
 
 def open_trackers(
@@ -188,13 +189,17 @@ def _usable(name: TrackerName) -> Iterator[None]:
         raise ConfigError(f"training.trackers: {name} cannot be used ({said})") from error
 
 
-def _mlflow(place: str) -> Any:
+def _mlflow_server() -> str | None:
+    return os.environ.get("MLFLOW_TRACKING_URI") or None
+
+
+def _mlflow(uri: str) -> Any:
     from mlflow import MlflowClient
 
     # A server that is lost must not stop the training for minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    return MlflowClient(place)
+    return MlflowClient(uri)
 
 
 def _name(folder: RunFolder) -> str:

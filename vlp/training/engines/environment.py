@@ -45,24 +45,23 @@ def prepare_environment() -> None:
             torch.set_num_threads(cores_of_rank())
 
 
-# Variables of `accelerate launch`: what asks for nothing, and the key that is read instead.
-_ACCELERATE = {
-    "MIXED_PRECISION": ("no", "precision"),
-    "GRADIENT_ACCUMULATION_STEPS": ("1", "gradient_accumulation_steps"),
-    "DYNAMO_BACKEND": ("no", "compile"),
-    "USE_DEEPSPEED": ("false", "engine"),
-    "USE_FSDP": ("false", "engine"),
-}
-
-
-def require_heeded_flags(training: TrainingConfig) -> None:
+def check_accelerate_flags(training: TrainingConfig) -> None:
     """Require that flags of `accelerate launch` agree with the configuration."""
-    for name, (idle, key) in _ACCELERATE.items():
-        value, said = os.environ.get(f"ACCELERATE_{name}", idle).lower(), getattr(training, key)
-        if value not in (idle, str(said)) and not (name == "USE_DEEPSPEED" and training.deepspeed):
-            raise ConfigError(
-                f"accelerate's --{name.lower()} {value} is not read; set training.{key}"
-            )
+    # By flag: the key that is read in its place, its default, and the value that agrees.
+    flags = {
+        "mixed_precision": ("precision", "no", training.precision),
+        "gradient_accumulation_steps": (
+            *("gradient_accumulation_steps", "1"),
+            str(training.gradient_accumulation_steps),
+        ),
+        "dynamo_backend": ("compile", "no", "no" if training.compile == "none" else "inductor"),
+        "use_deepspeed": ("engine", "false", "true" if training.deepspeed else "false"),
+        "use_fsdp": ("engine", "false", "false"),
+    }
+    for flag, (key, *accepted) in flags.items():
+        value = os.environ.get(f"ACCELERATE_{flag.upper()}", accepted[0]).lower()
+        if value not in accepted:
+            raise ConfigError(f"accelerate's --{flag} {value} is not read; set training.{key}")
 
 
 def allow_open_files() -> int:
