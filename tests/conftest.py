@@ -1,7 +1,5 @@
 """Fixtures every test may use."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -26,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Hide GPUs from tests and from what they start; `pytest -m gpu` alone sees them."""
     if config.option.markexpr != "gpu":
         # The second variable lets PyTorch count devices by the first one, without the driver.
@@ -34,13 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _has_its_device(request: pytest.FixtureRequest) -> None:
+def _has_its_device(request):
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
+def shared():
     """The folder of small real data sets; missing is an error in CI and a skip elsewhere."""
     folder = Path(os.environ.get("VLP_SHARED", ROOT.parent / "shared"))
     if not (folder / "data").is_dir():
@@ -52,5 +50,5 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)

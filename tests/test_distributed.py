@@ -1,7 +1,5 @@
 """Two and four processes (gloo) against one: ranks must not change what is trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,7 +91,7 @@ def train_step(part):
     }
 
 
-def run_rank(index: int, ranks: int, folder: str) -> None:
+def run_rank(index, ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=index, world_size=ranks)
     assert (rank(), world_size(), is_distributed()) == (index, ranks, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 import vlp.io
+from launch.cli.main import main
 from vlp.config import Config, ConfigError, load_config, save_config
-from vlp.io import atomic_folder, redacted, restore_folder
+from vlp.io import as_url, atomic_folder, redacted, restore_folder, write_text
+from vlp.lock import FolderLock
+from vlp.training.config import PretrainConfig
 
 WRITER = """
 import json, sys
@@ -30,7 +34,7 @@ while True:
 """
 
 
-def read(place: Path, seconds: float) -> set[int]:
+def read(place, seconds):
     """Read a folder again and again; returns the numbers of those that were there, each whole."""
     seen, end = set(), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -43,7 +47,7 @@ def read(place: Path, seconds: float) -> set[int]:
     return seen
 
 
-def write(place: Path, number: int) -> None:
+def write(place, number):
     with atomic_folder(place) as partial:
         partial.mkdir()
         (partial / "a").write_text(str(number))
@@ -143,7 +147,7 @@ def renamed_once(rename):
         ("https://h/a@2x.png, s3://b/c@2x.png", "https://h/a@2x.png, s3://b/c@2x.png"),
     ],
 )
-def test_secrets_are_left_out(text: str, left: str) -> None:
+def test_secrets_are_left_out(text, left):
     assert redacted(text) == left
     assert redacted(left) == left
 
@@ -153,7 +157,7 @@ class Place(Config):
     more: dict[str, list[str]]
 
 
-def test_a_configuration_keeps_its_secrets_and_writes_none(tmp_path) -> None:
+def test_a_configuration_keeps_its_secrets_and_writes_none(tmp_path):
     url = "https://user:secret@host/a?token=secret"
     place = Place(path=url, more={"a": [url]})
     save_config(place, tmp_path / "config.yaml")
@@ -163,7 +167,7 @@ def test_a_configuration_keeps_its_secrets_and_writes_none(tmp_path) -> None:
     assert place.model_dump()["path"] == place.path == url
 
 
-def test_errors_of_a_configuration_show_none(tmp_path) -> None:
+def test_errors_of_a_configuration_show_none(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "path: [https://user:secret@host/a?token=secret]\nmore: {}\n"
     )
@@ -173,3 +177,63 @@ def test_errors_of_a_configuration_show_none(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "config.yaml", Place, ["https://user:secret@host/a?token=secret"])
     assert "secret" not in repr(caught.value)
+
+
+URL = "zz://bucket/folder"
+
+
+@pytest.fixture
+def untouched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    yield
+    assert os.listdir(tmp_path) == ["there"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["data", "index", URL],
+        ["data", "stats", "there", "--out", URL],
+        ["data", "import", URL, "--out", "there"],
+        ["evaluate", "retrieval", "--model", "there", "--shards", "there", URL],
+        ["evaluate", "retrieval", "--model", URL, "--shards", "there"],
+    ],
+)
+def test_commands_refuse_urls(line, capsys, untouched):
+    try:
+        code = main(line)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert f"{URL} is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["output", "data.cache"])
+def test_what_a_run_writes_is_on_a_disk(key):
+    value = f"{{folder: '{URL}', limit: 1GB}}" if key == "data.cache" else URL
+    with pytest.raises(ConfigError, match="zz://bucket/folder is a URL; name a folder on a disk"):
+        load_config(
+            Path(__file__).parents[1] / "configs/pretrain/scenes_tiny.yaml",
+            PretrainConfig,
+            [f"{key}={value}"],
+        )
+
+
+def test_nothing_below_writes_at_a_url(untouched):
+    for write in (
+        lambda: write_text(Path(URL) / "x", ""),
+        lambda: FolderLock(Path(URL)),
+        lambda: atomic_folder(Path(URL)).__enter__(),
+    ):
+        with pytest.raises((OSError, ConfigError), match="URL"):
+            write()
+
+
+def test_a_path_that_was_a_url_is_known_again():
+    assert as_url(Path("s3://a//b")) == "s3://a/b"
+    assert as_url("https://u:p@host/x?y=1") == "https://u:p@host/x?y=1"
+    assert as_url(Path("file:///a/b")) == "file:///a/b"
+    prefixed = ("hub:/tmp/set", "local-dir:/tmp/model", "hub:owner/name", "C:/x")
+    for local in (*prefixed, "a/b", "/a", "./s3:x", "a=s3://b", 3, None):
+        assert as_url(local) is None, local

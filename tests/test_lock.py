@@ -1,7 +1,5 @@
 """The lock of a folder: kept, released, left by a kill, and held by another machine."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -10,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,24 +20,24 @@ fork = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lock, "STALE_SECONDS", 0.5)
 
 
-def lock_file(folder: Path) -> Path:
+def lock_file(folder):
     [path] = folder.glob(".lock-*")
     return path
 
 
-def hold(folder: Path, ready: object, more: Callable[[], object] = lambda: None) -> None:
+def hold(folder, ready, more=lambda: None):
     with FolderLock(folder):
         more()
         ready.set()  # type: ignore[attr-defined]
         time.sleep(60)
 
 
-def holder(folder: Path, more: Callable[[], object] = lambda: None) -> multiprocessing.Process:
+def holder(folder, more=lambda: None):
     ready = fork.Event()
     process = fork.Process(target=hold, args=(folder, ready, more))
     process.start()
@@ -49,7 +45,7 @@ def holder(folder: Path, more: Callable[[], object] = lambda: None) -> multiproc
     return process  # type: ignore[return-value]
 
 
-def test_one_owner_who_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_one_owner_who_is_named_and_leaves_nothing(tmp_path):
     folder = tmp_path / "deep" / "run"
     for _ in range(2):
         with FolderLock(folder):
@@ -63,7 +59,7 @@ def test_one_owner_who_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["shard"]
 
 
-def test_another_process_is_refused_at_once_until_it_is_killed(tmp_path: Path) -> None:
+def test_another_process_is_refused_at_once_until_it_is_killed(tmp_path):
     process = holder(tmp_path)
     start = time.monotonic()
     with pytest.raises(ConfigError, match=f"process {process.pid} "):
@@ -77,10 +73,10 @@ def test_another_process_is_refused_at_once_until_it_is_killed(tmp_path: Path) -
     assert not any(tmp_path.iterdir())
 
 
-def test_workers_of_a_killed_owner_are_waited_for(tmp_path: Path) -> None:
+def test_workers_of_a_killed_owner_are_waited_for(tmp_path):
     worker = tmp_path / "worker"
 
-    def fork_one() -> None:
+    def fork_one():
         process = fork.Process(target=time.sleep, args=(60,))
         process.start()
         worker.write_text(str(process.pid))
@@ -94,7 +90,7 @@ def test_workers_of_a_killed_owner_are_waited_for(tmp_path: Path) -> None:
         assert 0.5 < time.monotonic() - start < 10
 
 
-def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
+def test_a_process_of_the_same_number_is_another_one(tmp_path):
     """Where the disk knows no locks, the start of the process tells them apart."""
     mine = {"process": os.getpid(), "started": lock._start_of(os.getpid())}
     assert lock._runs(mine)
@@ -108,12 +104,12 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "no JSON", "[1]", '{"host": "node7", "process": 12}'])
-def test_another_machine_that_beats_is_the_owner(tmp_path: Path, quick: None, content: str) -> None:
+def test_another_machine_that_beats_is_the_owner(tmp_path, quick, content):
     other = tmp_path / ".lock-node7-1234"
     other.write_text(content)
     stop = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not stop.wait(0.05):
             os.utime(other)
 
@@ -132,7 +128,7 @@ def test_another_machine_that_beats_is_the_owner(tmp_path: Path, quick: None, co
         assert not other.exists()
 
 
-def test_an_old_lock_of_another_machine_is_stale_at_once(tmp_path: Path) -> None:
+def test_an_old_lock_of_another_machine_is_stale_at_once(tmp_path):
     other = tmp_path / ".lock-node7-1234"
     other.touch()
     os.utime(other, (1, 1))
@@ -142,9 +138,7 @@ def test_an_old_lock_of_another_machine_is_stale_at_once(tmp_path: Path) -> None
         assert not other.exists()
 
 
-def test_the_owner_beats_and_ends_when_another_machine_has_taken_over(
-    tmp_path: Path, quick: None
-) -> None:
+def test_the_owner_beats_and_ends_when_another_machine_has_taken_over(tmp_path, quick):
     process = holder(tmp_path)
     path = lock_file(tmp_path)
     first = path.stat().st_mtime
@@ -156,7 +150,7 @@ def test_the_owner_beats_and_ends_when_another_machine_has_taken_over(
     assert process.exitcode == 1
 
 
-def test_processes_of_one_start_are_let_in_one_by_one(tmp_path: Path) -> None:
+def test_processes_of_one_start_are_let_in_one_by_one(tmp_path):
     """Each adds 1 to a number, read and written with a pause between."""
     count = tmp_path / "count"
     count.write_text("0")

@@ -1,13 +1,9 @@
 """A tiny generated corpus, and the command under test on it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +14,10 @@ sys.path.insert(0, str(ROOT / "tests" / "training"))  # the helper `ranks` lives
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(tmp_path_factory):
     """200 scenes of 32 pixels, their vocabulary, and a model of one narrow layer each."""
     folder = tmp_path_factory.mktemp("launch")
-    tool: Callable[..., Any] = lambda *arguments: subprocess.run(  # noqa: E731
+    tool = lambda *arguments: subprocess.run(  # noqa: E731
         [sys.executable, "-m", "data_tools", *map(str, arguments)],
         cwd=ROOT,
         check=True,

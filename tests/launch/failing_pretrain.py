@@ -4,14 +4,10 @@ usage: failing_pretrain.py (kill | raise | full | model) RANK BATCH ARGUMENT…
        failing_pretrain.py other RANK KEY=VALUE ARGUMENT…: that rank's node has another setting
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from launch import pretrain
 
@@ -22,16 +18,16 @@ if how == "other" and os.environ["RANK"] == rank:
     arguments.append(number)
 
 
-def refuse_large_files() -> None:
+def refuse_large_files():
     """From here on the system does so, as a full disk would."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, -1))
 
 
-def failing(config: Any) -> tuple[Any, Any]:
+def failing(config):
     task, data = build(config)
     batches, save_model = data.batches, task.save_model
 
-    def without_room(*wanted: Any) -> None:
+    def without_room(*wanted):
         refuse_large_files()
         save_model(*wanted)
 
@@ -41,7 +37,7 @@ def failing(config: Any) -> tuple[Any, Any]:
         task.save_model = without_room
         return task, data
 
-    def until_disaster(*wanted: int) -> Iterator[Any]:
+    def until_disaster(*wanted):
         for count, found in enumerate(batches(*wanted)):
             if count == int(number) and os.environ["RANK"] == rank:
                 if how == "kill":

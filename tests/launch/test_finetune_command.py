@@ -1,7 +1,5 @@
 """`launch/finetune.py`: real runs on Accelerate, on two ranks as on one, judged and resumed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -20,7 +18,7 @@ CONFIGS = ranks.ROOT / "configs" / "finetune"
 PLAIN = "{randaugment: false, crop_scale: [1.0, 1.0], hflip: false}"
 
 
-def run(arguments: list[str], world_size: int = 1) -> str:
+def run(arguments, world_size=1):
     results = ranks.finish(ranks.start([*COMMAND, *arguments], world_size), timeout=300)
     said = "".join(output for _, output in results)
     assert {code for code, _ in results} == {0}, said

@@ -1,18 +1,12 @@
 """A hundred mistakes of users: each is answered at once, in a sentence or two."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from launch_lab import Lab
 from PIL import Image
 
 import vlp
@@ -40,10 +34,7 @@ MISTAKES = [
     (TRAIN + "lr=1e-4", "training.optimiser.learning_rate"),
     (TRAIN + "training.batch=7", "data.canonical_streams"),
     (TRAIN + "training.precision=fp32", "float32"),
-    (
-        TRAIN + "training.epochs=null training.steps=null",
-        "epochs",
-    ),
+    (TRAIN + "training.epochs=null training.steps=null", "epochs"),
     (TRAIN + "'training.batch 7'", "key.sub=value"),
     (TRAIN + "training.evaluate_every=5", "evaluate_every"),
     (
@@ -63,10 +54,7 @@ MISTAKES = [
     ("train --config own.yaml output=run", "--resume"),
     (TRAIN + "objectives.itm.group=3", "3"),
     (TRAIN + "'model.cross.position=[ancor]'", "anchor"),
-    (
-        TRAIN + "'model.cross.position=[anchor, uniform]'",
-        "uniform",
-    ),
+    (TRAIN + "'model.cross.position=[anchor, uniform]'", "uniform"),
     (TRAIN + "model.cross.anchor.groups=5", "cross.anchor.groups"),
     (TRAIN + "model.text.vocab_size=64", "model.text.vocab_size"),
     (TRAIN + "model.image.architecture=resnet18", "image.architecture"),
@@ -83,18 +71,12 @@ MISTAKES = [
     ("evaluate retreival --model model --shards scenes/train", "retrieval"),
     ("evaluate retrieval --model run --shards scenes/train", "run/model"),
     ("evaluate retrieval --model damaged --shards scenes/train", "damaged/"),
-    (
-        "evaluate retrieval --model model --shards scenes",
-        "train",
-    ),
+    ("evaluate retrieval --model model --shards scenes", "train"),
     (RECALL + "--rerank -1", "-1"),
     (RECALL + "--limit 0", "0"),
     (RECALL + "--device cuda:9", "cuda:9"),
     (RECALL + "--features nowhere", "vlp data features"),
-    (
-        "evaluate vqa --model model --shards scenes/train",
-        "pretrained",
-    ),
+    ("evaluate vqa --model model --shards scenes/train", "pretrained"),
     ("evaluate zeroshot --model model --shards scenes/train", "--classes"),
     ("anchors --model model --out a.png --image nowhere.jpg --text dog", "nowhere.jpg"),
     ("anchors --model model --out a.png --image note.txt --text dog", "note.txt"),
@@ -115,7 +97,7 @@ MISTAKES = [
     ("data scenes --out s --train -1", "--train"),
     ("data scenes --out note.txt --train 3", "note.txt"),
 ]
-CALLS: list[tuple[Callable[[], Any], str]] = [
+CALLS = [
     (lambda: vlp.load("runs/nowhere"), "there is no model folder runs/nowhere"),
     (lambda: vlp.load("run"), "run is a run folder; its model is in run/model"),
     (lambda: create_position("ancor"), "anchor"),
@@ -125,7 +107,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def place(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(lab, tmp_path_factory):
     """A user's folder with everything that the commands could name."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name in ("scenes", "vocabulary"):
@@ -154,8 +136,8 @@ def place(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(code: int) -> None:
+def _there(place, monkeypatch):
+    def leave(code):
         raise SystemExit(code)
 
     monkeypatch.chdir(place)
@@ -165,9 +147,7 @@ def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("line", "expected"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_a_mistake_is_answered(
-    line: str, expected: str, capsys: pytest.CaptureFixture[str], place: Path
-) -> None:
+def test_a_mistake_is_answered(line, expected, capsys, place):
     code = _run(line)
     captured = capsys.readouterr()
     said = captured.err.rpartition("\r")[2] or captured.out
@@ -178,14 +158,14 @@ def test_a_mistake_is_answered(
 
 
 @pytest.mark.parametrize(("call", "expected"), CALLS)
-def test_a_mistake_in_python_is_answered(call: Callable[[], Any], expected: str) -> None:
+def test_a_mistake_in_python_is_answered(call, expected):
     with pytest.raises((ValueError, TypeError, FileNotFoundError, KeyError)) as caught:
         call()
     said = str(caught.value)
     assert expected in said
 
 
-def _run(line: str) -> object:
+def _run(line):
     try:
         return main(shlex.split(line))
     except SystemExit as error:

@@ -1,10 +1,7 @@
 """`vlp plan`: its answers, exit codes and figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +17,7 @@ BASE = str(ROOT / "configs/pretrain/base.yaml")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     path = tmp_path / "tiny.yaml"
     values = {
         "model": TINY_MODEL,
@@ -36,13 +33,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def planned(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+def planned(tmp_path, *arguments):
     file = tmp_path / "plan.json"
     assert main(["plan", *map(str, arguments), "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
 
-def test_figures_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_of_a_run(config, tmp_path, capsys):
     found = planned(tmp_path, "--config", config, "--gpus", 24, "--pairs-per-second", 480)
     assert "1 2 3 4 6 8 12 24\n" in capsys.readouterr().out
     assert found["world_sizes"] == [1, 2, 3, 4, 6, 8, 12, 24]
@@ -62,15 +59,13 @@ def test_figures_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (8, ["training.engine=zero9"], "unknown name 'zero9'"),
     ],
 )
-def test_what_cannot_start_is_refused(
-    config: Path, gpus: int, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_start_is_refused(config, gpus, more, said, capsys):
     assert main(["plan", "--config", str(config), "--gpus", str(gpus), *more]) == 2
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
 
 
-def test_a_plan_has_the_measured_speed_of_the_base_model(tmp_path: Path) -> None:
+def test_a_plan_has_the_measured_speed_of_the_base_model(tmp_path):
     """394 pairs/s on one H200 (docs/results/gpu.md); nothing is said of what was not measured."""
     one = ("--config", BASE, "--gpus", 1, "--pairs", 512_000, "training.epochs=1")
     found = planned(tmp_path, *one, "training.batch=128")
@@ -83,7 +78,7 @@ def test_a_plan_has_the_measured_speed_of_the_base_model(tmp_path: Path) -> None
     assert planned(tmp_path, *several)["seconds"] is None
 
 
-def test_stages_cut_up_what_zero_says(config: Path) -> None:
+def test_stages_cut_up_what_zero_says(config):
     loaded = load_config(config, PretrainConfig, [])
     task = meta_task(loaded)
     size = 4 * sum(p.numel() for p in task.parameters())

@@ -1,25 +1,18 @@
 """Secrets of a store: a run reads through them, and nothing that it writes or says holds one."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import ranks
 import yaml
-from launch_lab import Lab
-from shard_server import ShardServer, serve
+from launch_lab import COMMAND, FAILING, Lab
+from shard_server import serve
 
-COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 VLP = ranks.ROOT / "launch" / "cli" / "main.py"
-FAILING = Path(__file__).with_name("failing_pretrain.py")
 USER, WORD, TOKEN = "planteduser", "planted/word", "planted-token"
 NAMED = "${STORE_USER}:${STORE_WORD}@", "token=${STORE_TOKEN}"
 
 
 @pytest.fixture
-def store(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+def store(lab, monkeypatch):
     for name, value in (("USER", USER), ("WORD", WORD), ("TOKEN", TOKEN)):
         monkeypatch.setenv(f"STORE_{name}", value)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{TOKEN}-of-aws")
@@ -28,7 +21,7 @@ def store(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
         yield told
 
 
-def configured(lab: Lab, store: ShardServer, folder: Path, user: str, query: str) -> list[str]:
+def configured(lab, store, folder, user, query):
     """A configuration outside of what is searched."""
     values = yaml.safe_load(lab.config.read_text())
     url = store.url.replace("://", f"://{user}") + f"?{query}"
@@ -43,7 +36,7 @@ def configured(lab: Lab, store: ShardServer, folder: Path, user: str, query: str
     return ["--config", str(config)]
 
 
-def require_none(folder: Path, *said: str) -> None:
+def require_none(folder, *said):
     files = [path for path in (folder / "out").rglob("*") if path.is_file()]
     assert {"config.yaml", "state.json", "report.json", "README.md", "report.html"} <= {
         path.name for path in files
@@ -56,13 +49,13 @@ def require_none(folder: Path, *said: str) -> None:
             assert secret not in text
 
 
-def said(*command: object) -> str:
+def said(*command):
     ((_, text),) = ranks.finish(ranks.start([str(part) for part in command], 1))
     return text
 
 
 @pytest.mark.nightly
-def test_secrets_reach_no_output(lab: Lab, store: ShardServer, tmp_path: Path) -> None:
+def test_secrets_reach_no_output(lab, store, tmp_path):
     out = tmp_path / "out"
     literal = f"{USER}:planted%2Fword@", f"token={TOKEN}"
     arguments = configured(lab, store, tmp_path, *literal)
@@ -96,8 +89,8 @@ def test_secrets_reach_no_output(lab: Lab, store: ShardServer, tmp_path: Path) -
 
 
 def test_secrets_of_the_environment_are_read_again_from_a_run_s_own_configuration(
-    lab: Lab, store: ShardServer, tmp_path: Path
-) -> None:
+    lab, store, tmp_path
+):
     arguments = configured(lab, store, tmp_path, *NAMED)
     ranks.run([COMMAND, *arguments, "training.steps=2"])
     own = ["--config", str(tmp_path / "out" / "run" / "config.yaml"), "--resume"]

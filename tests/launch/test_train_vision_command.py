@@ -1,9 +1,6 @@
 """`launch/train_vision.py`: every kind of task through the real loop, on two ranks as on one."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ TINY = {
 }
 
 
-def data(kind: str, shared: Path) -> list[str]:
+def data(kind, shared):
     cifar = shared / "data_tasks" / "cifar10" / "test.tar.xz"
     if kind in ("classification", "pixels"):
         return [f"task.data.train={cifar}", f"task.data.test={cifar}"]
@@ -37,7 +34,7 @@ def data(kind: str, shared: Path) -> list[str]:
     return ["task.data.screens={kind: generated, train: 40, test: 10}"]
 
 
-def run(arguments: list[str], world_size: int = 1) -> str:
+def run(arguments, world_size=1):
     results = ranks.finish(ranks.start([COMMAND, *arguments], world_size), timeout=300)
     said = "".join(output for _, output in results)
     assert {code for code, _ in results} == {0}, said
@@ -71,7 +68,7 @@ def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_pat
     assert load_task(tmp_path / "run" / "model").config.kind == kind
 
 
-def dark_and_light(folder: Path) -> Path:
+def dark_and_light(folder):
     """Twelve noisy images of 16 px of either class, in class folders."""
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
@@ -118,7 +115,7 @@ def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
         *("training.optimiser.warmup_steps=0", "training.checkpoint_every=3"),
     ]
 
-    def losses(name: str) -> list[float]:
+    def losses(name):
         lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
         return [json.loads(line)["loss/total"] for line in lines]
 

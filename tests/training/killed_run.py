@@ -3,11 +3,8 @@
 usage: killed_run.py FOLDER STEP. Where STEP is `none` the steps are counted into a file beside.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from killed_steps import killed_at
@@ -17,7 +14,7 @@ from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
 
 
-def run(folder: Path, resume: bool = False, **training: Any) -> ToyTask:
+def run(folder, resume=False, **training):
     torch.manual_seed(0)
     config, task = toy_config(folder, trackers=[], **training), ToyTask()
     engine = PlainEngine(task, config.training)

@@ -1,21 +1,16 @@
 """Work that is killed before any of its steps on the disk."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 # What changes a file or a folder, and when it is done.
 STEPS = ("write", "flush", "fsync", "rename", "replace", "close", "unlink", "rmdir", "open")
 
 
-def in_child(work: Callable[..., None], *arguments: object) -> int:
+def in_child(work, *arguments):
     """The exit code of a forked process; the signal that ended it, below zero."""
     child = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     child.start()
@@ -24,16 +19,14 @@ def in_child(work: Callable[..., None], *arguments: object) -> int:
     return child.exitcode
 
 
-def killed_at(
-    step: int | None, work: Callable[[Path], object], folder: Path, thread: str = ""
-) -> None:
+def killed_at(step, work, folder, thread=""):
     """SIGKILL before step number `step` of some work, or count its steps into a file beside.
 
     `thread` is what the names of the threads start with whose steps count.
     """
     seen = 0
 
-    def watch(frame: Any, event: str, called: Any) -> None:
+    def watch(frame, event, called):
         nonlocal seen
         ours = threading.current_thread().name.startswith(thread)
         if ours and event == "c_call" and called.__name__ in STEPS:
@@ -49,6 +42,6 @@ def killed_at(
     folder.with_suffix(".steps").write_text(str(seen))
 
 
-def steps_of(work: Callable[[Path], object], folder: Path) -> int:
+def steps_of(work, folder):
     assert in_child(killed_at, None, work, folder) == 0
     return int(folder.with_suffix(".steps").read_text())

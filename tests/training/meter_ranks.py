@@ -1,7 +1,5 @@
 """One rank of test_meter.py: the last rank has a share without samples."""
 
-from __future__ import annotations
-
 import json
 
 import torch

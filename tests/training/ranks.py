@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,13 +45,13 @@ class Rank:
     output: Path
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def start(command: Sequence[str | Path], world_size: int) -> list[Rank]:
+def start(command, world_size):
     """One process per rank; standard output and error of each go to one file."""
     port, folder = free_port(), Path(tempfile.mkdtemp())
     started = []
@@ -77,7 +76,7 @@ def start(command: Sequence[str | Path], world_size: int) -> list[Rank]:
     return started
 
 
-def _become(command: list[str], environment: dict[str, str], output: Path) -> None:
+def _become(command, environment, output):
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -99,7 +98,7 @@ def _become(command: list[str], environment: dict[str, str], output: Path) -> No
     runpy.run_path(command[0], run_name="__main__")
 
 
-def finish(ranks: Sequence[Rank], timeout: float = 400) -> list[tuple[int, str]]:
+def finish(ranks, timeout=400):
     """Exit code and output of every rank, in rank order."""
     end = time.monotonic() + timeout
     late = []
@@ -117,7 +116,7 @@ def finish(ranks: Sequence[Rank], timeout: float = 400) -> list[tuple[int, str]]
     return results
 
 
-def run(command: Sequence[str | Path], world_size: int = 1) -> str:
+def run(command, world_size=1):
     """Run to the end; all ranks must succeed. Returns rank 0's output."""
     results = finish(start(command, world_size))
     for rank, (code, output) in enumerate(results):

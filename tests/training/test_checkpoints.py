@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +26,15 @@ from vlp.training.loop import train
 from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
 
+CONFIG = toy_config()
 
-def fresh(config: PretrainConfig) -> tuple[PlainEngine, ToyTask]:
+
+def fresh(config=CONFIG):
     task = ToyTask()
     return PlainEngine(task, config.training), task
 
 
-def save(folder: Path, steps: range, config: PretrainConfig) -> dict[int, dict[str, torch.Tensor]]:
+def save(folder, *steps, config=CONFIG):
     """Checkpoints of a task whose weights are set to the step; returns them by step."""
     engine, task = fresh(config)
     checkpoints = Checkpoints(folder, config)
@@ -48,39 +49,28 @@ def save(folder: Path, steps: range, config: PretrainConfig) -> dict[int, dict[s
     return saved
 
 
+def load(folder, config=CONFIG, data=None):
+    return Checkpoints(folder, config, data).load(*fresh(config))
+
+
 def test_changed_data_is_named(tmp_path):
-    config = toy_config()
-    engine, task = fresh(config)
+    engine, task = fresh()
     before = {"source 0": "a", "source 1": "b", "vocabulary": "c"}
-    Checkpoints(tmp_path, config, before).save(engine, task, Progress(step=1))
-    assert Checkpoints(tmp_path, config, before).load(*fresh(config)) == Progress(step=1)
+    Checkpoints(tmp_path, CONFIG, before).save(engine, task, Progress(step=1))
+    assert load(tmp_path, data=before) == Progress(step=1)
     now = {"source 0": "a", "source 1": "x", "features": "d"}
     with pytest.raises(CheckpointError, match="other data: features, source 1, vocabulary changed"):
-        Checkpoints(tmp_path, config, now).load(*fresh(config))
+        load(tmp_path, data=now)
 
 
-def test_a_checkpoint_that_knows_no_data_is_resumed_on_any(tmp_path):
-    config = toy_config()
-    save(tmp_path, range(1, 2), config)
-    state = json.loads((tmp_path / "step_1" / "state.json").read_text())
-    del state["data"]
-    (tmp_path / "step_1" / "state.json").write_text(json.dumps(state))
-    digest = hashlib.sha256((tmp_path / "step_1" / "state.json").read_bytes()).hexdigest()
-    sums = (tmp_path / "step_1" / "SHA256SUMS").read_text().splitlines()
-    lines = [f"{digest}  state.json" if line.endswith(" state.json") else line for line in sums]
-    (tmp_path / "step_1" / "SHA256SUMS").write_text("\n".join(lines) + "\n")
-    assert Checkpoints(tmp_path, config, {"source": "a"}).load(*fresh(config)) is not None
-
-
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_save_then_load_gives_everything_back(tmp_path):
-    config = toy_config()
-    saved = save(tmp_path, range(3, 4), config)[3]
-    engine, task = fresh(config)
-    progress = Checkpoints(tmp_path, config).load(engine, task)
+    saved = save(tmp_path, 3)[3]
+    engine, task = fresh()
+    progress = Checkpoints(tmp_path, CONFIG).load(engine, task)
     assert progress == Progress(step=3, samples=24, skipped={"bad": 3})
     assert all(torch.equal(saved[name], value) for name, value in task.state_dict().items())
     assert task.average is not None
@@ -89,37 +79,33 @@ def test_save_then_load_gives_everything_back(tmp_path):
 
 def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path):
     config = toy_config(keep_last=2)
-    save(tmp_path, range(8, 13), config)
+    save(tmp_path, 8, 9, 10, 11, 12, config=config)
     assert names(tmp_path) == ["step_11", "step_12"]
-    progress = Checkpoints(tmp_path, config).load(*fresh(config))
-    assert progress is not None
+    progress = load(tmp_path, config)
     assert progress.step == 12
 
 
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
-    config = toy_config()
-    assert Checkpoints(tmp_path, config).load(*fresh(config)) is None
-    assert Checkpoints(tmp_path / "absent", config).load(*fresh(config)) is None
+    assert load(tmp_path) is None
+    assert load(tmp_path / "absent") is None
 
 
 def test_a_folder_left_half_written_by_a_kill_is_passed_over(tmp_path):
-    config = toy_config()
-    save(tmp_path, range(1, 3), config)
+    save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_3.tmp")
     (tmp_path / "step_3.tmp" / "state.json").write_text("{")
-    progress = Checkpoints(tmp_path, config).load(*fresh(config))
-    assert progress is not None
+    progress = load(tmp_path)
     assert progress.step == 2
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -128,35 +114,32 @@ def cut(path: Path) -> None:
     "file", ["weights.safetensors", "extra.safetensors", "state.json", "SHA256SUMS"]
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, file, damage):
-    config = toy_config()
-    save(tmp_path, range(1, 3), config)
+    save(tmp_path, 1, 2)
     assert verify(tmp_path / "step_2") is None
     damage(tmp_path / "step_2" / file)
     with caplog.at_level(logging.WARNING):
-        progress = Checkpoints(tmp_path, config).load(*fresh(config))
-    assert progress is not None
+        progress = load(tmp_path)
     assert progress.step == 1
     assert "step_2 is damaged" in caplog.text
     assert names(tmp_path) == ["step_1", "step_2.corrupt"]
 
 
 def test_when_all_are_damaged_nothing_is_guessed(tmp_path):
-    config = toy_config()
-    save(tmp_path, range(1, 3), config)
+    save(tmp_path, 1, 2)
     flip(tmp_path / "step_1" / "weights.safetensors")
     flip(tmp_path / "step_2" / "weights.safetensors")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        Checkpoints(tmp_path, config).load(*fresh(config))
+        load(tmp_path)
 
 
 def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path):
-    save(tmp_path, range(1, 2), toy_config())
+    save(tmp_path, 1)
     values = toy_config().model_dump()
     values["model"]["text"]["layers"] = 2
     values["objectives"]["mim"] = None
     other = PretrainConfig.model_validate(values)
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(tmp_path, other).load(*fresh(other))
+        load(tmp_path, other)
     message = str(caught.value)
     assert "another configuration" in message
     assert "model.text.layers: saved 6, now 2" in message
@@ -165,35 +148,32 @@ def test_a_checkpoint_of_another_configuration_names_the_keys(tmp_path):
 
 
 def test_a_changed_schedule_resumes_with_a_warning(tmp_path, caplog):
-    save(tmp_path, range(1, 2), toy_config())
+    save(tmp_path, 1)
     longer = toy_config(steps=99)
     with caplog.at_level(logging.WARNING):
-        assert Checkpoints(tmp_path, longer).load(*fresh(longer)) is not None
+        assert load(tmp_path, longer) is not None
     assert "training.steps: saved 8, now 99" in caplog.text
 
 
 def test_weights_of_another_model_are_an_error(tmp_path):
-    config = toy_config()
-    save(tmp_path, range(1, 2), config)
+    save(tmp_path, 1)
     wide = ToyTask(width=32)
     with pytest.raises(CheckpointError, match="step_1 does not fit this model"):
-        Checkpoints(tmp_path, config).load(PlainEngine(wide, config.training), wide)
+        Checkpoints(tmp_path, CONFIG).load(PlainEngine(wide, CONFIG.training), wide)
 
 
 def test_an_unknown_format_version_is_refused(tmp_path, monkeypatch):
-    config = toy_config()
     monkeypatch.setattr(module, "VERSION", 99)
-    save(tmp_path, range(1, 2), config)
+    save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format version 99; this code reads 1"):
-        Checkpoints(tmp_path, config).load(*fresh(config))
+        load(tmp_path)
 
 
 def test_a_step_reached_again_replaces_what_was_there(tmp_path):
-    config = toy_config()
-    save(tmp_path, range(2, 3), config)
+    save(tmp_path, 2)
     (tmp_path / "step_2" / "stray").write_text("old")
-    save(tmp_path, range(2, 3), config)
+    save(tmp_path, 2)
     assert not (tmp_path / "step_2" / "stray").exists()
     assert verify(tmp_path / "step_2") is None
 
@@ -202,11 +182,11 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path):
 def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path):
     """The same step is saved again after a validation; one of the two is always there."""
     config = toy_config(keep_last=1)
-    save(tmp_path / "start", range(2, 3), config)
+    save(tmp_path / "start", 2, config=config)
     shutil.copytree(tmp_path / "start", tmp_path / "counted")
 
-    def again(folder: Path) -> None:
-        save(folder, range(2, 3), config)
+    def again(folder):
+        save(folder, 2, config=config)
 
     steps = range(steps_of(again, tmp_path / "counted"))
     assert len(steps) > 20
@@ -214,8 +194,7 @@ def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path):
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "start", folder)
         assert in_child(killed_at, step, again, folder) == -signal.SIGKILL
-        progress = Checkpoints(folder, config).load(*fresh(config))
-        assert progress is not None
+        progress = load(folder, config)
         assert progress.step == 2
         assert names(folder) == ["step_2"]
         shutil.rmtree(folder)
@@ -224,31 +203,29 @@ def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path):
 @pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_path"])
 def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(tmp_path, monkeypatch, write):
     config = toy_config(keep_last=1)
-    save(tmp_path, range(1, 2), config)
+    save(tmp_path, 1, config=config)
 
-    def full(path: Path, *rest: object) -> None:
+    def full(path, *rest):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(module, write, full)
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step_2: .*No space"):
-        save(tmp_path, range(2, 3), config)
+        save(tmp_path, 2, config=config)
     monkeypatch.undo()
     assert names(tmp_path) == ["step_1"]
-    progress = Checkpoints(tmp_path, config).load(*fresh(config))
-    assert progress is not None
+    progress = load(tmp_path, config)
     assert progress.step == 1
 
 
 @pytest.mark.parametrize("limit", [0, 100, 4096])
 def test_a_write_that_the_system_refuses_is_the_same_clear_error(tmp_path, limit):
     """No patched function here: the system itself cuts files off at `limit` bytes."""
-    config = toy_config()
-    save(tmp_path, range(1, 2), config)
+    save(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(CheckpointError, match=r"cannot write .*step_2: .*File too large"):
-            save(tmp_path, range(2, 3), config)
+            save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step_1"]
@@ -256,7 +233,7 @@ def test_a_write_that_the_system_refuses_is_the_same_clear_error(tmp_path, limit
 
 
 def test_the_sums_are_those_of_sha256sum(tmp_path):
-    save(tmp_path, range(1, 2), toy_config())
+    save(tmp_path, 1)
     folder = tmp_path / "step_1"
     lines = (folder / "SHA256SUMS").read_text().splitlines()
     for line in lines:
@@ -268,14 +245,7 @@ def test_the_sums_are_those_of_sha256sum(tmp_path):
     assert state["world_size"] == 1
 
 
-def judged_run(
-    folder: Path,
-    figures: list[float],
-    patience: int | None = None,
-    resume: bool = False,
-    data: str = "",
-    steps: int = 8,
-) -> dict[str, Any]:
+def judged_run(folder, figures, patience=None, resume=False, data="", steps=8):
     """A run of 8 steps that is judged every second step, and finds these figures."""
     torch.manual_seed(0)
     config, task = toy_config(folder, steps=steps), ToyTask()

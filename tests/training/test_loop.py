@@ -1,14 +1,11 @@
 """The loop on a one-process engine: policy, logs, signals; DeepSpeed is in its own tests."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -25,9 +22,7 @@ from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
 
 
-def run(
-    folder: Path, data: ToyData | None = None, resume: bool = False, **training: Any
-) -> tuple[ToyTask, dict[str, Any]]:
+def run(folder, data=None, resume=False, **training):
     torch.manual_seed(0)
     config, task = toy_config(folder, **training), ToyTask()
     engine = PlainEngine(task, config.training)
@@ -35,7 +30,7 @@ def run(
     return task, report
 
 
-def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+def state(folder, step):
     found = {}
     for name in ("weights", "extra"):
         path = folder / "checkpoints" / f"step_{step}" / f"{name}.safetensors"
@@ -43,7 +38,7 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def same(first, second):
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -110,7 +105,7 @@ def test_accumulation_of_two_halves_is_one_large_batch(tmp_path):
     whole = ToyData(batch=8)
     halves = ToyData(batch=4)
 
-    def merged(*_: Any) -> Any:
+    def merged(*_):
         stream = halves.batches()
         for number in range(1, 100):
             first, second = next(stream)[0], next(stream)[0]
@@ -133,7 +128,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, stop):
     class Killed(BaseException):
         pass
 
-    def kill(number: int) -> None:
+    def kill(number):
         if number == stop:
             raise Killed
 
@@ -154,7 +149,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path, number
     run(tmp_path / "whole")
     before = signal.getsignal(number)
 
-    def send(batch: int) -> None:
+    def send(batch):
         if batch == 4:
             os.kill(os.getpid(), number)
 
@@ -187,11 +182,11 @@ def test_resume_without_a_checkpoint_begins_anew(tmp_path, capsys):
 
 
 def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, capsys):
-    kept: list[dict[str, torch.Tensor]] = []
+    kept = []
     torch.manual_seed(0)
     config, task = toy_config(tmp_path, log_every=1), ToyTask()
 
-    def look(number: int) -> None:
+    def look(number):
         kept.append({name: value.clone() for name, value in task.state_dict().items()})
 
     data = ToyData(bad=frozenset({3}), before=look)
@@ -285,7 +280,7 @@ def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
     forward = ToyTask.forward
 
-    def dead(self: ToyTask, *arguments: Any) -> Any:
+    def dead(self, *arguments):
         output = forward(self, *arguments)
         statistics = {
             "image_token_cosine": torch.tensor(0.99),
@@ -304,7 +299,7 @@ def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
 def test_dropout_is_the_same_after_a_resume(tmp_path, monkeypatch):
     forward = ToyTask.forward
 
-    def dropping(self: ToyTask, *arguments: Any) -> Any:
+    def dropping(self, *arguments):
         output = forward(self, *arguments)
         return output._replace(loss=output.loss * torch.rand(()))
 
@@ -352,9 +347,7 @@ def test_a_rank_without_samples_does_not_count():
     assert found == {"loss/total": 2.0, "loss/words": 3.0, "statistics/bits": 3.0}
 
 
-def test_schedules_that_surprise_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_schedules_that_surprise_are_said(tmp_path, capsys):
     run(tmp_path / "a", steps=4, optimiser={"learning_rate": 1e-2, "warmup_steps": 4})
     assert "warmup_steps 4 is not over when the run ends, after 4" in capsys.readouterr().err
     run(tmp_path / "b", steps=4, optimiser={"learning_rate": 1e-2})

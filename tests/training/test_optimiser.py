@@ -1,11 +1,8 @@
 """The paper's model with every objective, without memory for its weights."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +32,7 @@ from vlp.training.optimiser import (
 
 
 @pytest.fixture(scope="module")
-def task() -> Pretraining:
+def task():
     """The paper's model with every objective, without memory for its weights."""
     with torch.device("meta"):
         return Pretraining(ModelConfig(), ObjectivesConfig(), vocabulary="unused")
@@ -65,10 +62,7 @@ def test_the_two_groups_of_the_real_task_by_name(task):
 POSITION_NAMES = re.compile(r"(^|[._])tables?(_[a-z]+)?([._]|$)|(^|\.)(u|v|prefix)$")
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "roles": {"roles": ("key", "value")},
-    "mode": {"mode": "bias"},
-}
+OPTIONS = {"roles": {"roles": ("key", "value")}, "mode": {"mode": "bias"}}
 CHOSEN = [(name, {}) for name in list_positions()] + [
     (name, {"mode": "both"} if (name, option) == ("sape", "mode") else choice)
     for name in list_positions()
@@ -94,7 +88,7 @@ class Slope(PositionEncoding):
 
     UNDECAYED = ("slope",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.slope = nn.Parameter(torch.zeros(2, 2))
         self.matrix = nn.Parameter(torch.zeros(2, 2))
@@ -103,13 +97,6 @@ class Slope(PositionEncoding):
 def test_an_encoding_from_outside_declares_its_own():
     model = nn.Sequential(nn.Linear(2, 2), Slope())
     assert undecayed(model) == {"0.bias", "1.slope"}
-
-
-def test_groups_hold_every_trainable_parameter_once(task):
-    groups = parameter_groups(task, weight_decay=0.02)
-    assert [group["weight_decay"] for group in groups] == [0.02, 0.0]
-    members = [id(p) for group in groups for p in group["params"]]
-    assert sorted(members) == sorted(id(p) for p in task.parameters())
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out():
@@ -149,14 +136,6 @@ def test_scales_multiply_the_learning_rate_of_every_step(task):
 def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task):
     with pytest.raises(ConfigError, match=r"'model\.txt'.*model\.text_encoder"):
         build_adamw(task, OptimiserConfig(lr_multipliers={"model.txt": 0.1}))
-
-
-def test_adamw_takes_its_settings_from_the_configuration():
-    config = OptimiserConfig(learning_rate=3e-4, betas=(0.8, 0.9), epsilon=1e-6)
-    adamw = build_adamw(nn.Linear(2, 2), config)
-    assert adamw.defaults["lr"] == 3e-4
-    assert adamw.defaults["betas"] == (0.8, 0.9)
-    assert adamw.defaults["eps"] == 1e-6
 
 
 def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate():

@@ -1,7 +1,5 @@
 """Processes that are asked to end, and cannot all say so themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +33,7 @@ with StopSignals(grace=1.0) as stop:
 
 
 @contextmanager
-def waiting(phase: str) -> Iterator[subprocess.Popen[str]]:
+def waiting(phase):
     process = subprocess.Popen(
         [sys.executable, "-c", BLOCKED, phase],
         stdout=subprocess.PIPE,
@@ -227,7 +224,7 @@ subprocess.call(["bash", "-c", f"{sys.executable} child.py; true"])
 """
 
 
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
+def until(true, seconds=20):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -235,10 +232,10 @@ def until(true: Callable[[], bool], seconds: float = 20) -> None:
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Callable[..., list[psutil.Process]]:
+def family(tmp_path):
     """Start bash - launcher - bash - child; returns them once the child has looked around."""
 
-    def start(launcher: str, **more: str) -> list[psutil.Process]:
+    def start(launcher, **more):
         (tmp_path / "child.py").write_text(LOST.format(wait=""))
         (tmp_path / launcher).write_text(START)
         subprocess.Popen(
@@ -266,16 +263,6 @@ def test_a_shell_above_the_launcher_is_not_missed(family, tmp_path):
     assert not (tmp_path / "lost").exists()
     launcher.kill()
     until((tmp_path / "lost").exists)
-
-
-def test_without_a_launcher_nothing_is_missed(family, tmp_path):
-    child, *above = family("script")
-    for process in reversed(above):  # from the top: whoever's child dies ends by itself
-        process.kill()
-    time.sleep(0.5)
-    assert child.is_running()
-    assert not (tmp_path / "lost").exists()
-    child.kill()
 
 
 def test_a_launcher_that_ends_early_is_missed(tmp_path):

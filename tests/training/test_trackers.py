@@ -1,13 +1,8 @@
 """Figures of a run at the real trackers, offline, over two starts."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -16,18 +11,11 @@ from wandb.proto import wandb_internal_pb2
 
 from vlp.config import ConfigError
 from vlp.training import log as trackers
-from vlp.training.log import (
-    RunLog,
-    TrackerName,
-    flatten,
-    open_trackers,
-    require_access,
-    require_trackers,
-)
+from vlp.training.log import RunLog, flatten, open_trackers, require_access, require_trackers
 from vlp.training.run_folder import RunFolder, read_record
 
 
-def two_starts(folder: RunFolder, name: TrackerName) -> None:
+def two_starts(folder, name):
     """Steps 1 and 2, and after a resume at 2 step 3."""
     folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
     for step, more in ((0, (1, 2)), (2, (3,))):
@@ -48,7 +36,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
         tracker.log({"loss/total": float(step)}, step)
     tracker.close(failed=False)
     one = read_record(folder.path)["trackers"]["wandb"]
-    found: dict[int, dict[str, str]] = {}
+    found = {}
     end = time.monotonic() + 30
     while 4 not in found and time.monotonic() < end:  # a process of wandb's writes it
         found = history(folder, one)
@@ -61,9 +49,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert float(found[3]["validation/text_to_image R@1"]) == 0.3
 
 
-def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
+def history(folder, one):
     """What a run of wandb has logged, by step."""
-    found: dict[int, dict[str, str]] = {}
+    found = {}
     for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}*/*.wandb")):
         for record in records(file):
             if record.run.run_id:
@@ -75,7 +63,7 @@ def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
+def records(file):
     """Records of a LevelDB log: blocks of 32 KiB, of parts with a header of 7 bytes each."""
     data, place, whole = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
@@ -122,10 +110,10 @@ def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
 
 def test_a_tracker_that_fails_is_left_out(tmp_path, capsys):
     class Lost:
-        def log(self, figures: Any, step: int) -> None:
+        def log(self, figures, step):
             raise ConnectionError("no network")
 
-        def close(self, failed: bool) -> None:
+        def close(self, failed):
             raise AssertionError("not asked any more")
 
     folder = RunFolder(tmp_path, resume=False)
@@ -201,11 +189,3 @@ def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path, resumed_at):
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("loss")] == [1, 2]
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    with RunLog(None, step=0, total=1) as log:
-        log.write({"step": 1})
-        log.advance()
-        log.say("nothing")
-    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """Ranks that are named, by signs of life with clocks of the test's own."""
 
-from __future__ import annotations
-
 import time
 
 from vlp.training.watchdog import Judge, Sign, Watchdog
@@ -9,7 +7,7 @@ from vlp.training.watchdog import Judge, Sign, Watchdog
 FIRST = Sign(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
 
 
-def after(sign: Sign, seconds: float, number: int = 2) -> Sign:
+def after(sign, seconds, number=2):
     return sign._replace(number=number, seconds=sign.seconds + seconds, stands=seconds > 10)
 
 
@@ -70,7 +68,7 @@ def test_phases_are_moves_with_their_longest_time(tmp_path):
 
 
 def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path):
-    said: list[str] = []
+    said = []
     with Watchdog(1.0, said.append, tmp_path / "hang") as watchdog:
         watchdog.step = 6
         watchdog.enter("forward")

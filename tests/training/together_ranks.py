@@ -3,8 +3,6 @@
 Prints the collective calls of each step as the flight recorder has them, and where the run ended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,11 +20,11 @@ from vlp.training.run_folder import RunFolder
 STEPS, SIGNAL = 60, 20
 
 distributed.start()
-seen: list[dict[str, object]] = []
-calls: list[Counter[str]] = []
+seen = []
+calls = []
 
 
-def before(number: int) -> None:
+def before(number):
     new = [json.loads(line) for line in distributed.last_calls(512)][len(seen) :]
     seen.extend(new)
     calls.append(Counter(f"{call['profiling_name']} {call['pg_id']}" for call in new))

@@ -1,23 +1,18 @@
 """A small task, endless data and a one-process engine, for tests of the training code."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import Batch
 from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput, autocast
-from vlp.training.config import PretrainConfig, TrainingConfig
+from vlp.training.config import PretrainConfig
 from vlp.training.engines.engine import Update
 from vlp.training.optimiser import OptimiserConfig
 
@@ -30,20 +25,20 @@ TIMES = ("seconds", "samples_per_second", "data_wait_share", "store_retries")
 class Encoder(nn.Module):
     """Has a direct parameter, a buffer, and a second entry beside `forward`."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, width))
         self.linear = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
         self.register_buffer("seen", torch.zeros(()))
 
-    def no_weight_decay(self) -> set[str]:
+    def no_weight_decay(self):
         return {"cls_token"}
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         return self.norm(F.gelu(self.linear(x))) + self.cls_token
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.encode(x)
 
 
@@ -54,7 +49,7 @@ class ToyTask(nn.Module):
     to a function; a temperature is a scalar; one layer is never used.
     """
 
-    def __init__(self, width: int = 24, precision: str = "float32") -> None:
+    def __init__(self, width=24, precision="float32"):
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, width)
         self.encoder = Encoder(width)
@@ -63,11 +58,11 @@ class ToyTask(nn.Module):
         self.log_temperature = nn.Parameter(torch.tensor(0.1))
         self.unused = nn.Linear(3, 5)
         self.precision = precision
-        self.average: dict[str, Tensor] | None = None
-        self.dtypes: set[torch.dtype] = set()
+        self.average = None
+        self.dtypes = set()
         self.skipped = 0
 
-    def forward(self, batch: Batch, step: int) -> StepOutput:
+    def forward(self, batch, step):
         ids = batch.text_ids
         with autocast(ids.device, self.precision):
             first = self.encoder(self.embedding(ids))
@@ -80,9 +75,7 @@ class ToyTask(nn.Module):
         self.encoder.seen += errors.detach()
         return StepOutput(loss, {"words": errors}, {"scale": scale.detach()})
 
-    def after_step(
-        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
-    ) -> None:
+    def after_step(self, parameters, applied=None):
         new = {name: value.clone() for name, value in parameters().items()}
         if self.average is None:
             self.average = new
@@ -90,16 +83,16 @@ class ToyTask(nn.Module):
             if applied is None or applied:
                 self.average[name].lerp_(value, 0.1)
 
-    def after_skip(self) -> None:
+    def after_skip(self):
         self.skipped += 1
 
-    def extra_state(self) -> dict[str, Tensor]:
+    def extra_state(self):
         return {f"average.{name}": value for name, value in (self.average or {}).items()}
 
-    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_extra_state(self, state):
         self.average = {n.removeprefix("average."): value for n, value in state.items()} or None
 
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+    def save_model(self, folder, state):
         folder.mkdir()
         write_tensors(folder / "model.safetensors", state)
 
@@ -107,29 +100,21 @@ class ToyTask(nn.Module):
 class ToyData:
     """Batch b of the endless run is a function of b; `bad` batches hold infinite pixels."""
 
-    def __init__(
-        self,
-        batch: int = 8,
-        epoch: int = 32,
-        bad: frozenset[int] = frozenset(),
-        before: Callable[[int], None] = lambda number: None,
-    ) -> None:
+    def __init__(self, batch=8, epoch=32, bad=frozenset(), before=lambda number: None):
         self.batch, self.epoch, self.bad, self.before = batch, epoch, bad, before
         self.fingerprint = {"source": f"{epoch} samples"}
 
-    def samples_in_epoch(self, epoch: int) -> int:
+    def samples_in_epoch(self, epoch):
         return self.epoch
 
-    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+    def batches_left(self, samples_consumed, epochs):
         epoch, within = divmod(samples_consumed, self.epoch)
         if epoch >= epochs:
             return 0
         whole = math.ceil(self.epoch / self.batch)
         return math.ceil((self.epoch - within) / self.batch) + (epochs - epoch - 1) * whole
 
-    def batches(
-        self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[Batch, int]]:
+    def batches(self, samples_consumed=0, rank=0, world_size=1):
         number = samples_consumed // self.batch
         while True:
             self.before(number)
@@ -142,7 +127,7 @@ class ToyData:
             yield toy_batch(ids, spoilt=number - 1 in self.bad), number * self.batch
 
 
-def toy_batch(ids: Tensor, spoilt: bool = False) -> Batch:
+def toy_batch(ids, spoilt=False):
     rows, words = ids.shape
     on = torch.ones(rows, words, dtype=torch.bool)
     return Batch(
@@ -164,7 +149,7 @@ def toy_batch(ids: Tensor, spoilt: bool = False) -> Batch:
 class PlainEngine:
     """The `Engine` protocol in plain PyTorch on one process: what DeepSpeed is held against."""
 
-    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
+    def __init__(self, task, config):
         self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
         self.module, self.config = task, config
         decayed, plain = [], []
@@ -181,13 +166,13 @@ class PlainEngine:
             eps=settings.epsilon,
         )
 
-    def forward(self, batch: Batch, step: int) -> StepOutput:
+    def forward(self, batch, step):
         return self.module(batch, step)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         (loss / self.config.gradient_accumulation_steps).backward()
 
-    def step(self, learning_rate: float) -> Update:
+    def step(self, learning_rate):
         parameters = list(self.module.parameters())
         for parameter in parameters:
             if parameter.grad is None:
@@ -201,20 +186,20 @@ class PlainEngine:
         self.optimiser.zero_grad()
         return Update(math.isfinite(norm), norm if math.isfinite(norm) else math.inf)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self):
         return {name: value.detach() for name, value in self.module.named_parameters()}
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self):
         return self.module.state_dict()
 
-    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+    def snapshot(self):
         state = dict(self.module.state_dict())
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 state[f"{key}:{name}"] = value
         return {"weights.safetensors": {name: value.clone() for name, value in state.items()}}
 
-    def load(self, folder: Path | None) -> None:
+    def load(self, folder):
         assert folder is not None
         state = dict(broadcast_tensors(folder / "weights.safetensors"))
         moments = {name: state.pop(name) for name in list(state) if ":" in name}
@@ -228,13 +213,13 @@ class PlainEngine:
 class UnreadEngine(PlainEngine):
     """As on a GPU, whose outcomes are tensors that nobody has read."""
 
-    def step(self, learning_rate: float) -> Update:
+    def step(self, learning_rate):
         applied, norm, _ = super().step(learning_rate)
         return Update(torch.tensor(applied), torch.tensor(norm))
 
 
-def toy_config(output: Path | str = "unused", **training: object) -> PretrainConfig:
-    values: dict[str, object] = {
+def toy_config(output="unused", **training):
+    values = {
         "batch": 8,
         "steps": 8,
         "precision": "float32",
@@ -253,7 +238,7 @@ def toy_config(output: Path | str = "unused", **training: object) -> PretrainCon
     )
 
 
-def log_lines(folder: Path, times: bool = True) -> list[dict[str, Any]]:
+def log_lines(folder, times=True):
     """The lines of a run's log, without `times` only what equal runs have in common."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [{key: v for key, v in line.items() if times or key not in TIMES} for line in lines]

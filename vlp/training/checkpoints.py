@@ -221,9 +221,10 @@ class Checkpoints:
         try:
             with self._readable(name):
                 state: dict[str, Any] = parse_json((path / STATE).read_bytes())
-            version, saved = state["version"], state["config"]
+            version, saved, data = state["version"], state["config"], state["data"]
             progress = _PROGRESS.validate_python(state["progress"])
             differences = compare(saved, self._values, self._config)
+            changed = sorted(dict(data.items() ^ self._fingerprint.items()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise CheckpointError(
@@ -242,11 +243,10 @@ class Checkpoints:
             )
         for line in differences.tolerated:
             logger.warning("resuming with a changed setting: %s", line)
-        data = state.get("data", self._fingerprint)
-        if parts := sorted(dict(data.items() ^ self._fingerprint.items())):
+        if changed:
             raise CheckpointError(
-                f"{path} was trained on other data: {', '.join(parts)} changed since; restore what "
-                "changed, or start a run in another `output` from a model of this one"
+                f"{path} was trained on other data: {', '.join(changed)} changed since; restore "
+                "what changed, or start a run in another `output` from a model of this one"
             )
         return progress
 

@@ -1,15 +1,11 @@
 """The Slurm script under stand-ins for `srun` and `scontrol` that start two tasks here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import ranks
-from launch_lab import Lab
 
 SCRIPT = ranks.ROOT / "launch" / "cluster" / "pretrain.slurm"
 SCONTROL = """#!/bin/bash
@@ -22,7 +18,7 @@ wait %1 && wait %2
 """
 
 
-def submit(folder: Path, srun: str, arguments: list[str]) -> tuple[int, str | None]:
+def submit(folder, srun, arguments):
     """Run the script; returns its exit code and what it asked of `scontrol` at its end."""
     programs, called = folder / "bin", folder / "called"
     programs.mkdir(exist_ok=True)
@@ -52,7 +48,7 @@ def submit(folder: Path, srun: str, arguments: list[str]) -> tuple[int, str | No
 
 
 @pytest.mark.nightly
-def test_tasks_become_ranks_of_one_run(lab: Lab, tmp_path: Path) -> None:
+def test_tasks_become_ranks_of_one_run(lab, tmp_path):
     (tmp_path / "launch").symlink_to(ranks.ROOT / "launch")
     _, config, *overrides = lab.arguments("slurm", "training.steps=2")
     assert submit(tmp_path, SRUN, [config, *overrides]) == (0, None)
@@ -60,11 +56,11 @@ def test_tasks_become_ranks_of_one_run(lab: Lab, tmp_path: Path) -> None:
     assert lab.report("slurm")["ranks"] == 2
 
 
-def test_what_was_stopped_or_crashed_goes_back_into_the_queue(tmp_path: Path) -> None:
+def test_what_was_stopped_or_crashed_goes_back_into_the_queue(tmp_path):
     """Two crashes in a row are allowed, and a stop begins the count anew."""
     requeued = f"requeue {os.getpid()}"
 
-    def ends(code: int) -> tuple[int, str | None]:
+    def ends(code):
         return submit(tmp_path, f"#!/bin/bash\nexit {code}\n", ["any.yaml"])
 
     for code in (1, 139, 75, 137, 1):

@@ -1,27 +1,21 @@
 """Signals to launchers, and launchers that die: every rank ends, with a checkpoint."""
 
-from __future__ import annotations
-
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import ranks
-from launch_lab import Lab
+from launch_lab import COMMAND, ENDLESS, started, until
 
 from vlp.training.checkpoints import verify
 from vlp.training.stop_requests import REQUEUE
 
-COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 PROGRAMS = Path(sys.executable).parent
-LAUNCHERS: dict[str, list[str | Path]] = {
+LAUNCHERS = {
     "deepspeed": [PROGRAMS / "deepspeed", "--num_accelerators", "2", "--no_python"],
     "accelerate": [
         *(PROGRAMS / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),
@@ -38,36 +32,24 @@ echo $? > "{folder}/code.$RANK"
 """
 
 
-class Started:
+class Launched:
     """A training without an end, under a launcher."""
 
-    def __init__(self, lab: Lab, launcher: str, name: str, *more: str) -> None:
+    def __init__(self, lab, launcher, name, *more):
         self.lab, self.name = lab, name
         self.folder = lab.folder / f"{name}_codes"
         self.folder.mkdir()
         rank = self.folder / "rank.sh"
         rank.write_text(RANK.format(python=sys.executable, command=COMMAND, folder=self.folder))
         rank.chmod(0o755)
-        more += (
-            "training.steps=100000",
-            "training.checkpoint_every=100000",
-            "training.keep_last=2",
-        )
+        more += (*ENDLESS, "training.keep_last=2")
         port = ["--master_port", str(ranks.free_port())] if launcher == "deepspeed" else []
         ran = [] if launcher == "vlp" else [rank]
         self.said = self.folder / "said.txt"
         with self.said.open("wb") as file:
-            self.process = subprocess.Popen(
-                [*LAUNCHERS[launcher], *port, *ran, *lab.arguments(name, *more)],
-                env={key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-                | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                cwd=ranks.ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        log = lab.output(name) / "log.jsonl"
-        until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, 120, self.said)
+            command = [*LAUNCHERS[launcher], *port, *ran, *lab.arguments(name, *more)]
+            self.process = started(command, file, start_new_session=True)
+        until(lambda: lab.steps(name) >= 3, said=self.said.read_text)
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.node = next((p for p in family if "deepspeed.launcher.launch" in p.cmdline()), None)
         running = [p for p in family if "bash" not in p.cmdline()[0] and "RANK" in p.environ()]
@@ -76,21 +58,20 @@ class Started:
         assert len(self.ranks) == 2
         self.family = family
 
-    def code(self, rank: int) -> int:
+    def code(self, rank):
         file = self.folder / f"code.{rank}"
-        until(lambda: file.exists() and bool(file.read_text()), 5, self.said)
+        until(lambda: file.exists() and bool(file.read_text()), 5, self.said.read_text)
         return int(file.read_text())
 
-    def end(self) -> float:
-        """Wait for both ranks, at most 30 s; returns how long it took."""
-        began = time.monotonic()
-        until(lambda: not any(map(psutil.Process.is_running, self.ranks)), 30, self.said)
-        return time.monotonic() - began
+    def end(self):
+        """Wait for both ranks, at most 30 s."""
+        alive = psutil.Process.is_running
+        until(lambda: not any(map(alive, self.ranks)), 30, self.said.read_text)
 
 
 @contextmanager
-def started(lab: Lab, launcher: str, name: str, *more: str) -> Iterator[Started]:
-    run = Started(lab, launcher, name, *more)
+def running(lab, launcher, name, *more):
+    run = Launched(lab, launcher, name, *more)
     try:
         yield run
     finally:
@@ -101,14 +82,7 @@ def started(lab: Lab, launcher: str, name: str, *more: str) -> Iterator[Started]
         run.process.wait()
 
 
-def until(true: Callable[[], bool], seconds: float, said: Path) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, said.read_text()
-        time.sleep(0.1)
-
-
-def require_stopped(run: Started) -> None:
+def require_stopped(run):
     """The run ended after a whole step, and its checkpoint is good."""
     report = run.lab.report(run.name)
     assert report["ended"] == "stopped"
@@ -120,10 +94,8 @@ def require_stopped(run: Started) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["deepspeed", "accelerate", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
-    launcher: str, number: signal.Signals, lab: Lab
-) -> None:
-    with started(lab, launcher, f"{launcher}_{number.name}") as run:
+def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(launcher, number, lab):
+    with running(lab, launcher, f"{launcher}_{number.name}") as run:
         run.process.send_signal(number)
         run.end()
         assert run.process.wait(30) != 0
@@ -131,8 +103,8 @@ def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
 
 
 @pytest.mark.nightly
-def test_a_signal_to_one_rank_and_its_loader_stops_all(lab: Lab) -> None:
-    with started(lab, "deepspeed", "one_rank", "data.workers=1") as run:
+def test_a_signal_to_one_rank_and_its_loader_stops_all(lab):
+    with running(lab, "deepspeed", "one_rank", "data.workers=1") as run:
         for process in [*run.ranks[1].children(recursive=True), run.ranks[1]]:
             process.send_signal(signal.SIGTERM)
         assert run.process.wait(60) == REQUEUE
@@ -140,9 +112,9 @@ def test_a_signal_to_one_rank_and_its_loader_stops_all(lab: Lab) -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> None:
+def test_ranks_outlive_the_process_that_started_them_by_one_step(lab):
     """Nobody is left to signal them, and a shell stands between."""
-    with started(lab, "deepspeed", "node") as run:
+    with running(lab, "deepspeed", "node") as run:
         assert run.node is not None
         run.node.kill()
         run.end()
@@ -151,12 +123,12 @@ def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> No
 
 
 @pytest.mark.nightly
-def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
-    with started(lab, "torchrun", "blocked") as run:
+def test_a_rank_that_waits_for_another_ends_without_a_step(lab):
+    with running(lab, "torchrun", "blocked") as run:
         run.ranks[1].suspend()
         time.sleep(3)  # rank 0 is now in a collective
         run.process.kill()
-        until(lambda: not run.ranks[0].is_running(), 30, run.said)
+        until(lambda: not run.ranks[0].is_running(), 30, run.said.read_text)
         assert run.code(0) == REQUEUE
         run.ranks[1].resume()
         run.end()
@@ -166,8 +138,8 @@ def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_vlp_says_what_its_ranks_said(number: signal.Signals, lab: Lab) -> None:
-    with started(lab, "vlp", f"vlp_{number.name}") as run:
+def test_vlp_says_what_its_ranks_said(number, lab):
+    with running(lab, "vlp", f"vlp_{number.name}") as run:
         run.process.send_signal(number)
         run.end()
         assert run.process.wait(30) == REQUEUE

@@ -1,7 +1,5 @@
 """The command that turns an ALBEF checkpoint into a model folder."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,14 +1,11 @@
 """Aligned projections: a model folder that ranks pairs better than its start, without training."""
 
-from __future__ import annotations
-
 import re
 import time
 from math import prod
 
 import pytest
 import torch
-from launch_lab import Lab
 from torch.testing import assert_close
 
 import vlp
@@ -29,12 +26,12 @@ from vlp.training.config import PretrainConfig
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
 
 
-def settings(lab: Lab, *more: str) -> PretrainConfig:
+def settings(lab, *more):
     _, path, *overrides = lab.arguments("aligned", *POOLED, "training.precision=float32", *more)
     return load_config(path, PretrainConfig, overrides)
 
 
-def similarity(config: PretrainConfig, model: torch.nn.Module) -> torch.Tensor:
+def similarity(config, model):
     """Cosines of the first captions (rows) with the first images."""
     _, data = build(config)
     batch = next(data.batches())[0].to("cpu")
@@ -99,7 +96,7 @@ def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeyp
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def towers_images(monkeypatch) -> list[int]:
+def towers_images(monkeypatch):
     """Images of each pass of the tower, from now on."""
     seen, tower = [], ImageEncoder.tower
 

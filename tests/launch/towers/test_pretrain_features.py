@@ -1,16 +1,9 @@
-"""Pretraining from stored features: the losses of pixels, and one line for what does not fit."""
-
-from __future__ import annotations
+"""Pretraining on frozen towers, of pixels and of stored features."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from launch_lab import Lab
-from safetensors.torch import load_file
 
 import vlp
 from data_tools.__main__ import main
@@ -20,28 +13,27 @@ from vlp.data.features.store import StoredFeatures
 from vlp.models.folder import require_tower
 from vlp.training.config import PretrainConfig
 
-COMMAND = ranks.ROOT / "launch" / "pretrain.py"
-TOWER = [
+FROZEN = [
     "model.image.architecture={name: vit_small_patch14_reg4_dinov2, embed_dim: 24, depth: 2, "
     "num_heads: 2}",
     *("model.image.patch_size=14", "model.image.image_size=56", "model.image.trainable=0"),
     *("objectives.mim=null", "training.steps=4", "training.checkpoint_every=2"),
-    "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}",
 ]
+TOWER = [*FROZEN, "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"]
 
 
-def config_of(lab: Lab, *changes: str) -> PretrainConfig:
+def config_of(lab, *changes):
     return load_config(lab.config, PretrainConfig, [*TOWER, *changes])
 
 
 @pytest.fixture(scope="module")
-def features(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def features(lab, tmp_path_factory):
     out = tmp_path_factory.mktemp("features") / "out"
     assert main(["features", "--config", str(lab.config), "--out", str(out), *TOWER]) == 0
     return out
 
 
-def losses(config: PretrainConfig, count: int = 3) -> list[float]:
+def losses(config, count=3):
     """Of the first batches, without steps between them."""
     task, data = build(config)
     return [
@@ -57,20 +49,40 @@ def test_losses_are_those_of_pixels_but_for_rounding(lab, features):
     assert stored != pixels
 
 
+def require_same_resumed(lab, name, first, second, world_size):
+    """Run whole, and from its checkpoint of step 2 with other arguments: all weights are equal."""
+    whole, again = f"whole_{name}", f"again_{name}"
+    lab.train(whole, *first, world_size=world_size)
+    lab.begin_with(whole, 2, again)
+    lab.train(again, *second, "--resume", world_size=world_size)
+    weights = [lab.weights(whole, 2), lab.weights(whole, 4), lab.weights(again, 4)]
+    assert all(torch.equal(weights[1][key], weights[2][key]) for key in weights[1] | weights[2])
+    return weights, vlp.load(lab.output(whole) / "model")
+
+
 @pytest.mark.nightly
-def test_a_resumed_run_is_bitwise_the_same(lab, features):
+def test_a_resumed_run_of_features_is_bitwise_the_same(lab, features):
     moved = features.with_name("moved")
     moved.symlink_to(features)
-    whole, again = map(lab.output, ("whole_features", "again_features"))
-    ranks.run([COMMAND, *lab.arguments(whole.name, *TOWER, f"data.features={features}")], 1)
-    shutil.copytree(whole / "checkpoints" / "step_2", again / "checkpoints" / "step_2")
-    command = [COMMAND, *lab.arguments(again.name, *TOWER, f"data.features={moved}"), "--resume"]
-    ranks.run(command, 1)
-    first, last = (
-        load_file(run / "checkpoints" / "step_4" / "weights.safetensors") for run in (whole, again)
-    )
-    assert all(torch.equal(first[name], last[name]) for name in first | last)
-    require_tower(StoredFeatures(features), vlp.load(whole / "model").model)
+    first, second = ([*TOWER, f"data.features={folder}"] for folder in (features, moved))
+    _, loaded = require_same_resumed(lab, "features", first, second, 1)
+    require_tower(StoredFeatures(features), loaded.model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_towers_stay_and_a_resumed_run_is_bitwise_the_same(lab, stage):
+    more = [*FROZEN, "model.image.pool=2", "model.text.trainable=0", lab.zero(stage)]
+    more += ["training.optimiser.lr_multipliers={}"]
+    (first, last, _), loaded = require_same_resumed(lab, f"towers_{stage}", more, more, 2)
+    moved = {name for name in last if not torch.equal(first[name], last[name])}
+    towers = ("image_encoder.vit.", "text_encoder.embedding.", "text_encoder.layers.")
+    assert not [name for name in moved if any(tower in name for tower in towers)]
+    assert {"model.image_encoder.adapter.weight", "model.text_encoder.projection.weight"} <= moved
+    assert loaded.model.config.image.grid == (2, 2)
+    assert loaded.preprocess.mean == (0.485, 0.456, 0.406)
+    saved = last["model.image_encoder.vit.blocks.1.ls1.gamma"]
+    assert torch.equal(loaded.model.image_encoder.vit.blocks[1].ls1.gamma, saved)
 
 
 @pytest.mark.parametrize(

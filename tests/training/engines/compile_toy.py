@@ -1,9 +1,5 @@
 """A pretraining of a few thousand parameters, for tests of compiled steps."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from vlp.tasks.pretraining import Pretraining
@@ -12,7 +8,7 @@ from vlp.training.config import PretrainConfig
 ROWS = 4
 
 
-def configuration(*, masked: bool = True, layers: int = 1, **text: Any) -> PretrainConfig:
+def configuration(*, masked=True, layers=1, **text):
     sizes = {"layers": layers, "heads": 2, "intermediate": 16}
     return PretrainConfig.model_validate(
         {
@@ -38,6 +34,6 @@ def configuration(*, masked: bool = True, layers: int = 1, **text: Any) -> Pretr
     )
 
 
-def task_of(config: PretrainConfig) -> Pretraining:
+def task_of(config):
     torch.manual_seed(0)
     return Pretraining(config.model, config.objectives, "", "float32", log_every=10**6)

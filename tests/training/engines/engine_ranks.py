@@ -4,22 +4,18 @@ usage: engine_ranks.py FOLDER (train | load). The folder keeps checkpoints from 
 to the next.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
-from vlp.training.engines.engine import Engine, Update, write_snapshot
+from vlp.training.engines.engine import write_snapshot
 from vlp.training.engines.environment import prepare_environment, start_deepspeed
 
 FOLDER = Path(sys.argv[1])
@@ -29,7 +25,7 @@ KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
 DDP = "ddp"
 
 
-def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
+def make(task, kind, **settings):
     if kind == DDP:
         return DdpEngine(task, toy_config(**settings).training)
     zero = {"stage": KINDS[kind]}
@@ -40,7 +36,7 @@ def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
     return DeepSpeedEngine(task, toy_config(engine=str(path), **settings).training)
 
 
-def steps(engine: Engine, first: int, last: int) -> list[Update]:
+def steps(engine, first, last):
     """Optimiser steps on fixed global batches; one rank alone poisons step `POISONED`."""
     updates = []
     gradient_accumulation_steps = (
@@ -65,18 +61,18 @@ def steps(engine: Engine, first: int, last: int) -> list[Update]:
 ACCUMULATION = 1
 
 
-def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(state):
     return {name: value.clone() for name, value in state.items()}
 
 
-def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+def distance(first, second):
     """Of what is trained: ZeRO lets weight decay shrink what no loss uses, DDP does not."""
     assert first.keys() == second.keys()
     used = [name for name in first if not name.startswith("unused.")]
     return max(float((first[name] - second[name]).abs().max()) for name in used)
 
 
-def plain(gradient_accumulation_steps: int = 1) -> tuple[dict[str, Tensor], list[Update]]:
+def plain(gradient_accumulation_steps=1):
     torch.manual_seed(0)
     engine = PlainEngine(
         ToyTask(), toy_config(gradient_accumulation_steps=gradient_accumulation_steps).training
@@ -85,7 +81,7 @@ def plain(gradient_accumulation_steps: int = 1) -> tuple[dict[str, Tensor], list
     return copied(engine.parameters()), updates
 
 
-def check(kind: str) -> None:
+def check(kind):
     expected, expected_updates = plain()
     # Ranks start with different weights; rank 0's count.
     torch.manual_seed(distributed.rank())
@@ -120,7 +116,7 @@ def check(kind: str) -> None:
     assert {parameter.dtype for parameter in mixed.parameters()} == {torch.float32}
 
 
-def check_float16(kind: str) -> None:
+def check_float16(kind):
     """The poisoned step halves the scale; a run resumed after it goes on with that, bit for bit."""
     torch.manual_seed(0)
     engine = make(ToyTask(precision="fp16"), kind, precision="fp16")
@@ -143,7 +139,7 @@ def check_float16(kind: str) -> None:
     assert distance(again.parameters(), engine.parameters()) == 0, "resuming is not exact"
 
 
-def resumed(kind: str, home: Path) -> dict[str, Tensor]:
+def resumed(kind, home):
     """Final weights of a run that another engine began."""
     torch.manual_seed(7)
     engine = make(ToyTask(), kind)
@@ -154,7 +150,7 @@ def resumed(kind: str, home: Path) -> dict[str, Tensor]:
     return copied(engine.parameters())
 
 
-def check_loading(kind: str) -> None:
+def check_loading(kind):
     """From the other number of ranks, of the same and of other stages."""
     expected, _ = plain()
     for source in sorted({kind, "0", "3", DDP}):
@@ -162,7 +158,7 @@ def check_loading(kind: str) -> None:
         assert distance(resumed(kind, home), expected) < 2e-6, home
 
 
-def check_accumulation(kind: str) -> None:
+def check_accumulation(kind):
     global ACCUMULATION
     expected, _ = plain(gradient_accumulation_steps=3)
     torch.manual_seed(0)

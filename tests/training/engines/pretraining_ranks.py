@@ -1,4 +1,4 @@
-"""One rank of test_pretraining_engines.py: the real task on every engine, with less memory too.
+"""One rank of test_engines.py: the real task on every engine, with less memory and compiled too.
 
 usage: pretraining_ranks.py FOLDER
 """
@@ -22,10 +22,9 @@ from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.checkpoints import Checkpoints
-from vlp.training.engines.compile import checkpoint_activations
+from vlp.training.engines.compile import checkpoint_activations, compile_task
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
-from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import prepare_environment, start_deepspeed
 from vlp.training.progress import Progress
 
@@ -42,6 +41,7 @@ class Variant(NamedTuple):
     engine: str
     blocks: Any = "none"
     grad_cache: int | None = None
+    compiled: str = "none"
 
 
 # The first is what the others are held against.
@@ -51,17 +51,19 @@ VARIANTS = [
     Variant("ddp", 1),
     Variant("zero1", "blocks", 4),
     Variant("zero3", "blocks", 4),
+    Variant("ddp", compiled="blocks"),
+    Variant("zero3", compiled="blocks"),
 ]
 
 
-def share(step: int) -> Batch:
+def share(step):
     """This rank's share of a global batch."""
     whole, size = batch(ROWS, seed=step), ROWS // distributed.world_size()
     rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
     return Batch(*(field[rows] if isinstance(field, Tensor) else field for field in whole))
 
 
-def made(variant: Variant) -> tuple[Pretraining, Engine]:
+def made(variant):
     torch.manual_seed(1)
     task = Pretraining(
         ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 3}}),
@@ -70,14 +72,16 @@ def made(variant: Variant) -> tuple[Pretraining, Engine]:
         grad_cache=variant.grad_cache,
     )
     checkpoint_activations(task, variant.blocks)
+    compile_task(task, variant.compiled, torch.device("cpu"), backend="eager")
     if variant.engine == "ddp":
         return task, DdpEngine(task, toy_config(batch=ROWS).training)
     path = FOLDER / f"zero_{distributed.rank()}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": int(variant.engine[-1])}}))
+    zero = {"stage": int(variant.engine[-1]), "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps({"zero_optimization": zero}))
     return task, DeepSpeedEngine(task, toy_config(batch=ROWS, engine=str(path)).training)
 
 
-def steps(task: Pretraining, engine: Engine, first: int, last: int) -> Tensor:
+def steps(task, engine, first, last):
     """Losses of the global batches."""
     losses = []
     for step in range(first, last):
@@ -91,12 +95,12 @@ def steps(task: Pretraining, engine: Engine, first: int, last: int) -> Tensor:
     return distributed.mean_over_ranks(torch.stack(losses))
 
 
-def state(task: Pretraining, engine: Engine) -> dict[str, Tensor]:
+def state(task, engine):
     """Weights, and teacher with queue, on rank 0."""
     return engine.state_dict() | distributed.on_rank_0(task.extra_state())
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def close(found, expected):
     """The gradient of keys' biases is 0 but for rounding, which AdamW makes whole steps of."""
     for name, value in expected.items():
         if name.endswith(("qkv.bias", "key.bias")):
@@ -104,9 +108,9 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
 
 
-def main() -> None:
-    expected: Tensor | None = None
-    reference: dict[str, Tensor] = {}
+def main():
+    expected = None
+    reference = {}
     for variant in VARIANTS:
         task, engine = made(variant)
         losses = steps(task, engine, 0, SAVED_AFTER)
@@ -118,7 +122,11 @@ def main() -> None:
         torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6, msg=str(variant))
         close(state(task, engine), reference)
     # What one engine saved another goes on with.
-    for source, target in ((VARIANTS[0], VARIANTS[-1]), (VARIANTS[-1], VARIANTS[0])):
+    plain, *_, checkpointed, compiled, compiled_zero3 = VARIANTS
+    for source, target in (
+        *((plain, checkpointed), (checkpointed, plain)),
+        *((plain, compiled_zero3), (compiled, plain)),
+    ):
         task, engine = made(target)
         steps(task, engine, 0, 1)
         home = Checkpoints(FOLDER / "_".join(map(str, source)), toy_config(batch=ROWS))

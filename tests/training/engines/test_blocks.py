@@ -1,7 +1,5 @@
 """Blocks of our encoders, timm's and transformers', and activations that are recomputed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests_support import TINY_MODEL

@@ -1,32 +1,21 @@
 """`training.compile`: few graphs, unbroken and shared, that change neither losses nor names."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import ranks
 import torch
 from compile_toy import ROWS, configuration, task_of
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.step import random_batch
 from vlp.compilation import compile_regions
 from vlp.config import ConfigError
-from vlp.data.stream.batch import Batch
 from vlp.layers.blocks import PostNormLayer
-from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task, transformer_blocks, uncompiled
 
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).with_name("compile_ranks.py")
 
 
 @pytest.fixture(autouse=True)
-def counters() -> Iterator[Any]:
+def counters():
     """Counts of this test alone; graphs of others are forgotten."""
     import torch._dynamo as dynamo
 
@@ -40,12 +29,12 @@ def counters() -> Iterator[Any]:
     dynamo.reset()
 
 
-def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]:
+def losses(task, config, steps):
     """Train by plain descent on captions of other lengths each step."""
     found = []
     descent = torch.optim.SGD(task.parameters(), 1e-2)
     for step in range(1, 1 + steps):
-        batch: Batch = random_batch(config.inputs, ROWS, 1 + step, seed=step)
+        batch = random_batch(config.inputs, ROWS, 1 + step, seed=step)
         loss = task(batch, step).loss
         loss.backward()
         descent.step()
@@ -93,11 +82,11 @@ def test_sizes_that_change_become_symbols(counters):
     """Of tasks whose texts are as long as the longest of a batch."""
 
     class Texts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(PostNormLayer(8, 2, 16) for _ in range(2))
 
-        def forward(self, states: Tensor) -> Tensor:
+        def forward(self, states):
             for layer in self.layers:
                 states = layer(states, states.new_ones(states.shape[:2], dtype=torch.bool))
             return states
@@ -141,14 +130,7 @@ def test_one_graph_needs_texts_of_one_length():
         compile_task(task, "step", CPU)
 
 
-@pytest.mark.nightly  # a minute and a half of compiling
-def test_engines_go_on_from_each_others_checkpoints(tmp_path):
-    output = ranks.run([SCRIPT, tmp_path], 2)
-    for kind in ("ddp", "1", "3"):
-        assert f"{kind} holds" in output
-
-
-def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("CXX", "")
     cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")

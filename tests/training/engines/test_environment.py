@@ -23,13 +23,13 @@ NAMES = (
 
 
 @pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def clean(monkeypatch):
     for name in NAMES:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    threads: list[int] = []
+    threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(distributed, "threads", threads, raising=False)
     return monkeypatch

@@ -1,8 +1,6 @@
 """Loss scaling against PyTorch's GradScaler, and in the loop."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,13 +49,13 @@ def test_other_precisions_have_no_scale(precision):
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> float:
+def start(monkeypatch):
     """A first scale with which no gradient of the toy overflows, however a CPU sums float16."""
     monkeypatch.setattr(module, "FIRST_SCALE", 2.0**10)
     return 2.0**10
 
 
-def run(folder: Path, resume: bool = False, **settings: Any) -> dict[str, Any]:
+def run(folder, resume=False, **settings):
     torch.manual_seed(0)
     config, task = toy_config(folder, **{"precision": "fp16", "log_every": 1} | settings), ToyTask()
     task.precision = config.training.precision

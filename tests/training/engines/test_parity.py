@@ -1,9 +1,6 @@
 """Steps of pretraining: as written, compiled, and in the form for a GPU with its kernels."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,61 +14,53 @@ from vlp.training.engines.compile import compile_task
 from vlp.training.engines.ddp import DdpEngine
 
 CPU = torch.device("cpu")
-
-
 STEPS = 200
 
 
-def losses(how: str, rows: int, text_window: int) -> list[float]:
-    """Train with AdamW, a teacher and its queue."""
-    values = configuration().model_dump()
-    values["objectives"] |= {"teacher": {"queue": 16, "warmup_steps": 10}, "itm": {"group": rows}}
-    values["model"]["cross"]["options"] = {"anchor": {"text_window": text_window}}
-    values["training"]["batch"] = rows
+def trained(values, precision, steps, rate, how="none", before=lambda task: None):
+    """A task after steps of AdamW, with a teacher and its queue; returns its losses, too."""
+    values["objectives"] |= {"teacher": {"queue": 16, "warmup_steps": 10}}
+    values["training"] |= {"precision": precision, "engine": "ddp"}
     config = PretrainConfig.model_validate(values)
     torch.manual_seed(0)
-    task = Pretraining(config.model, config.objectives, "", "float32", log_every=10**6)
-    compile_task(task, "none" if how == "fused" else how, CPU)  # type: ignore[arg-type]
+    task = Pretraining(config.model, config.objectives, "", precision, log_every=10**6)
+    compile_task(task, how, CPU)
     engine = DdpEngine(task, config.training)
-    found = []
-    for step in range(STEPS):
-        batch: Any = random_batch(config.inputs, rows, 5, seed=step)
+    before(task)
+    losses = []
+    for step in range(steps):
+        batch = random_batch(config.inputs, config.training.batch, 5, seed=step)
         output = engine.forward(batch, step)
         engine.backward(output.loss)
-        update = engine.step(1e-4)
+        update = engine.step(rate)
         task.after_step(engine.parameters, torch.tensor(update.applied))
-        found.append(float(output.loss.detach()))
-    return found
+        losses.append(float(output.loss.detach()))
+    return task, losses
 
 
 def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
     """Against one whose weights autocast casts in each call."""
+
+    def unrounded(task):
+        task.teacher.average._products = None
+
     found = []
-    for rounded in (True, False):
-        values = configuration().model_dump()
-        values["objectives"]["teacher"] = {"queue": 16, "warmup_steps": 10}
-        values["training"] |= {"precision": "bf16", "engine": "ddp"}
-        config = PretrainConfig.model_validate(values)
-        torch.manual_seed(0)
-        task = Pretraining(config.model, config.objectives, "", "bf16", log_every=10**6)
-        engine = DdpEngine(task, config.training)
-        if not rounded:
-            task.teacher.average._products = None
-        losses = []
-        for step in range(6):
-            batch: Any = random_batch(config.inputs, ROWS, 5, seed=step)
-            output = engine.forward(batch, step)
-            engine.backward(output.loss)
-            update = engine.step(1e-3)
-            task.after_step(engine.parameters, torch.tensor(update.applied))
-            losses.append(float(output.loss.detach()))
+    for before, expected in ((lambda task: None, torch.bfloat16), (unrounded, torch.float32)):
+        task, losses = trained(configuration().model_dump(), "bf16", 6, 1e-3, before=before)
         teacher = task.teacher.average.module.model.cross_encoder
-        kind = next(teacher.parameters()).dtype
-        assert kind == (torch.bfloat16 if rounded else torch.float32)
+        assert next(teacher.parameters()).dtype == expected
         found.append((losses, task.extra_state()))
     (losses, state), (expected, expected_state) = found
     assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+def losses(how, rows, text_window):
+    values = configuration().model_dump()
+    values["objectives"]["itm"] = {"group": rows}
+    values["model"]["cross"]["options"] = {"anchor": {"text_window": text_window}}
+    values["training"]["batch"] = rows
+    return trained(values, "float32", STEPS, 1e-4, how="none" if how == "fused" else how)[1]
 
 
 @pytest.mark.nightly  # minutes of compiling, or of interpreting

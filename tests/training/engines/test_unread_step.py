@@ -1,7 +1,5 @@
 """A step whose outcome is not read: fused AdamW clips and skips by tensors, here on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from training_toy import ToyData, ToyTask, toy_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ranks
-from launch_lab import STEPS, Lab
+from launch_lab import STEPS
 from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main as data_tools
@@ -35,7 +35,7 @@ class Job:
     """Whether it finds damage of one of its files by itself."""
 
 
-def pretrain(lab: Lab, out: Path, url: str, shards: Sequence[str]) -> Job:
+def pretrain(lab, out, url, shards):
     """Two ranks that read from a store."""
     arguments = [
         *lab.arguments(out.name, f"output={out}", f"data.sources=[{{path: {url}}}]"),
@@ -54,7 +54,7 @@ def pretrain(lab: Lab, out: Path, url: str, shards: Sequence[str]) -> Job:
     )
 
 
-def convert(listed: Path, images: Path, out: Path) -> Job:
+def convert(listed, images, out):
     places = ["--annotations", listed, "--images", images, "--out", out, "--processes", "2"]
     size = ["--samples-per-shard", "8", "--max-side", "220"]
     return Job(
@@ -62,19 +62,19 @@ def convert(listed: Path, images: Path, out: Path) -> Job:
     )
 
 
-def reshard(source: Path, out: Path) -> Job:
+def reshard(source, out):
     size = ["--samples-per-shard", "20", "--shuffle", "3", "--processes", "2"]
     command = [TOOLS, "reshard", source, "--out", out, *size]
     return Job("reshard", 1, command, frozenset({"store", "corrupt file"}))
 
 
-def evaluate(model: Path, shards: Path, out: Path) -> Job:
+def evaluate(model, shards, out):
     """Two ranks; its files are small, and it has no owner."""
     command = [EVALUATION, "retrieval", "--model", model, "--shards", shards, "--out", out]
     return Job("evaluate", 2, command, frozenset({"store", "second owner", "corrupt file"}))
 
 
-def originals(folder: Path, count: int = 80) -> tuple[Path, Path]:
+def originals(folder, count=80):
     """A list in the form of Flickr8k's, and its images."""
     import json
 
@@ -89,13 +89,13 @@ def originals(folder: Path, count: int = 80) -> tuple[Path, Path]:
     return listed, folder
 
 
-def small_shards(source: Path, out: Path) -> Path:
+def small_shards(source, out):
     """The same samples in shards of 25."""
     assert data_tools(["reshard", str(source), "--out", str(out), "--samples-per-shard", "25"]) == 0
     return out
 
 
-def _weights(out: Path) -> dict[str, bytes]:
+def _weights(out):
     places = [out / "checkpoints" / f"step_{STEPS}" / f"{name}.safetensors" for name in _STATES]
     places.append(out / "model" / "model.safetensors")
     return {path.name: path.read_bytes() for path in places}

@@ -1,7 +1,5 @@
 """Helpers beside this file, and those of data tools, can be imported."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

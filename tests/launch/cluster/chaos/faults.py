@@ -31,7 +31,7 @@ class Scene:
     server: ShardServer
     started: list[ranks.Rank]
 
-    def family(self) -> list[psutil.Process]:
+    def family(self):
         """The job's processes with all that they started."""
         found = []
         for rank in self.started:
@@ -40,42 +40,42 @@ class Scene:
                 found += [process, *process.children(recursive=True)]
         return found
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number):
         with suppress(ProcessLookupError):
             os.kill(self.rng.choice(self.started).process.pid or 0, number)
 
-    def files(self) -> list[Path]:
+    def files(self):
         found = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
         return [path for path in found if FOREIGN not in path.name and path.stat().st_size]
 
 
-def kill(scene: Scene) -> None:
+def kill(scene):
     scene.signal(signal.SIGKILL)
 
 
-def kill_all(scene: Scene) -> None:
+def kill_all(scene):
     """As when the power goes."""
     for process in scene.family():
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def terminate(scene: Scene) -> None:
+def terminate(scene):
     scene.signal(signal.SIGTERM)
 
 
-def interrupt(scene: Scene) -> None:
+def interrupt(scene):
     scene.signal(signal.SIGINT)
 
 
-def full_disk(scene: Scene) -> None:
+def full_disk(scene):
     for process in scene.family():
         with suppress(ProcessLookupError):
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, hard))
 
 
-def second_owner(scene: Scene) -> None:
+def second_owner(scene):
     """It may come when the first one has ended, and then finds everything done."""
     end = time.monotonic() + 60
     while time.monotonic() < end and any(rank.process.is_alive() for rank in scene.started):
@@ -91,7 +91,7 @@ def second_owner(scene: Scene) -> None:
         assert "is being written by process" in said, said
 
 
-def store(scene: Scene) -> None:
+def store(scene):
     """Errors, a stall, a cut and other bytes under the same name."""
     for path in (scene.out.parent / "cache").rglob("*.tar.*"):
         path.unlink()
@@ -101,7 +101,7 @@ def store(scene: Scene) -> None:
         getattr(scene.server, how)[name] = scene.rng.choice([1, 2, 5])
 
 
-def corrupt(scene: Scene) -> None:
+def corrupt(scene):
     """Cut or turn over bytes of the newest file that the job alone is to read."""
     files = [path for path in scene.files() if scene.job.checked(path)]
     if files:
@@ -115,7 +115,7 @@ def corrupt(scene: Scene) -> None:
         newest.write_bytes(data)
 
 
-def clock(scene: Scene) -> None:
+def clock(scene):
     """The clock that files were written by went wrong by a day."""
     day = time.time() + scene.rng.choice([-86400, 86400])
     for path in scene.files():
@@ -124,10 +124,10 @@ def clock(scene: Scene) -> None:
 
 Fault = Callable[[Scene], None]
 
-BEFORE: dict[str, Fault] = {"corrupt file": corrupt, "clock": clock, "store": store}
+BEFORE = {"corrupt file": corrupt, "clock": clock, "store": store}
 """Met by a start after a power cut."""
 
-DURING: dict[str, Fault] = {
+DURING = {
     "kill": kill,
     "power cut": kill_all,
     "SIGTERM": terminate,

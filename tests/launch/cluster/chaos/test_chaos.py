@@ -5,24 +5,19 @@ VLP_CHAOS says for how many seconds, VLP_CHAOS_SEED which, and VLP_CHAOS_FAULTS=
 same order.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 import ranks
-from chaos_jobs import FOREIGN, Job, convert, evaluate, originals, pretrain, reshard, small_shards
+from chaos_jobs import FOREIGN, convert, evaluate, originals, pretrain, reshard, small_shards
 from faults import BEFORE, DURING, Scene, kill_all
-from launch_lab import Lab
-from shard_server import ShardServer, manifest, serve
+from shard_server import manifest, serve
 
 SECONDS = float(os.environ.get("VLP_CHAOS", "900"))
 SEED = int(os.environ.get("VLP_CHAOS_SEED", "30"))
@@ -38,7 +33,7 @@ own, where it is lost; it may come while Python handles an exception that it exp
 
 
 @pytest.fixture
-def server(lab: Lab, tmp_path: Path) -> Iterator[ShardServer]:
+def server(lab, tmp_path):
     """A store of eight shards with their checksums."""
     with serve(small_shards(lab.folder / "scenes" / "train", tmp_path / "shards")) as told:
         manifest(told)
@@ -47,9 +42,7 @@ def server(lab: Lab, tmp_path: Path) -> Iterator[ShardServer]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(SECONDS * 2 + 600)
-def test_faults_change_nothing(
-    lab: Lab, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_change_nothing(lab, server, tmp_path, capsys):
     rng, survived, quiet = random.Random(SEED), Counter[tuple[str, str]](), {}
     shards = sorted(path.name for path in server.folder.glob("*.tar"))
     outs = {name: tmp_path / name for name in ("pretrain", "convert", "reshard", "evaluate")}
@@ -58,8 +51,8 @@ def test_faults_change_nothing(
         convert(*originals(tmp_path / "raw"), outs["convert"]),
         reshard(server.folder, outs["reshard"]),
     ]
-    lasts: dict[str, float] = {}
-    decks: dict[str, list[str]] = {name: [] for name in outs}
+    lasts = {}
+    decks = {name: [] for name in outs}
     for job in jobs:
         quiet[job.name], lasts[job.name] = undisturbed(job, outs[job.name])
     shutil.copytree(outs["pretrain"] / "model", tmp_path / "model")
@@ -97,7 +90,7 @@ def test_faults_change_nothing(
             print(table(survived, [job.name for job in jobs]))
 
 
-def undisturbed(job: Job, out: Path) -> tuple[dict[str, bytes], float]:
+def undisturbed(job, out):
     """Results of a quiet run and the seconds that it takes."""
     started = time.monotonic()
     ranks.run(job.command, job.ranks)
@@ -106,7 +99,7 @@ def undisturbed(job: Job, out: Path) -> tuple[dict[str, bytes], float]:
     return job.results(out), last
 
 
-def fresh(out: Path) -> Path:
+def fresh(out):
     """The folder of a job, empty but for a file of somebody else."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(out.parent / "cache", ignore_errors=True)
@@ -115,7 +108,7 @@ def fresh(out: Path) -> Path:
     return out
 
 
-def disturb(scene: Scene, kind: str, moment: float) -> list[int]:
+def disturb(scene, kind, moment):
     """Start a job that meets a fault; it ends in order, and nothing of it stays behind.
 
     Returns its exit codes.
@@ -152,7 +145,7 @@ def disturb(scene: Scene, kind: str, moment: float) -> list[int]:
     return [code for code, _ in results]
 
 
-def end_others(started: list[ranks.Rank], seconds: float = 120) -> None:
+def end_others(started, seconds=120):
     """Do what launchers do: where one rank has failed, tell the others to end, here a bit later.
 
     One may wait for a rank that was killed before they met.
@@ -167,7 +160,7 @@ def end_others(started: list[ranks.Rank], seconds: float = 120) -> None:
             rank.process.terminate()
 
 
-def enough(survived: Counter[tuple[str, str]]) -> bool:
+def enough(survived):
     """Tell whether as many faults have come as were asked for, of each kind."""
     kinds = Counter[str]()
     for (kind, _), count in survived.items():
@@ -176,13 +169,13 @@ def enough(survived: Counter[tuple[str, str]]) -> bool:
     return bool(FAULTS) and survived.total() >= FAULTS and each >= FAULTS / 15
 
 
-def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
+def differing(found, expected):
     """Names of the files that are not alike."""
     names = sorted(found.keys() | expected.keys())
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
-def table(survived: Counter[tuple[str, str]], jobs: list[str]) -> str:
+def table(survived, jobs):
     """Faults survived, by kind and job."""
     lines = [f"\nseed {SEED}: {survived.total()} faults survived"]
     lines.append("".join(f"{word:>14}" for word in ("", *jobs)))
