@@ -47,14 +47,19 @@ def in_clean_process(imports, *arguments):
     return [(logits, itm[:, 1] - itm[:, 0]) for logits, itm in both]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="module")
 def expected(folder, photo):
     """Logits (1, 3) and log-odds (3,) of `vlp.load`'s own calls."""
     model, text, preprocess, *_ = vlp.load(folder)
-    with torch.no_grad():
-        image = model.encode_image(preprocess(Image.open(photo))[None])
-        words = model.encode_text(*text(TEXTS))
-        return image.feature @ words.feature.T / model.temperature(), model.match(image, words)
+    image = model.encode_image(preprocess(Image.open(photo))[None])
+    words = model.encode_text(*text(TEXTS))
+    return image.feature @ words.feature.T / model.temperature(), model.match(image, words)
 
 
 @pytest.fixture(scope="module")
@@ -91,28 +96,26 @@ def test_logits_are_the_same_in_a_clean_process(
 
 
 def test_outputs_have_names(model, inputs):
-    with torch.no_grad():
-        out = model(**inputs)
-        assert set(out) == {"logits_per_image", "logits_per_text", "text_embeds", "image_embeds"}
-        assert torch.equal(out.logits_per_text, out.logits_per_image.T)
-        assert out[0] is out.logits_per_image
-        assert set(model(pixel_values=inputs["pixel_values"])) == {"image_embeds"}
-        more = model(**inputs, match=True, output_anchors=True)
-        assert more.itm_logits.shape == (3, 2)
-        assert more.similarity.shape == more.anchors.shape == more.path.shape == (3, 16, 12, 2)
-        assert not more.anchors[~inputs["word_mask"][:, None, :, None].expand(-1, 16, -1, 2)].any()
-        assert more.path[more.anchors].ge(1).all()
-        assert isinstance(model(**inputs, return_dict=False), tuple)
-        with pytest.raises(ValueError, match="pixel_values and input_ids"):
-            model()
-        with pytest.raises(ValueError, match="pixel_values and input_ids"):
-            model(input_ids=inputs["input_ids"], match=True)
+    out = model(**inputs)
+    assert set(out) == {"logits_per_image", "logits_per_text", "text_embeds", "image_embeds"}
+    assert torch.equal(out.logits_per_text, out.logits_per_image.T)
+    assert out[0] is out.logits_per_image
+    assert set(model(pixel_values=inputs["pixel_values"])) == {"image_embeds"}
+    more = model(**inputs, match=True, output_anchors=True)
+    assert more.itm_logits.shape == (3, 2)
+    assert more.similarity.shape == more.anchors.shape == more.path.shape == (3, 16, 12, 2)
+    assert not more.anchors[~inputs["word_mask"][:, None, :, None].expand(-1, 16, -1, 2)].any()
+    assert more.path[more.anchors].ge(1).all()
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+    with pytest.raises(ValueError, match="pixel_values and input_ids"):
+        model()
+    with pytest.raises(ValueError, match="pixel_values and input_ids"):
+        model(input_ids=inputs["input_ids"], match=True)
 
 
 def test_the_loss_is_contrastive(model, processor, photo):
     pairs = processor(images=[photo] * 3, text=TEXTS)
-    with torch.no_grad():
-        out = model(**pairs, return_loss=True)
+    out = model(**pairs, return_loss=True)
     log_p = [logits.log_softmax(-1).diagonal() for logits in (out[1], out[1].T)]
     torch.testing.assert_close(out.loss, -torch.cat(log_p).mean())
     with pytest.raises(ValueError, match="as many images as texts, not 1 and 3"):
@@ -121,28 +124,26 @@ def test_the_loss_is_contrastive(model, processor, photo):
 
 def test_features_are_open_clips_and_clips(model, processor, inputs, folder):
     ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad():
-        out = model(**inputs)
-        image = model.encode_image(inputs["pixel_values"])
-        assert not torch.allclose(image.norm(dim=-1), torch.ones(1))
-        assert torch.equal(model.encode_image(inputs["pixel_values"], True), out.image_embeds)
-        for tokens in (inputs, inputs["input_ids"], vlp.load(folder).text(TEXTS)):
-            assert torch.equal(model.encode_text(tokens, normalize=True), out.text_embeds)
-        assert torch.equal(model.get_image_features(inputs["pixel_values"]).pooler_output, image)
-        text = model.encode_text(inputs)
-        assert torch.equal(model.get_text_features(**ids).pooler_output, text)
+    out = model(**inputs)
+    image = model.encode_image(inputs["pixel_values"])
+    assert not torch.allclose(image.norm(dim=-1), torch.ones(1))
+    assert torch.equal(model.encode_image(inputs["pixel_values"], True), out.image_embeds)
+    for tokens in (inputs, inputs["input_ids"], vlp.load(folder).text(TEXTS)):
+        assert torch.equal(model.encode_text(tokens, normalize=True), out.text_embeds)
+    assert torch.equal(model.get_image_features(inputs["pixel_values"]).pooler_output, image)
+    text = model.encode_text(inputs)
+    assert torch.equal(model.get_text_features(**ids).pooler_output, text)
 
 
 def test_one_image_or_text_matches_all(model, processor, photo, expected, inputs):
-    with torch.no_grad():
-        assert torch.equal(model.match(**inputs), expected[1])
-        loaded, image = model.model, model.image_features(inputs["pixel_values"])
-        one = processor(images=[photo, photo], text=TEXTS[0])
-        assert torch.allclose(model.match(**one), expected[1][:1].expand(2))
-        three = processor(text=TEXTS)
-        single = [loaded.match(image, model.text_features(three["input_ids"][n : n + 1],
-                  three["attention_mask"][n : n + 1])) for n in range(3)]  # fmt: skip
-        torch.testing.assert_close(torch.cat(single), expected[1])
+    assert torch.equal(model.match(**inputs), expected[1])
+    loaded, image = model.model, model.image_features(inputs["pixel_values"])
+    one = processor(images=[photo, photo], text=TEXTS[0])
+    assert torch.allclose(model.match(**one), expected[1][:1].expand(2))
+    three = processor(text=TEXTS)
+    single = [loaded.match(image, model.text_features(three["input_ids"][n : n + 1],
+              three["attention_mask"][n : n + 1])) for n in range(3)]  # fmt: skip
+    torch.testing.assert_close(torch.cat(single), expected[1])
     with pytest.raises(ValueError, match="2 images and 3 texts make no pairs"):
         model.match(**processor(images=[photo, photo], text=TEXTS))
 
@@ -157,11 +158,10 @@ def test_long_texts_are_cut_as_the_tokenizer_cuts(model, processor, photo):
     assert inputs["word_mask"].shape == (2, 20)
     assert theirs["input_ids"].shape[1] > 12
     assert set(theirs) == {"input_ids", "attention_mask"}
-    with torch.no_grad():
-        found = model(**theirs).text_embeds
-        torch.testing.assert_close(found, model(**processor(text=[long, "a star"])).text_embeds)
-        usual = processor(images=photo, text=[long, "a star"])
-        assert torch.equal(model.match(**inputs), model.match(**usual))
+    found = model(**theirs).text_embeds
+    torch.testing.assert_close(found, model(**processor(text=[long, "a star"])).text_embeds)
+    usual = processor(images=photo, text=[long, "a star"])
+    assert torch.equal(model.match(**inputs), model.match(**usual))
 
 
 def test_zero_shot_classification(folder, photo, model, processor):
@@ -172,9 +172,8 @@ def test_zero_shot_classification(folder, photo, model, processor):
     found = classify(
         str(photo), candidate_labels=["red circle", "star"], hypothesis_template=template
     )
-    with torch.no_grad():
-        inputs = processor(images=photo, text=["a red circle", "a star"])
-        scores = model(**inputs).logits_per_image.softmax(-1)[0]
+    inputs = processor(images=photo, text=["a red circle", "a star"])
+    scores = model(**inputs).logits_per_image.softmax(-1)[0]
     wanted = dict(zip(["red circle", "star"], scores.tolist()))
     assert {one["label"]: one["score"] for one in found} == pytest.approx(wanted, rel=1e-5)
 
@@ -183,8 +182,7 @@ def test_zero_shot_classification(folder, photo, model, processor):
 def test_types_of_weights(folder, inputs, expected, dtype):
     model = vlp.VlpModel.from_pretrained(folder, dtype=dtype, device_map="cpu")
     assert vlp.load(folder, dtype=dtype, device="cpu").model.match_head.weight.dtype == model.dtype
-    with torch.no_grad():
-        assert torch.allclose(model.match(**inputs).float(), expected[1], atol=0.05)
+    assert torch.allclose(model.match(**inputs).float(), expected[1], atol=0.05)
     assert model.model.anchor_threshold.dtype == torch.float32
 
 
@@ -221,12 +219,11 @@ def test_weights_that_are_given_take_the_place_of_the_folders(folder):
 
 def test_padding_may_stand_anywhere(model, processor, photo):
     given = processor(images=photo, text=TEXTS, return_tensors="pt", padding="max_length")
-    with torch.no_grad():
-        wanted = model(**given, match=True)
-        order = given["attention_mask"].int().argsort(dim=1, stable=True)
-        left = {n: given[n].gather(1, order) for n in ("input_ids", "attention_mask", "word_mask")}
-        found = model(pixel_values=given["pixel_values"], **left, match=True)
-        alone = model.encode_text(left, normalize=True)
+    wanted = model(**given, match=True)
+    order = given["attention_mask"].int().argsort(dim=1, stable=True)
+    left = {n: given[n].gather(1, order) for n in ("input_ids", "attention_mask", "word_mask")}
+    found = model(pixel_values=given["pixel_values"], **left, match=True)
+    alone = model.encode_text(left, normalize=True)
     assert torch.equal(found.logits_per_image, wanted.logits_per_image)
     assert torch.equal(found.itm_logits, wanted.itm_logits)
     torch.testing.assert_close(alone, wanted.text_embeds)
@@ -237,8 +234,7 @@ def test_accelerate_fills_an_empty_model_from_a_folder(folder, inputs, model):
     with accelerate.init_empty_weights():
         empty = vlp.VlpModel(vlp.VlpConfig.from_pretrained(folder))
     found = accelerate.load_checkpoint_and_dispatch(empty, str(folder), device_map={"": "cpu"})
-    with torch.no_grad():
-        assert torch.equal(found.eval().match(**inputs), model.match(**inputs))
+    assert torch.equal(found.eval().match(**inputs), model.match(**inputs))
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -277,7 +273,8 @@ def test_a_trainer_loads_what_it_saved(folder, processor, photo, tmp_path):
             train_dataset=TEXTS * 2,
             data_collator=collate,
         )  # fmt: skip
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with torch.enable_grad():
+            trainer.train(resume_from_checkpoint=checkpoint)
         return model.state_dict()
 
     whole, resumed = trained(), trained(str(tmp_path / "checkpoint-1"))
@@ -310,9 +307,8 @@ def tuned(tmp_path_factory):
     config = VqaConfig.model_validate({"data": data, "decoder": {"layers": 2}})
     task, _ = build(config, toy_parts(), 4, 0, "float32")
     torch.manual_seed(0)
-    with torch.no_grad():
-        for weights in task.decoder.parameters():
-            weights.add_(torch.randn_like(weights) * 0.2)
+    for weights in task.decoder.parameters():
+        weights.add_(torch.randn_like(weights) * 0.2)
     place = tmp_path_factory.mktemp("tuned") / "model"
     task.save_model(place, task.state_dict())
     return place, task.eval(), shards
@@ -325,8 +321,7 @@ def test_answers_are_the_tasks(tuned, tmp_path):
     model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
     inputs = {"pixel_values": batch.pixels, "input_ids": batch.text_ids}
     inputs |= {"attention_mask": batch.attention_mask.long(), "word_mask": batch.word_mask}
-    with torch.no_grad():
-        expected = task.predict(batch)
+    expected = task.predict(batch)
     best = [rows[0].answer for rows in model.answer(**inputs)]
     assert best == expected
     assert list(model.config.id2label.values()) == list(task.answers)

@@ -101,16 +101,10 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
     assert evaluate(judged, EvalOptions()) == figures
 
 
-def test_limit_spreads_over_the_tasks(archive):
+def test_figures_of_a_limit_and_without_held_out_variants(archive):
     figures = evaluate(task(archive, *NAMES, variants=5), EvalOptions(limit=2))
     assert set(figures) == {"original", "original/74dd1130", "exact", "exact/25ff71a9"}
-
-
-def test_tasks_without_held_out_variants_have_no_figure_of_them(archive):
     figures = evaluate(task(archive, "74dd1130", variants=0), EvalOptions())
     assert set(figures) == {"original", "original/74dd1130"}
-
-
-def test_missing_data_is_refused():
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
         evaluate(task("nowhere", "74dd1130"), EvalOptions())
