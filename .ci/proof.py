@@ -140,7 +140,7 @@ class Proof:
                 pool.submit(self._try, f"evaluate {name}", self._evaluate, words, after=tiny)
 
     def _try(self, name: str, part: Any, *arguments: Any, after: Future[Any] | None = None) -> None:
-        """Run a part and keep its figures; say what fails, and go on."""
+        """Run a part and collect its figures; print a failure and go on."""
         if after is not None:
             after.result()
         start = time.monotonic()
@@ -189,7 +189,7 @@ class Proof:
         return [*command, *OF_KIND[kind], *settings]
 
     def _resume(self, name: str) -> dict[str, Any]:
-        """A run killed between checkpoints of its first epoch, resumed; as it is uninterrupted."""
+        """Kill a run between checkpoints and resume it; raise if it differs from a whole one."""
         whole = self._train(f"pretrain {name}", 12, *RESUMED)
         killed = f"pretrain {name} killed"
         words = self._training(killed, 12, *RESUMED)
@@ -208,7 +208,7 @@ class Proof:
         return {"evaluation": _tables(name, out)}
 
     def _logged(self, name: str) -> dict[str, Any]:
-        """Return every logged figure by step, of a repeated step the last, and hash the weights."""
+        """Return the last value of each logged figure by step, and a hash of the weights."""
         values: dict[str, dict[int, Any]] = {}
         for line in (self.folder / name / "log.jsonl").read_text().splitlines():
             row = json.loads(line)

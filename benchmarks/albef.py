@@ -118,7 +118,7 @@ def variants(sizes: StepSizes, precision: Precision = "float32") -> dict[str, Pr
 
 
 class OurStep:
-    """A task with its optimiser, a full queue, and the teacher's share at its height."""
+    """A pretraining task with its optimiser, a full queue and a warmed-up teacher."""
 
     def __init__(self, config: PretrainConfig, batch: Batch, device: torch.device) -> None:
         self.trainee = Trainee(config, device)
@@ -142,7 +142,7 @@ class OurStep:
 
 
 class AlbefStep:
-    """ALBEF's: the model of its checkout with the optimiser of its recipe."""
+    """ALBEF's model, from its checkout, with the optimiser of its recipe."""
 
     def __init__(self, folder: Path, sizes: StepSizes, batch: Batch, device: torch.device) -> None:
         module, self.device = import_albef(folder), device
@@ -191,7 +191,7 @@ def import_albef(folder: Path) -> types.ModuleType:
 
 
 class FormerPreTrainedModel(nn.Module):
-    """Stand-in for the base class of transformers 4.8: what ALBEF's BERT calls of it."""
+    """Stand-in for the base class of transformers 4.8, with the methods that ALBEF's BERT calls."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class Speeds(NamedTuple):
     seconds: dict[str, list[float]]
 
     def ratios(self, name: str) -> list[float]:
-        """Return by turns how many times as fast as ALBEF's a task is; without ALBEF as `EQUAL`."""
+        """Return a task's speed relative to ALBEF, or without it to `EQUAL`, by turns."""
         first = self.seconds[next(iter(self.seconds))]
         return [a / b for a, b in zip(first, self.seconds[name])]
 
@@ -319,7 +319,7 @@ def measure(
     device: torch.device,
     precision: Precision = "float32",
 ) -> Speeds:
-    """Time all tasks by turns; losses are those before the first step. No folder: ours alone."""
+    """Time all tasks by turns, ours alone without a folder; losses are before the first step."""
     configs = variants(sizes, precision)
     batch = random_batch(configs[ALL].inputs, sizes.rows, caption_lengths(sizes.rows)).to(device)
     tasks: dict[str, OurStep | AlbefStep] = {}

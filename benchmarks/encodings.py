@@ -116,7 +116,7 @@ def _easydict() -> ModuleType:
 
 
 class VariantTimes(NamedTuple):
-    """Of one variant: MACs of one image, peak bytes, and seconds of each round by part."""
+    """MACs of one image, peak bytes and seconds of each round by part, of one variant."""
 
     macs: float
     parameters: int

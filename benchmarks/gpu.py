@@ -85,7 +85,7 @@ class Setting(NamedTuple):
 
 
 class CheckedFigure(NamedTuple):
-    """One measured figure; above `at_most`, where there is one, it is wrong and fails the check."""
+    """One measured figure; a value above `at_most` fails the check."""
 
     name: str
     value: float
@@ -180,7 +180,7 @@ def waits(setting: Setting) -> Iterator[CheckedFigure]:
 
 
 def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device) -> CheckedFigure:
-    """Print waits, return how many; forms for a CPU read numbers, which costs nothing there."""
+    """Print the host's waits for the device and return their number, limited on a GPU alone."""
     print(f"{name}:", *waits, sep="\n  ")
     on_gpu = device.type == "cuda"
     return CheckedFigure(name, len(waits), "", at_most=at_most if on_gpu else None)
@@ -209,7 +209,7 @@ def counted_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes operations that hand a number of the device to the CPU."""
+    """List of operations that hand a number of the device to the CPU."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _Reads(TorchDispatchMode):
 
 
 class EnoughSteps(Exception):
-    """All steps that are watched are done."""
+    """End of the watched steps."""
 
 
 class WatchedData(Generic[T]):
@@ -239,21 +239,21 @@ class WatchedData(Generic[T]):
         self.steps: list[T] = []
 
     def floor(self, samples_consumed: int) -> int:
-        """Return that a run can go on after any number of samples."""
+        """Return `samples_consumed`, as a run can resume anywhere."""
         return samples_consumed
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Count more batches than are trained on."""
+        """Return more batches than are trained on."""
         return 1000
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Count more samples than are trained on."""
+        """Return more samples than are trained on."""
         return 10**9
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Slots, int]]:
-        """Yield the batch to the warm-up, and to the steps from there to a logged one."""
+        """Yield the batch to the warm-up, then to watched steps up to a logged one."""
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
         for number in range(2 * LOG_EVERY, 2 * LOG_EVERY + LOG_EVERY):

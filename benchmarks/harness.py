@@ -40,7 +40,7 @@ def select_device(name: str | None) -> torch.device:
 def load_pretraining(
     path: Path, overrides: Sequence[str] | None, *more: str, public: bool = True
 ) -> PretrainConfig:
-    """Read a configuration, with additional overrides; without `public` no weights."""
+    """Read a configuration with additional overrides; without public weights if not `public`."""
     weights = () if public else ("model.text.weights=null", "model.image.weights=null")
     return load_config(path, PretrainConfig, [*(overrides or ()), *more, *weights])
 
@@ -71,7 +71,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -103,7 +103,7 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int:
-    """Measure the bytes that `work` holds at most beyond what was there before."""
+    """Measure the peak memory of `work` in bytes, beyond the memory in use before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -105,7 +105,7 @@ def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Ite
 
 
 def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
-    """Return open_clip's side of one comparison, and ours."""
+    """Return the batches of open_clip and of this project for one comparison."""
     from open_clip import get_tokenizer
     from open_clip.transform import image_transform
 
@@ -415,7 +415,7 @@ def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
 
 
 def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, Side]:
-    """Return our side, and libraries that take functions."""
+    """Return the batches of this project and of libraries that take functions."""
     prepare = Prepare(settings, transforms)
     return {
         OURS: partial(our_batches, settings, PLAIN, False),
@@ -426,7 +426,7 @@ def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, S
 
 
 def ratios(turns: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
-    """Return by rounds a side's samples per CPU second over another's."""
+    """Return a side's samples per CPU second relative to another's, by rounds."""
     return [b.cpu / a.cpu for b, a in zip(turns[to].turns, turns[name].turns)]
 
 
@@ -457,7 +457,7 @@ def report(title: str, turns: dict[str, LoaderTurns], workers: int) -> None:
 def prepared(
     shards: Path | None, samples: int, size: int, batch: int, workers: int
 ) -> Iterator[tuple[Settings, Path]]:
-    """Give settings with shards and a vocabulary, and a folder that is deleted afterwards."""
+    """Yield settings with shards and a vocabulary, and a folder that is deleted afterwards."""
     if not hasattr(os, "sched_setaffinity") or not Path("/proc/self/stat").exists():
         raise ConfigError("this benchmark pins processes to cores and reads /proc: it needs Linux")
     if workers > len(os.sched_getaffinity(0)):

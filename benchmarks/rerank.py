@@ -203,7 +203,7 @@ class RerankTimes(NamedTuple):
 
 
 class _Timer:
-    """Mean seconds by what was done."""
+    """Mean seconds of calls by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -218,13 +218,13 @@ class _Timer:
         return result
 
     def mean(self, name: str) -> float:
-        """Return the seconds of one time."""
+        """Return the mean seconds of a call."""
         seconds, times = self._spent[name]
         return seconds / times
 
 
 class _Set:
-    """A set with pairs to score, and both ways to do it."""
+    """A set of pairs, with both ways to score them."""
 
     def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
         self.stand_ins, self.sizes = stand_ins, sizes
@@ -243,7 +243,7 @@ class _Set:
         self.scorer = PairScorer(stand_ins, collection)
 
     def query(self, to: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
-        """Return features of a query and of its candidates, before it is repeated."""
+        """Return the features of a query, one row, and of its candidates."""
         near = self.near[to].nearest[query].tolist()
         images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
         longest = self.model.config.text.max_tokens

@@ -66,7 +66,7 @@ class Scale(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of the whole corpus."""
+        """Samples of the whole corpus."""
         return self.shards * self.shard_samples
 
     def sampler(self) -> TrainingSampler:
@@ -75,7 +75,7 @@ class Scale(NamedTuple):
         return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
 
     def random_start(self) -> int:
-        """Return a random number of samples in the first epoch, at which a run may have stopped."""
+        """Draw the number of samples in the first epoch after which a run is resumed."""
         batches = self.sampler().batches_in_epoch(0, self.batch)
         return int(np.random.default_rng(SEED).integers(1, batches)) * self.batch
 
@@ -241,7 +241,7 @@ class CollectiveTrace(TorchDispatchMode):
 
 @contextmanager
 def pretended_ranks(ranks: int) -> Iterator[None]:
-    """Be rank 0 of a group of ranks that are not there."""
+    """Join a simulated process group as its rank 0."""
     import torch.distributed._tools.fake_collectives  # noqa: F401 (of fake tensors)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -45,7 +45,7 @@ def caption_lengths(rows: int, seed: int = 0) -> list[int]:
 
 
 def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
-    """Create random pairs with `words` words each, or row by row, masked as the inputs."""
+    """Create random pairs with `words` words, for all rows or each, masked as the inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Trainee:
         return seconds
 
     def run(self, batch: Batch, steps: int) -> float:
-        """Train on `batch` so often, and wait for the device at the end; return seconds a step."""
+        """Train `steps` times on `batch`, wait for the device, and return the seconds of a step."""
 
         def work() -> None:
             for _ in range(steps):

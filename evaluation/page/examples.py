@@ -30,7 +30,7 @@ class Example(NamedTuple):
 
 
 def examples(gallery: Gallery | None, count: int = COUNT) -> list[Example]:
-    """Return images of a gallery, evenly apart, with their texts; generated ones without."""
+    """Return images of a gallery with their texts, evenly spaced, or of generated scenes."""
     return [
         Example(image, caption, _phrase(annotation, caption), _question(annotation))
         for image, caption, annotation in (

@@ -228,7 +228,7 @@ def page(session: ModelSession) -> Any:
 
 
 def abilities(session: ModelSession) -> str:
-    """Return a line on the model's training and on requirements of other actions."""
+    """Describe the model's training and the requirements of the other actions."""
     requirements = {
         "Search": None if session.gallery is not None else "`--shards DIR`",
         "Match and Ground": None if session.can_match else "a model trained by ITM",

@@ -108,12 +108,12 @@ class ModelSession:
 
     @property
     def action(self) -> PageAction | None:
-        """Return what its task does, None of a pretrained model."""
+        """Return the action of its task, None for a pretrained model."""
         return None if self.kind is None else get_evaluation(self.kind).action
 
     @property
     def image_count(self) -> int:
-        """Return how many images an action takes."""
+        """Return the number of images that an action takes."""
         return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
     @property
@@ -153,7 +153,7 @@ class ModelSession:
             return get_evaluation(task.kind).predict_one(task, decoded, prompt, self.device)
 
     def match(self, image: ImageInput, text: str) -> list[tuple[str, float]]:
-        """Return how likely a text belongs to an image."""
+        """Return the probabilities that a text belongs to an image and that it does not."""
         self._require_match()
         encoded, caption = self._encoded(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
@@ -222,7 +222,7 @@ MAX_TEXT = 100_000
 
 
 def _reduced(image: Image.Image, min_side: int) -> Image.Image:
-    """Reduce an image to a smaller side of at most `least` pixels."""
+    """Reduce an image to a smaller side of at most `min_side` pixels."""
     scale = min_side / min(image.size)
     if scale >= 1:
         return image

@@ -96,7 +96,7 @@ def page(
 
 
 def result_tables(sources: Sequence[Source]) -> list[Table]:
-    """Return one table for each kind that any run has results of, downstream tasks first."""
+    """Return a table for each kind of result of any run, downstream tasks first."""
     kinds = dict.fromkeys(result.kind for source in sources for result in source.results)
     ordered = [kind for kind in (*task_kinds(), *_PROBES) if kind in kinds]
     return [_result_table(kind, sources) for kind in dict.fromkeys([*ordered, *kinds])]
@@ -199,7 +199,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return lines by label, by title: loss and its parts, validation, learning rate and speed."""
+    """Return curves by title and label: losses, validation, learning rate and speed."""
     curves: dict[str, dict[str, Any]] = {}
     for name in sorted({name for row in log for name in row}):
         title, _, label = name.partition("/")
@@ -209,7 +209,7 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def _line(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Return steps and values; NaN, a gap in the curve, where a value is no number."""
+    """Return steps and values; NaN, a gap in the curve, for values that are no numbers."""
     points = ((row["step"], row[name]) for row in log if name in row)
     return [
         (step, float(y) if isinstance(y, int | float) and math.isfinite(y) else math.nan)
@@ -236,7 +236,7 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Ht
 
 
 def _images(captioned: Sequence[tuple[Image.Image, str]]) -> Html:
-    """Return images with captions, which are read where an image cannot be seen."""
+    """Return images with captions, which are their alternative texts, too."""
     images = ((element("img", src=data_uri(image), alt=text), text) for image, text in captioned)
     return _row([element("figure", image, element("figcaption", text)) for image, text in images])
 

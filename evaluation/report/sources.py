@@ -75,7 +75,7 @@ def read_sources(folders: Sequence[str | Path]) -> list[Source]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path that is no `best` or so; the path where two are equal."""
+    """Return the last part of each path, skipping `best` and the like; equal ones stay paths."""
     names = [[part for part in path.resolve().parts if part not in _TAILS][-1] for path in paths]
     return [str(p) if names.count(name) > 1 else name for p, name in zip(paths, names)]
 
@@ -164,7 +164,7 @@ def _read(folder: Path, name: str) -> Source:
 
 
 def _mapping(file: Path, source: Source) -> dict[str, Any]:
-    """Read JSON or YAML; empty without the file, or with a word of damage."""
+    """Read JSON or YAML; empty without the file, or if damaged, with a note in `missing`."""
     parse = parse_yaml if file.suffix == ".yaml" else parse_json
     try:
         content = parse(file.read_text(encoding="utf-8"))

@@ -328,7 +328,7 @@ def _recalls(row: Row) -> dict[str, float]:
 
 
 def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], float]:
-    """Compute NLVR2's: the sentences that are right every time, a sentence being one item."""
+    """Compute NLVR2's consistency by sentence: 1 if the model is right on all its pairs."""
     right: dict[tuple[Any, ...], float] = {}
     for row in rows.values():
         # A sentence is right where it is right of every pair of images.

@@ -38,7 +38,7 @@ from vlp.tasks.downstream.registry import task_kinds
 
 
 def job_names() -> tuple[str, ...]:
-    """Return the names of everything that a suite evaluates."""
+    """Return the names of all tasks and probes of a suite."""
     return (*task_kinds(), *PROBES)
 
 
@@ -78,7 +78,7 @@ class EvaluatedModel(Config):
 
 
 class SuiteConfig(Config):
-    """Everything that one call evaluates."""
+    """Models and tasks that one call evaluates."""
 
     output: LocalPath = Field(
         "runs/evaluation", description="folder of the results; --out replaces it"
@@ -135,7 +135,7 @@ def suite_of(
 
 
 def _row(model: str) -> str:
-    """Return a model's name as a row's, in letters that a folder may have."""
+    """Return a model's name with the characters of a folder's name."""
     return re.sub(r"[^\w.+@-]+", "-", model).strip("-.") or "model"
 
 
@@ -315,7 +315,7 @@ class SuiteResult:
         return Table(title, ["", *columns, "chance"], rows, notes)
 
     def _notes(self, label: str, models: Sequence[str]) -> Iterator[str]:
-        """Return notes under a task's tables, with the models where not all have them."""
+        """Return notes under a task's table, each with its models unless all have it."""
         notes: dict[str, list[str]] = {}
         for model in models:
             content = self.results[model, label]
@@ -379,7 +379,7 @@ def _result(
     device: str | None,
     workers: int | None,
 ) -> dict[str, Any]:
-    """Return the saved result of one job, evaluated now where it is missing."""
+    """Return the result of one job, saved or evaluated now."""
     ranks, target = Ranks.current(), out / entry.name / job.label
     folder = model_of(job, entry.model)
 

@@ -88,7 +88,7 @@ class Tail(nn.Module):
         }
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Map outputs (B, T, width) of the frozen blocks to the last norm's."""
+        """Map outputs (B, T, width) of the frozen blocks to outputs of the last norm."""
         x = tokens.float()
         if hasattr(self.model, "places"):
             context = self.model.places.write(*self.grid)
@@ -125,7 +125,7 @@ class Tail(nn.Module):
 def stored_tokens(
     file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
 ) -> Tokens:
-    """Read the outputs of the frozen blocks, or compute and store them where they are of others."""
+    """Read the outputs of the frozen blocks, or compute and store them for new settings."""
     task = config.task
     if not isinstance(task, ClassificationConfig):
         raise ConfigError(f"frozen: task.kind is {task.kind}, and only classification fits")

@@ -116,7 +116,7 @@ def article(word: str) -> str:
 
 
 def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
-    """Write `count` captions of different patterns as far as there are, by the scene's key."""
+    """Write up to `count` captions of different patterns, seeded by the scene's key."""
     if count < 1:
         raise ValueError(f"captions must be at least 1, got {count}")
     rng = make_rng(0, 0, scene.key, "captions")

@@ -173,7 +173,7 @@ def _place_in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
 
 
 def _where_shown(premise: Meaning, claim: Meaning, scene: Scene) -> bool | None:
-    """Return the truth of `where` in images for which `shown` holds, None in others."""
+    """Return the truth of `claim` in images for which `premise` holds, None in others."""
     return truth(claim, scene) if holds(premise, scene) else None
 
 

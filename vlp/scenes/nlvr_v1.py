@@ -185,7 +185,7 @@ def some(values: Iterable[bool | None]) -> bool | None:
 
 
 def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
-    """Return whether `holds` of the number of true values, if all readings of None agree."""
+    """Return whether `holds` is true of the number of true values; None if unsure values matter."""
     sure = values.count(True)
     readings = {holds(sure + more) for more in range(1 + values.count(None))}
     return readings.pop() if len(readings) == 1 else None
@@ -599,7 +599,7 @@ def sample_box_statement(
 
 @cache
 def _arrangement(seed: int, split: Split, towers: bool, hoard: int, number: int) -> ThreeBoxes:
-    """Return the same items as every other number of this hoard."""
+    """Return one of the arrangements of a hoard's items."""
     rng = make_rng(seed, 0, f"boxes-{split}-{seed}-{towers}-{hoard}", f"arrangement {number}")
     if number == 0:
         return sample_boxes(rng, towers)

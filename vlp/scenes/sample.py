@@ -56,7 +56,7 @@ def split_of(scene: Scene) -> Split:
 
 
 def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tuple[int, int]]:
-    """Return the pairs of objects that training never shows, for the split's reason."""
+    """Return the pairs of objects by which a split is held out from training."""
     pairs = combinations(range(len(scene.objects)), 2)
     if split == "unseen":
         return [pair for pair in pairs if _shape_family(scene, *pair) in UNSEEN_FAMILIES]
@@ -74,7 +74,7 @@ def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
 
 
 def content(scene: Scene) -> tuple[str, ...]:
-    """Return the least that every full caption of the scene says, in any order."""
+    """Return the facts in every full caption of the scene, whatever the order of objects."""
     objects = scene.objects
     if len(objects) == 1:
         return (objects[0].colour, objects[0].shape, objects[0].place)

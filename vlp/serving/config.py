@@ -72,7 +72,7 @@ class VlpConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> ModelConfig:
-        """Return the keys as the model takes them."""
+        """Return the keys as a `ModelConfig`."""
         values = {name: getattr(self, name) for name in ModelConfig.model_fields}
         return validated(values, ModelConfig, "VlpConfig")
 
@@ -120,7 +120,7 @@ def weights_dtype(
 
 
 def require_options(options: Mapping[str, Any], supported: Container[str] = ()) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that change something."""
+    """Return the options of `from_pretrained` that change something; others raise TypeError."""
     changes = {name: value for name, value in options.items() if name not in _IGNORED}
     for name in changes:
         if name not in supported:

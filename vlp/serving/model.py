@@ -263,7 +263,7 @@ class VlpModel(PreTrainedModel):
         output_loading_info: bool = False,
         **options: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
-        """Read a model folder that training, `save_pretrained` or the hub has.
+        """Read a model folder of training, of `save_pretrained` or of the hub.
 
         Args:
             dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
@@ -340,7 +340,7 @@ def _inner_tokens(mask: Tensor) -> Tensor:
 
 
 def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename weights as this class has them."""
+    """Add the prefix of this class to the names of weights of a folder."""
     # transformers' Trainer reads the file of `save_pretrained` by itself.
     for name in [name for name in state if name.startswith(prefix)]:
         inner = name.removeprefix(prefix)
@@ -349,7 +349,7 @@ def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename weights as in a folder."""
+    """Remove the prefix of this class from the names of weights."""
     # accelerate compares these names with those in the files.
     for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
         state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)

@@ -187,7 +187,7 @@ def _model(folder: Path, config: ModelConfig) -> str:
 
 
 def _tower_name(config: TextConfig | ImageConfig) -> str:
-    """Say what a tower from outside is."""
+    """Name the public architecture of a tower, such as " of bert"; empty without one."""
     kind = config.architecture
     name = kind.get("model_type", kind.get("name")) if isinstance(kind, Mapping) else kind
     return f" of `{name}`" if name else ""
@@ -259,7 +259,7 @@ def _results(folder: Path) -> Iterator[_Result]:
 
 
 def _figures(figures: Any) -> dict[str, float]:
-    """Return values by name; of stages the last, without names with parts (`question: …`)."""
+    """Return values by name, of the last stage, without parts such as `question: …`."""
     if isinstance(figures, list):
         stage = figures[-1]["stage"]
         return {

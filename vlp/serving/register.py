@@ -21,7 +21,7 @@ _OURS = {
 
 
 class AutoClassFinder:
-    """A finder on `sys.meta_path` that has ours imported after a module of the Auto classes."""
+    """Finder on `sys.meta_path` that imports our modules after the Auto classes."""
 
     @staticmethod
     def find_spec(

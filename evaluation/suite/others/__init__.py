@@ -43,7 +43,7 @@ class Towers(Protocol):
         """Encode ids (B, N) and mask (B, N) to (B, d), of any length."""
 
     def temperature(self) -> Tensor:
-        """Return what similarities are divided by."""
+        """Return the divisor of similarities."""
 
 
 class AdaptedModel(nn.Module):
@@ -84,7 +84,7 @@ class AdaptedModel(nn.Module):
         return TextFeatures(states, feature, feature[:, None][:, :0], mask, word_mask)
 
     def temperature(self) -> Tensor:
-        """Return what similarities are divided by."""
+        """Return the divisor of similarities."""
         return self.towers.temperature()
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
@@ -124,7 +124,7 @@ class OtherModel(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        """Return what names it on the command line."""
+        """Return its name on the command line."""
         return f"{self.library}:{self.name}"
 
     def load(self) -> Loaded:
@@ -135,7 +135,7 @@ class OtherModel(NamedTuple):
         return Loaded(model, OtherTexts(towers), model.preprocess)  # type: ignore[arg-type]
 
     def checksum(self) -> str:
-        """Hash its name, and the files that it is read from where they are on this machine."""
+        """Hash its name and its files on this machine."""
         digest = hashlib.sha256(f"{self}\n".encode())
         for file in self._module().files(self.name):
             with file.open("rb") as handle:
@@ -147,7 +147,7 @@ class OtherModel(NamedTuple):
 
 
 def other_model(name: str | Path) -> OtherModel | None:
-    """Return the model of another library that a name means; None for a folder or hub name."""
+    """Return the model of another library by name; None for a folder or hub name."""
     library, separator, model_name = str(name).partition(":")
     if not separator or library not in LIBRARIES:
         return None

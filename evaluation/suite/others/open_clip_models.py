@@ -70,13 +70,13 @@ class OpenClipTowers:
         return feature
 
     def temperature(self) -> Tensor:
-        """Return what similarities are divided by, a number."""
+        """Return the divisor of similarities, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
 
 
 def _required(create: Callable[..., Any]) -> dict[str, bool]:
-    """Return the option of recent versions by which a model without weights is an error."""
+    """Return the option of recent versions that makes missing weights an error."""
     key = "require_pretrained"
     return {key: True} if key in inspect.signature(create).parameters else {}
 

@@ -89,13 +89,13 @@ class TransformersTowers:
         return _pooled(self.module.get_text_features(input_ids=ids, **masked))
 
     def temperature(self) -> Tensor:
-        """Return what similarities are divided by, a number."""
+        """Return the divisor of similarities, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
 
     @property
     def _max_tokens(self) -> int:
-        """Return the most tokens of a text."""
+        """Return the maximal number of tokens of a text."""
         positions = self.module.config.text_config.max_position_embeddings
         return min(positions - position_offset(self.module), 77)
 
