@@ -28,12 +28,10 @@ def test_every_part_runs_dry(tmp_path):
 
 
 def wrong(_):
-    """A result that is wrong."""
     yield CheckedFigure("one and one", 3, "", at_most=2)
 
 
 def failing(_):
-    """A part that fails after its first figure."""
     yield CheckedFigure("first", 1, "")
     raise KeyError("second")
 

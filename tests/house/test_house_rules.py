@@ -45,7 +45,6 @@ def imported_by(name, path):
 
 
 def run_time_nodes(node):
-    """All nodes but those under `if TYPE_CHECKING:`."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):

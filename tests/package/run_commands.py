@@ -105,7 +105,6 @@ def small_data():
 
 
 def demo_model():
-    """Make the demo's folders, small: runs/demo with its shards and model."""
     made = "runs/demo/shards"
     words = f"vlp data vocabulary --shards {made}/train --size 200"
     train = "vlp train --config configs/pretrain/scenes_tiny.yaml output=runs/demo/run"
@@ -115,7 +114,6 @@ def demo_model():
 
 
 def require(command):
-    """Run a command that the pages take as done."""
     code, said = in_child(command)
     assert code == 0, f"{command}: {said}"
 
@@ -127,7 +125,6 @@ def in_child(command):
 
 
 def start(command, said):
-    """Start a command in a process of its own; returns its number."""
     child = os.fork()
     if child == 0:
         os.dup2(said.fileno(), 1)
@@ -145,7 +142,6 @@ def start(command, said):
 
 
 def ended(child, said):
-    """Wait for the end of a process; its code and what it said."""
     status = os.waitpid(child, 0)[1]
     said.seek(0)
     return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
@@ -164,14 +160,12 @@ def asked(command):
 
 
 def added(command):
-    """Return the options that make a command small."""
     return [
         more for part, options in SMALLER.items() if part in command for more in options.split()
     ]
 
 
 def run(folder, pages):
-    """Run the commands of each page and print what became of each."""
     for module in MODULES:
         importlib.import_module(module)
     made = folder / "made"

@@ -43,7 +43,6 @@ def test_a_task_of_ones_own_is_trained_and_evaluated_by_the_commands(tmp_path):
 
 
 def run(*words):
-    """Run a command of `vlp` in the project's root."""
     done = subprocess.run(
         [sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True
     )

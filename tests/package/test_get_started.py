@@ -28,7 +28,6 @@ done
 
 
 def commands(page):
-    """The commands of a page in order, parsed by a shell."""
     text = (ROOT / page).read_text(encoding="utf-8")
     calls = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):

@@ -74,7 +74,6 @@ def test_the_same_graph_at_every_image_size(index):
 
 
 def _share(scenes):
-    """Every caption against every other scene."""
     fits = [
         any(holds(caption.meaning, other, lenient=True) for other in scenes if other is not scene)
         for scene in scenes
@@ -105,7 +104,6 @@ UNSEEN = {
 
 
 def _families(scene):
-    """Direction and shapes of each pair, straight from the boxes."""
     found = set()
     for one, other in combinations(scene.objects, 2):
         right, down = (centre_distance(one.box, words, other.box) for words in ("left", "above"))

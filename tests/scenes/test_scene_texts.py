@@ -144,7 +144,6 @@ def test_vague_expressions_are_not_unique(make_scene):
 
 
 def answers(kind, text, scene):
-    """The answers to a question that a reader finds."""
     if kind in ("colour", "shape"):
         words = re.fullmatch(r"what \w+ is the (.*)\?", text)[1].split()
         looks = [(obj, (obj.size, obj.colour, obj.shape, "object")) for obj in scene.objects]
@@ -182,7 +181,6 @@ def test_answers_are_right():
 
 
 def lies(obj, words, size):
-    """In the ninth of the image that the words name."""
     [place] = [place for place, wordings in PLACE_WORDS.items() if words in wordings]
     x, y = (obj.box[axis] + obj.box[axis + 2] / 2 for axis in (0, 1))
     row = ["top", "centre", "bottom"][int(3 * y / size)]
@@ -192,7 +190,6 @@ def lies(obj, words, size):
 
 
 def is_true(text, left, right):
-    """Read the statement and look at the two images."""
     if "all objects in both" in text:
         return {obj.size for obj in left.objects + right.objects} == {text.split()[-1]}
     if "in all" in text:

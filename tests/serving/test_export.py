@@ -22,7 +22,6 @@ from vlp.serving.export import export_parts, exported_program
 
 @pytest.fixture(scope="module")
 def examples(folder):
-    """Inputs and outputs of every part for a batch of two, by the part's name."""
     parts = export_parts(vlp.load(folder))
     found = {}
     for part in parts:

@@ -64,7 +64,6 @@ def albef_shapes(sizes, kind="pretrain"):
 
 
 def albef_tensors(sizes=TINY, kind="pretrain", temp=0.02):
-    """A random state dict, float64 where ALBEF's has floats."""
     state: dict[str, Tensor] = {}
     for name, shape in albef_shapes(sizes, kind).items():
         if name.endswith(("queue_ptr", "idx_queue")):

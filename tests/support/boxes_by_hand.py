@@ -4,7 +4,6 @@ import torch
 
 
 def slow_giou(one, other):
-    """Of two boxes (centre x, y, width, height), in plain Python."""
     a, b = (
         (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
         for x, y, w, h in (one.tolist(), other.tolist())

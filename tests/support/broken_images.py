@@ -9,7 +9,6 @@ from PIL import Image
 
 
 def photo(kind="png", size=(20, 16), seed=0, mode="RGB", **how):
-    """An encoded image of smooth noise."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     stream = io.BytesIO()
@@ -18,13 +17,11 @@ def photo(kind="png", size=(20, 16), seed=0, mode="RGB", **how):
 
 
 def chunk(kind, content):
-    """A PNG chunk with the right checksum."""
     check = zlib.crc32(kind + content)
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
 
 
 def packed_zeros(count):
-    """So many zeros, compressed as PNG does, without holding them."""
     packer = zlib.compressobj(1)
     parts = [packer.compress(bytes(min(2**20, count - done))) for done in range(0, count, 2**20)]
     return b"".join(parts) + packer.flush()

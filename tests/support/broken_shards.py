@@ -31,7 +31,6 @@ def header(name, size, kind=b"0", link=b"", size_field=None):
 
 
 def checked(block):
-    """A header with the checksum of its other bytes."""
     block = bytearray(block)
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
@@ -57,12 +56,10 @@ def pax(records, kind=b"x"):
 
 
 def tar(*parts):
-    """The parts and the end of a tar."""
     return b"".join(parts) + END
 
 
 def plain_tar(samples):
-    """A tar of samples, each a key and its files by extension."""
     return tar(
         *(
             member(f"{key}.{extension}", content)
@@ -100,12 +97,10 @@ Damage = Callable[[np.random.Generator, bytes], bytes]
 
 
 def cut(rng, data):
-    """Ends anywhere."""
     return data[: int(rng.integers(len(data)))]
 
 
 def flip_bits(rng, data):
-    """One to eight bits changed anywhere."""
     changed = bytearray(data)
     for place in rng.integers(len(data), size=int(rng.integers(1, 9))):
         changed[place] ^= 1 << int(rng.integers(8))
@@ -113,7 +108,6 @@ def flip_bits(rng, data):
 
 
 def overwrite(rng, data):
-    """A run of other bytes: zeros, ones or noise."""
     length = int(rng.integers(1, 700))
     start = int(rng.integers(len(data)))
     filling = [bytes(length), b"\xff" * length, rng.bytes(length)][int(rng.integers(3))]
@@ -121,19 +115,16 @@ def overwrite(rng, data):
 
 
 def drop(rng, data):
-    """A run of bytes missing."""
     start = int(rng.integers(len(data)))
     return data[:start] + data[start + int(rng.integers(1, 700)) :]
 
 
 def repeat(rng, data):
-    """A run of bytes twice."""
     start, length = int(rng.integers(len(data))), int(rng.integers(1, 1500))
     return data[: start + length] + data[start:]
 
 
 def insert(rng, data):
-    """Noise in between."""
     start = int(rng.integers(len(data)))
     return data[:start] + rng.bytes(int(rng.integers(1, 700))) + data[start:]
 
@@ -142,13 +133,11 @@ BYTES: tuple[Damage, ...] = (cut, flip_bits, overwrite, drop, repeat, insert)
 
 
 def drop_blocks(rng, data):
-    """Whole blocks of a tar missing."""
     start = 512 * int(rng.integers(len(data) // 512))
     return data[:start] + data[start + 512 * int(rng.integers(1, 4)) :]
 
 
 def swap_blocks(rng, data):
-    """Two blocks of a tar in each other's place."""
     first, second = 512 * np.sort(rng.integers(len(data) // 512, size=2))
     one, other = data[first : first + 512], data[second : second + 512]
     if first == second:
@@ -242,7 +231,6 @@ def full_annotation(number, captions, **more):
 
 
 def index_columns(folder):
-    """What `index.npz` holds, by name."""
     with np.load(folder / "index.npz") as found:
         return dict(found)
 

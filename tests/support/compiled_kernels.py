@@ -14,8 +14,6 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class Compiled(NamedTuple):
-    """Registers and spilled bytes of a thread."""
-
     registers: int
     spilled: int
 

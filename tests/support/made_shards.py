@@ -44,7 +44,6 @@ def write(folder, samples, per_shard=4):
 
 
 def write_tar(path, members):
-    """A tar of another maker: any names, with times and users."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members:
@@ -54,7 +53,6 @@ def write_tar(path, members):
 
 
 def cut(path):
-    """Cut a tar off inside its last member."""
     members, _ = read_members(path)
     path.write_bytes(path.read_bytes()[: members[-1].offset + 1])
 
@@ -73,12 +71,10 @@ def write_manifest(folder):
 
 
 def run(*arguments):
-    """A command, in this process."""
     return main([*map(str, arguments), "--processes", "1"])
 
 
 def images_of(tar, count):
-    """The first images of a plain tar by their name without extension."""
     found: dict[str, bytes] = {}
     with tarfile.open(tar) as archive:
         for member in archive:
@@ -91,5 +87,4 @@ def images_of(tar, count):
 
 
 def listed(path):
-    """The keys of a take-down list."""
     return [line for line in path.read_text().splitlines() if not line.startswith("#")]

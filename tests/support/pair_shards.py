@@ -30,7 +30,6 @@ def tiny_folder(folder, **cross):
 
 
 def entailment_shards(folder, count=12):
-    """Hypotheses of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
             one = sample_triple(0, number, image_size=16)
@@ -39,7 +38,6 @@ def entailment_shards(folder, count=12):
 
 
 def statement_shards(folder, count=8):
-    """Statements about two images of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
             one = sample_statement(0, number, image_size=16)
@@ -49,7 +47,6 @@ def statement_shards(folder, count=8):
 
 
 def annotated_shards(folder, annotations, image):
-    """One sample an annotation, all of one image."""
     with ShardWriter(folder, samples_per_shard=3) as writer:
         for number, annotation in enumerate(annotations):
             writer.write(f"{number:04d}", image, "png", annotation)

@@ -25,20 +25,17 @@ AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
 
 
 def photo(colour="red", side=16):
-    """A PNG of one colour."""
     data = io.BytesIO()
     Image.new("RGB", (side, side), COLOURS[colour]).save(data, "PNG")
     return data.getvalue()
 
 
 def question(number, text, answers, **extra):
-    """A question with answers and how many gave them."""
     given = [Answer(answer=answer, count=count) for answer, count in answers.items()]
     return Question(id=str(number), question=text, answers=given, **extra)
 
 
 def write_shards(folder, samples, per_shard=4):
-    """Samples 0, 1, ... in shards of a few."""
     with ShardWriter(folder, samples_per_shard=per_shard) as writer:
         for number, (data, annotation) in enumerate(samples):
             writer.write(f"{number:03d}", data, "png", annotation)
@@ -65,7 +62,6 @@ def coloured(count=12):
 
 
 def toy_text(max_tokens=12):
-    """A vocabulary of all words here."""
     return TextProcessor(train_wordpiece(TEXTS, 90), max_tokens)
 
 

@@ -15,7 +15,6 @@ def raw_image(seed, size=(24, 16), kind="jpeg", **how):
 
 
 def files_of(folder):
-    """All files below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -71,8 +71,6 @@ class StubTexts(NamedTuple):
 
 
 class StubITMScorer:
-    """What the model's tables say; stands where `evaluation.encoder` makes a `Matcher`."""
-
     reads_padding = False
 
     def __init__(self, model):

@@ -37,12 +37,10 @@ def tiny_config(**parts):
 
 
 def tiny_text(max_tokens=12):
-    """A WordPiece vocabulary of a few words."""
     return TextProcessor(train_wordpiece(CAPTIONS, 64), max_tokens)
 
 
 def launch_script(name):
-    """A script of `launch/`, run by its path, as a module."""
     file = Path(__file__).resolve().parents[2] / "launch" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

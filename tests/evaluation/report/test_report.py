@@ -74,7 +74,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory, model_folder, scene_shards):
-    """A run folder with a model, a log, and retrieval results of its own."""
     run = tmp_path_factory.mktemp("runs") / "ace_small"
     shutil.copytree(model_folder, run / "model", ignore=shutil.ignore_patterns("evaluation"))
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
@@ -89,7 +88,6 @@ def pretrained(tmp_path_factory, model_folder, scene_shards):
 
 @pytest.fixture(scope="module")
 def entailment(tmp_path_factory):
-    """A folder of results of a fine-tuned model, and its shards."""
     root = tmp_path_factory.mktemp("entailment")
     parts, _ = start_parts(str(tiny_folder(root / "tiny")), {})
     task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)

@@ -44,7 +44,6 @@ def tokenizer(kind):
 
 
 def saved(kind, folder):
-    """A tiny random model with its processor."""
     torch.manual_seed(5)
     text = TOWER | {"vocab_size": 4 + len(WORDS), "max_position_embeddings": 16}
     text |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}

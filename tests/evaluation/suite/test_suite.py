@@ -25,7 +25,6 @@ IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A plain and a fine-tuned folder, shards of scenes and of hypotheses."""
     root = tmp_path_factory.mktemp("suite")
     plain = tiny_folder(root / "plain")
     parts, _ = start_parts(str(plain), {})
@@ -38,7 +37,6 @@ def data(tmp_path_factory):
 
 
 def suite(data, *more):
-    """A configuration of one model on two tasks, and what else is given."""
     tasks = [
         {"task": "retrieval", "model": str(data / "plain"), "shards": [str(data / "scenes")],
          "rerank": 2},
@@ -172,7 +170,6 @@ JOB = {"task": "retrieval", "shards": ["s"], "model": "m"}
 
 
 def one(name="a", **more):
-    """A model with one task of retrieval, changed."""
     return {"name": name, "tasks": [JOB | more]}
 
 

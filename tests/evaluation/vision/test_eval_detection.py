@@ -124,8 +124,6 @@ def test_real_images_are_judged_in_their_own_pixels(shared):
     assert evaluate(task, EvalOptions(limit=20))["AP"] < 5
 
     class Largest(torch.nn.Module):
-        """One box, the whole image, as a person."""
-
         def forward(self, given):
             logits = torch.full((1, len(given), 1, 81), -20.0)
             logits[..., 0] = 20.0

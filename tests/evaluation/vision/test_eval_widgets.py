@@ -30,8 +30,6 @@ def task():
 
 
 def answers(monkeypatch, task, what):
-    """Let the model say `what(screen, captions)` of each captioned widget."""
-
     def said(_, screens, *computing):
         return [what(screen, both) for screen in screens for both in screen.captions.values()]
 

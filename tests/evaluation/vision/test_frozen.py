@@ -27,7 +27,6 @@ POSITIONS = {
 
 @pytest.fixture
 def file(tiny_ablation):
-    """The smallest ablation, of one frozen block and one that is trained."""
     plain = yaml.safe_load(tiny_ablation.read_text())
     overrides = plain["training"]["overrides"]
     overrides["task.model.options"] |= {"depth": 2, "dynamic_img_size": False}
@@ -47,7 +46,6 @@ def file(tiny_ablation):
 
 
 def training(file, name, seed=0):
-    """The configuration of one run's training."""
     config = load_config(file, AblationConfig, [])
     settings = {**config.training.overrides, "task.model.positions": POSITIONS[name]}
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
