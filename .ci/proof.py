@@ -131,9 +131,9 @@ class Proof:
                 name, steps, config, *overrides = line.split(" | ")
                 after = {"vision": None, "pretrain": first}.get(name.split()[0], tiny)
                 run = (config, *overrides)
-                done = pool.submit(self._try, name, self._train, int(steps), *run, after=after)
+                future = pool.submit(self._try, name, self._train, int(steps), *run, after=after)
                 if name == "pretrain scenes_tiny":
-                    tiny = done
+                    tiny = future
             pool.submit(self._try, "resume", self._resume, after=first)
             for line in EVALUATIONS.strip().split("\n"):
                 name, words = line.split(" | ")
@@ -195,8 +195,8 @@ class Proof:
         words = self._training(killed, 12, *RESUMED)
         self._vlp(killed, *words, kill_at=6)
         self._vlp(killed, *words, "--resume")
-        again = json.loads(json.dumps(self._logged(killed)).replace(killed, f"pretrain {name}"))
-        if again != whole:
+        resumed = json.loads(json.dumps(self._logged(killed)).replace(killed, f"pretrain {name}"))
+        if resumed != whole:
             raise RuntimeError("losses or weights of a resumed run are not the whole one's")
         if json.loads((self.folder / killed / "report.json").read_text())["resumed_at_steps"] == []:
             raise RuntimeError("the killed run began anew")
@@ -336,7 +336,7 @@ def _list(value: Any) -> list[Any]:
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
     """Print what differs between two proofs; returns the exit code."""
-    intended, wrong, equal = list[str](), list[str](), 0
+    intended, differing, equal = list[str](), list[str](), 0
     for section, figures in old.items():
         current = new.get(section)
         if current is None:
@@ -357,13 +357,16 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
                 ]
                 first = f"{pairs[0][0]!r} -> {pairs[0][1]!r}" if pairs else "another length"
                 text = f"{section}: {name}: {first}"
-                (intended if is_statistic else wrong).append(text)
+                (intended if is_statistic else differing).append(text)
     if intended:
         print("\n== interface and names, which may change on purpose", *intended, sep="\n")
-    if wrong:
-        print("\n== figures that differ", *sorted(wrong), sep="\n")
-    print(f"\nproof: {equal} figures equal" + (f", {len(wrong)} series differ" if wrong else ""))
-    return 1 if wrong or not equal else 0
+    if differing:
+        print("\n== figures that differ", *sorted(differing), sep="\n")
+    print(
+        f"\nproof: {equal} figures equal"
+        + (f", {len(differing)} series differ" if differing else "")
+    )
+    return 1 if differing or not equal else 0
 
 
 def main() -> int:

@@ -336,8 +336,8 @@ def table(speeds: Speeds) -> str:
     rows, losses = [], []
     for name, seconds in speeds.seconds.items():
         low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-        less, ratio, more = np.quantile(speeds.ratios(name), (0.25, 0.5, 0.75))
-        spread = f"{ratio:.2f} ({less:.2f}-{more:.2f})"
+        lower, ratio, upper = np.quantile(speeds.ratios(name), (0.25, 0.5, 0.75))
+        spread = f"{ratio:.2f} ({lower:.2f}-{upper:.2f})"
         rows.append([name, f"{1e3 * middle:.0f}", f"{1e3 * low:.0f}-{1e3 * high:.0f}", spread])
         parts = ", ".join(f"{part} {loss:.3f}" for part, loss in speeds.losses[name].items())
         losses.append(f"{name}: {parts}")

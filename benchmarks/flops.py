@@ -218,12 +218,12 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         "image encoder": _count(model.image_encoder),
         "cross-modal encoder": _count(model.cross_encoder),
     }
-    whole = sum(encoders.values())
+    total = sum(encoders.values())
     return encoders | {
-        "in all": whole,
+        "in all": total,
         "of these, tables of ACE-RPE": sum(table.numel() for table in tables),
         "beside them, token projections": _count(model)
-        - whole
+        - total
         - _count(model.match_head)
         - _count(model.temperature),
     }
@@ -304,11 +304,11 @@ def flops(
     print(_comparison_table(model, shapes), end="\n\n")
     figures = [Figure("flops/384px/parameters", parameters(_resized(model, 384))["in all"], "")]
     for (size, tokens), shape in zip(SIZES, shapes.values()):
-        paper, every, ours = compare(model, shape)
+        paper, all_products, ours = compare(model, shape)
         name = f"flops/{size}px/{tokens}tokens"
         figures.append(Figure(f"{name}/added", ours.added, "%"))
         figures.append(Figure(f"{name}/added_paper_convention_layers", paper.added, "%"))
-        figures.append(Figure(f"{name}/added_paper_convention_all", every.added, "%"))
+        figures.append(Figure(f"{name}/added_paper_convention_all", all_products.added, "%"))
     harness.print_figures(figures, torch.device("cpu"))
 
 

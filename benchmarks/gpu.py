@@ -143,19 +143,19 @@ def losses(setting: Setting) -> Iterator[CheckedFigure]:
     torch.backends.cudnn.allow_tf32 = False
     batch = random_batch(setting.config.inputs, ROWS, 3)
 
-    def step(device: torch.device, how: Compile) -> tuple[float, Tensor]:
+    def step(device: torch.device, mode: Compile) -> tuple[float, Tensor]:
         torch.manual_seed(0)
         task = _task(setting)
-        compile_task(task.to(device), how, device, setting.backend)
+        compile_task(task.to(device), mode, device, setting.backend)
         loss = task(batch.to(device), 1).loss
         loss.backward()
         gradients = [p.grad.flatten().cpu() for p in task.parameters() if p.grad is not None]
         return float(loss.detach()), torch.cat(gradients)
 
     loss, gradient = step(torch.device("cpu"), "none")
-    for how in WAYS:
-        device_loss, device_gradient = step(setting.device, how)
-        name = f"a step, {how}"
+    for mode in WAYS:
+        device_loss, device_gradient = step(setting.device, mode)
+        name = f"a step, {mode}"
         yield CheckedFigure(
             f"{name}: loss from a CPU's", abs(device_loss - loss) / abs(loss), "", 1e-4
         )
@@ -370,7 +370,7 @@ def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str,
 
 def blocks(setting: Setting) -> Iterator[CheckedFigure]:
     """Time steps of the middle number of pairs, compiled by `blocks` and as they are written."""
-    return chain.from_iterable(_pretraining(setting, how, setting.middle) for how in WAYS)
+    return chain.from_iterable(_pretraining(setting, mode, setting.middle) for mode in WAYS)
 
 
 def whole_steps(setting: Setting) -> Iterator[CheckedFigure]:
@@ -392,7 +392,7 @@ def _forget() -> None:
     torch.cuda.empty_cache()
 
 
-def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedFigure]:
+def _pretraining(setting: Setting, mode: Compile, rows: int) -> Iterator[CheckedFigure]:
     """Time steps of `rows` pairs; write the trace of one, and its kernels by time."""
     device, on_gpu = setting.device, setting.device.type == "cuda"
     rate = product_rate(setting)
@@ -402,11 +402,11 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
     small = setting.rows[0]
     with FlopCounterMode(display=False) as counter:
         trainee.step(random_batch(setting.config.inputs, small, WORDS).to(device))
-    compile_task(trainee.task, how, device, setting.backend)
+    compile_task(trainee.task, mode, device, setting.backend)
     trainee.run(batch, WARM_UP)
     seconds = min(trainee.run(batch, 1 if setting.dry else 10) for _ in range(1 + on_gpu))
     share = 100 * counter.get_total_flops() * rows / small / seconds / rate
-    name = f"pretraining, {rows} pairs, {how}"
+    name = f"pretraining, {rows} pairs, {mode}"
     yield CheckedFigure(name, rows / seconds, "pairs/s")
     yield CheckedFigure(f"{name}: of the product rate", share, "%")
     peak = harness.peak_memory(partial(trainee.run, batch, 1), device)
@@ -420,7 +420,7 @@ def _pretraining(setting: Setting, how: Compile, rows: int) -> Iterator[CheckedF
         yield waits_figure(f"{name}: waits for the device", waits, 0, device)
     with profile(activities=harness.activities(device)) as profiler:
         trainee.run(batch, 1)
-    stem = f"{how}_{rows}"
+    stem = f"{mode}_{rows}"
     profiler.export_chrome_trace(str(setting.out / f"trace_{stem}.json.gz"))
     events = profiler.profiler.kineto_results.events()
     launches = sum(event.name().startswith(LAUNCHES) for event in events)
@@ -453,9 +453,9 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
         rounds = burst = 1
     configs = variants(setting.config)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(setting.device)
-    for how in WAYS:
+    for mode in WAYS:
         trainees = {
-            name: Trainee(config, setting.device, how, setting.backend)
+            name: Trainee(config, setting.device, mode, setting.backend)
             for name, config in configs.items()
         }
         runs = {name: partial(trainee.run, batch, burst) for name, trainee in trainees.items()}
@@ -463,7 +463,7 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
             name: np.array(seconds)
             for name, seconds in harness.interleave(runs, rounds, warm_up=1).items()
         }
-        name = f"ACE-RPE, {rows} pairs, {'as written' if how == 'none' else how}"
+        name = f"ACE-RPE, {rows} pairs, {'as written' if mode == 'none' else mode}"
         pair = seconds_by_name[WITH], seconds_by_name[WITHOUT]
         added, (low, high) = added_share(*pair)
         print(f"{name}: {added:+.2%} [{low:+.2%}, {high:+.2%}]")

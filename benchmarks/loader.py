@@ -425,9 +425,9 @@ def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, S
     }
 
 
-def ratios(turns: dict[str, LoaderTurns], name: str, to: str) -> list[float]:
+def ratios(turns: dict[str, LoaderTurns], name: str, reference: str) -> list[float]:
     """Return a side's samples per CPU second relative to another's, by rounds."""
-    return [b.cpu / a.cpu for b, a in zip(turns[to].turns, turns[name].turns)]
+    return [b.cpu / a.cpu for b, a in zip(turns[reference].turns, turns[name].turns)]
 
 
 def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str, LoaderTurns]:

@@ -102,9 +102,9 @@ class StandIns:
         """Return one caption's features, a single row, padded to `tokens`."""
         block, row = self.collection.text_place[index]
         fields = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
-        states, feature, *rest = fields
-        states, *rest = (_pad(field, self.length(index), tokens) for field in (states, *rest))
-        return TextFeatures(states, feature, *rest)
+        states, feature, *others = fields
+        states, *others = (_pad(field, self.length(index), tokens) for field in (states, *others))
+        return TextFeatures(states, feature, *others)
 
     def length(self, index: int) -> int:
         """Return the tokens of a caption."""
@@ -223,7 +223,7 @@ class _Timer:
         return seconds / times
 
 
-class _Set:
+class CandidateSet:
     """A set of pairs, with both ways to score them."""
 
     def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
@@ -231,21 +231,28 @@ class _Set:
         self.loop_precision = loop_precision or stand_ins.precision
         self.model = stand_ins.itm_scorer.model
         collection = stand_ins.collection
-        self.right: dict[Direction, NDArray[np.int64]] = dict(
+        self.answers: dict[Direction, NDArray[np.int64]] = dict(
             zip(DIRECTIONS, collection.right_answers())
         )
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "text_to_image": (collection.text, collection.image),
             "image_to_text": (collection.image, collection.text),
         }
-        self.near = {to: search(*sides[to], self.right[to], sizes.nearest) for to in DIRECTIONS}
-        self.pairs = nearest_pairs(self.near["text_to_image"], self.near["image_to_text"])
+        self.candidates = {
+            direction: search(*sides[direction], self.answers[direction], sizes.nearest)
+            for direction in DIRECTIONS
+        }
+        self.pairs = nearest_pairs(
+            self.candidates["text_to_image"], self.candidates["image_to_text"]
+        )
         self.scorer = PairScorer(stand_ins, collection)
 
-    def query(self, to: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
+    def query(self, direction: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
         """Return the features of a query, one row, and of its candidates."""
-        near = self.near[to].nearest[query].tolist()
-        images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
+        candidates = self.candidates[direction].nearest[query].tolist()
+        images, texts = (
+            (candidates, [query]) if direction == "text_to_image" else ([query], candidates)
+        )
         longest = self.model.config.text.max_tokens
         return (
             ImageFeatures(*_stack([self.stand_ins.image(index) for index in images])),
@@ -278,12 +285,12 @@ class _Set:
             for group in np.unique(groups)
         ]
 
-    def rank(self, to: Direction, query: int, scores: NDArray[np.float32]) -> int:
+    def rank(self, direction: Direction, query: int, scores: NDArray[np.float32]) -> int:
         """Rank of a query's right candidate by new scores of its nearest."""
         rows = slice(query, query + 1)
-        near = self.near[to]
-        nearest = Search(near.ranks[rows], near.nearest[rows], near.scores[rows])
-        return int(reranked_ranks(nearest, scores[None], self.right[to][rows])[0])
+        candidates = self.candidates[direction]
+        nearest = Search(candidates.ranks[rows], candidates.nearest[rows], candidates.scores[rows])
+        return int(reranked_ranks(nearest, scores[None], self.answers[direction][rows])[0])
 
 
 def measure(
@@ -299,69 +306,81 @@ def measure(
     """
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
-    whole = _Set(StandIns(model, sizes.images, sizes.texts, **options), sizes, loop_precision)
+    candidate_set = CandidateSet(
+        StandIns(model, sizes.images, sizes.texts, **options), sizes, loop_precision
+    )
     timer, draw = _Timer(device), np.random.default_rng(1)
     *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
     # The first calls of a process are slow, on a GPU the first of each shape.
-    for pairs in whole.buckets_of(idle):
-        whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
+    for pairs in candidate_set.buckets_of(idle):
+        candidate_set.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
     if device.type == "cuda":
-        _take_turns(whole, _Timer(device), images, texts, idle)
-    return _extrapolate(whole, timer, _take_turns(whole, timer, images, texts, idle))
+        _take_turns(candidate_set, _Timer(device), images, texts, idle)
+    return _extrapolate(
+        candidate_set, timer, _take_turns(candidate_set, timer, images, texts, idle)
+    )
 
 
 def _take_turns(
-    whole: _Set, timer: _Timer, images: list[int], texts: list[int], idle: int
+    candidate_set: CandidateSet, timer: _Timer, images: list[int], texts: list[int], idle: int
 ) -> list[_Compared]:
     """Time every way, a round for each image and text; return scores of a query both ways."""
     compared: list[_Compared] = []
     for number, (image, text) in enumerate(zip(images, texts)):
         queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}
         turns: list[Callable[[], dict[Any, Any]]] = [
-            partial(_run_loop, whole, timer, queries),
-            partial(_run_ours, whole, timer, image, idle),
+            partial(_run_loop, candidate_set, timer, queries),
+            partial(_run_ours, candidate_set, timer, image, idle),
         ]
         scores: dict[Any, Any] = {}
         for turn in turns[:: 1 if number % 2 else -1]:
             scores |= turn()
-        for to, query in queries.items():
-            near = whole.near[to].nearest[query]
-            if to == "text_to_image":
-                ours = whole.ours(CandidatePairs(near, np.full_like(near, text)))
+        for direction, query in queries.items():
+            candidates = candidate_set.candidates[direction].nearest[query]
+            if direction == "text_to_image":
+                ours = candidate_set.ours(
+                    CandidatePairs(candidates, np.full_like(candidates, text))
+                )
             else:
-                ours = np.array([scores[candidate] for candidate in near.tolist()])
-            compared.append((to, query, scores[to], ours))
+                ours = np.array([scores[candidate] for candidate in candidates.tolist()])
+            compared.append((direction, query, scores[direction], ours))
     return compared
 
 
 def _run_loop(
-    whole: _Set, timer: _Timer, queries: dict[Direction, int]
+    candidate_set: CandidateSet, timer: _Timer, queries: dict[Direction, int]
 ) -> dict[Direction, NDArray[np.float32]]:
     scores = {}
-    for to, query in queries.items():
-        scores[to] = timer(to, 1, whole.loop, *whole.query(to, query))
+    for direction, query in queries.items():
+        scores[direction] = timer(
+            direction, 1, candidate_set.loop, *candidate_set.query(direction, query)
+        )
     return scores
 
 
-def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
+def _run_ours(
+    candidate_set: CandidateSet, timer: _Timer, image: int, idle: int
+) -> dict[int, float]:
     """Score an image by text."""
     scores: dict[int, float] = {}
     # Buckets serve many images, and their preparation is timed separately.
-    for pairs in whole.buckets_of(image):
-        timer(_BUCKET, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
-        pair_scores = timer(OURS, len(pairs.text), whole.ours, pairs)
+    for pairs in candidate_set.buckets_of(image):
+        timer(_BUCKET, 1, candidate_set.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
+        pair_scores = timer(OURS, len(pairs.text), candidate_set.ours, pairs)
         scores |= dict(zip(pairs.text.tolist(), pair_scores.tolist()))
     return scores
 
 
-def _extrapolate(whole: _Set, timer: _Timer, compared: list[_Compared]) -> RerankTimes:
-    sizes = whole.sizes
+def _extrapolate(
+    candidate_set: CandidateSet, timer: _Timer, compared: list[_Compared]
+) -> RerankTimes:
+    sizes = candidate_set.sizes
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
-    seconds = {LOOP: sum(queries[to] * timer.mean(to) for to in DIRECTIONS)}
-    shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.images))
+    seconds = {LOOP: sum(queries[direction] * timer.mean(direction) for direction in DIRECTIONS)}
+    shelves = len(np.unique(candidate_set.scorer.groups(candidate_set.pairs) // sizes.images))
     # A pair that is near in both directions is one pair of ours and two of the loop's.
-    our_pairs = len(whole.pairs.text)
+    our_pairs = len(candidate_set.pairs.text)
     seconds[OURS] = our_pairs * timer.mean(OURS) + shelves * timer.mean(_BUCKET)
     loop_pairs = min(sizes.nearest, sizes.images) * sizes.texts
     loop_pairs += min(sizes.nearest, sizes.texts) * sizes.images
@@ -375,8 +394,9 @@ def _extrapolate(whole: _Set, timer: _Timer, compared: list[_Compared]) -> Reran
         same_ranks=float(
             np.mean(
                 [
-                    whole.rank(to, query, a) == whole.rank(to, query, b)
-                    for to, query, a, b in compared
+                    candidate_set.rank(direction, query, a)
+                    == candidate_set.rank(direction, query, b)
+                    for direction, query, a, b in compared
                 ]
             )
         ),

@@ -81,7 +81,7 @@ class Trainee:
         self,
         config: PretrainConfig,
         device: torch.device,
-        how: Compile = "none",
+        mode: Compile = "none",
         backend: Backend = "inductor",
     ) -> None:
         training = config.training
@@ -90,7 +90,7 @@ class Trainee:
         self.task = Pretraining(
             config.model, config.objectives, "", training.precision, log_every=1_000_000
         ).to(device)
-        compile_task(self.task, how, device, backend)
+        compile_task(self.task, mode, device, backend)
         self.optimiser = build_adamw(self.task, training.optimiser)
         self.clip = training.optimiser.clip
         self.device, self.steps = device, 0
@@ -210,7 +210,7 @@ def measure_overhead(
     trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
     timed = harness.interleave(turns, steps, WARM_UP)
-    medians = {name: median_parts(turns_of_name) for name, turns_of_name in timed.items()}
+    medians = {name: median_parts(part_seconds) for name, part_seconds in timed.items()}
     passes: dict[str, dict[str, float]] = defaultdict(dict)
     for name, trainee in trainees.items():
         for part, seconds in pass_times(trainee, batch, profiled_steps).items():
@@ -236,8 +236,8 @@ def added_share(
     """Compute the added share from steps that took turns, and its 95 % bootstrap interval."""
     # The median of the ratios of neighbouring steps: a slow moment hits both of a pair.
     ratios = with_it / without
-    drawn = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
-    low, high = percentile_interval(np.median(ratios[drawn], axis=1))
+    resampled = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
+    low, high = percentile_interval(np.median(ratios[resampled], axis=1))
     return float(np.median(ratios)) - 1, (float(low) - 1, float(high) - 1)
 
 

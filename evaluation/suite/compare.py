@@ -329,9 +329,9 @@ def _recalls(row: Row) -> dict[str, float]:
 
 def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], float]:
     """Compute NLVR2's consistency by sentence: 1 if the model is right on all its pairs."""
-    right: dict[tuple[Any, ...], float] = {}
+    correct: dict[tuple[Any, ...], float] = {}
     for row in rows.values():
         # A sentence is right where it is right of every pair of images.
         sentence = ("sentence", sentence_of(row))
-        right[sentence] = min(right.get(sentence, 1.0), row["scores"]["accuracy"])
-    return right
+        correct[sentence] = min(correct.get(sentence, 1.0), row["scores"]["accuracy"])
+    return correct

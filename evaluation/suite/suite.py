@@ -94,8 +94,8 @@ class SuiteConfig(Config):
         first: dict[str, tuple[str, Job]] = {}
         for entry in self.models:
             for job in entry.tasks:
-                owner, job_of_owner = first.setdefault(job.label, (entry.name, job))
-                if (job_of_owner.task, job_of_owner.shards, job_of_owner.limit) != (
+                owner, first_job = first.setdefault(job.label, (entry.name, job))
+                if (first_job.task, first_job.shards, first_job.limit) != (
                     job.task,
                     job.shards,
                     job.limit,
@@ -425,8 +425,8 @@ def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
     return content
 
 
-def _save(folder: Path, result: Result, about: dict[str, Any]) -> None:
+def _save(folder: Path, result: Result, metadata: dict[str, Any]) -> None:
     """Save a result; the folder gets its name when it is complete."""
     with atomic_folder(folder) as partial:
         result.save(partial)
-        write_json(partial / JOB, about)
+        write_json(partial / JOB, metadata)

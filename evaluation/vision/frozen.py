@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
     """Outputs of the frozen blocks, (images, tokens, width) bfloat16, and labels, by part."""
 
     # Parts are `train` and the test images' sizes.
-    of: dict[str, Tensor]
+    by_part: dict[str, Tensor]
     labels: dict[str, Tensor]
     classes: int
 
@@ -162,7 +162,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     task, training = config.task, config.training
     assert isinstance(task, ClassificationConfig)
     tail = _new_tail(task, frozen, stored.classes, training.seed)
-    sample = stored.of["train"][:BATCH]
+    sample = stored.by_part["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
     figures = {
         # Percent by which the encoding changes the features before training.
@@ -196,7 +196,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup(total))
         set_learning_rate(optimiser, learning_rate(step, total, *rate))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            logits = tail(stored.of["train"][numbers])
+            logits = tail(stored.by_part["train"][numbers])
         loss = functional.cross_entropy(
             logits.float(), stored.labels["train"][numbers], label_smoothing=task.label_smoothing
         )
@@ -255,7 +255,7 @@ def _macs(tail: Tail, tokens: Tensor) -> float:
 @torch.no_grad()
 def _test(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
     """Compute accuracy in percent and cross-entropy in nats; empty for an unsupported grid."""
-    tokens, labels = stored.of[str(size)], stored.labels["test"]
+    tokens, labels = stored.by_part[str(size)], stored.labels["test"]
     side = size // int(tail.model.patch_embed.patch_size[0])
     # Some encodings do not carry over to other grids.
     try:
@@ -264,9 +264,9 @@ def _test(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]
         return {}
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         logits = torch.cat([model(chunk) for chunk in tokens.split(BATCH)]).float()
-    right = (logits.argmax(-1) == labels).float().mean()
+    correct = (logits.argmax(-1) == labels).float().mean()
     loss = functional.cross_entropy(logits, labels)
-    return {f"top1@{size}": 100 * float(right), f"loss@{size}": float(loss)}
+    return {f"top1@{size}": 100 * float(correct), f"loss@{size}": float(loss)}
 
 
 @torch.no_grad()

@@ -170,11 +170,11 @@ def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]
     ]
     return sorted(
         {
-            chosen[0]
-            for chosen in product(*fitting)
-            if len(set(chosen)) == len(chosen)
+            assignment[0]
+            for assignment in product(*fitting)
+            if len(set(assignment)) == len(assignment)
             and all(
-                relation_holds(scene, chosen[first], relation, chosen[second], lenient)
+                relation_holds(scene, assignment[first], relation, assignment[second], lenient)
                 for first, relation, second in meaning.relations
             )
         }

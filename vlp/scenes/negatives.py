@@ -88,13 +88,13 @@ def sample_swap(
     if kind == "place" and split == "swaps":
         split, index = "train", index + _FIRST_NEW_INDEX
     for attempt in range(_MAX_ATTEMPTS):
-        least = 1 if kind == "place" else 2
-        scene = sample_scene(seed, index, split, image_size, attempt, least, variety)
+        min_objects = 1 if kind == "place" else 2
+        scene = sample_scene(seed, index, split, image_size, attempt, min_objects, variety)
         rng = make_rng(seed, 0, scene.key, f"swap {kind} {attempt}")
         pairs: list[tuple[int, ...]] = (
             list(held_out_pairs(scene, split))
             if split == "swaps" or split == "unseen"
-            else list(combinations(range(len(scene.objects)), least))
+            else list(combinations(range(len(scene.objects)), min_objects))
         )
         pair = pairs[int(rng.integers(len(pairs)))]
         swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)

@@ -61,7 +61,7 @@ class BoxItem(NamedTuple):
             "top": self.y == 0,
             "bottom": self.y + self.size == SIDE,
         }
-        return frozenset(wall for wall, there in touched.items() if there)
+        return frozenset(wall for wall, touches in touched.items() if touches)
 
 
 # Items in any order; a tower's blocks from its base up.
@@ -284,17 +284,17 @@ class Grammar:
         some_box = SimpleNamespace(name=about, what=phrase)
         return self.draw("SOME", rng, some_box) if about else phrase
 
-    def _true(self, truth: str, d: SimpleNamespace, what: Any) -> Truth:
+    def _true(self, truth: str, d: SimpleNamespace, subject: Any) -> Truth:
         over, _, names = truth.rpartition(": ")
         if over == "all":
-            what = [item for box in what for item in box]
+            subject = [item for box in subject for item in box]
         elif over:
-            values = [self._true(names, d, box) for box in what]
+            values = [self._true(names, d, box) for box in subject]
             if over == "many":
                 return quantified(d.n.holds, values)
             return every(values) if over == "each" else some(values)
         return every(
-            self.truths[name](d, what) if name in self.truths else getattr(d, name).true(what)
+            self.truths[name](d, subject) if name in self.truths else getattr(d, name).true(subject)
             for name in filter(None, names.split(" & "))
         )
 

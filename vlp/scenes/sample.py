@@ -148,14 +148,14 @@ def sample_scene(
     split: Split = "train",
     image_size: int = 64,
     attempt: int = 0,
-    least: int = 1,
+    min_objects: int = 1,
     variety: Variety = FULL,
 ) -> Scene:
     """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    `attempt` draws another scene with as many objects; `least` is the fewest objects.
+    `attempt` draws another scene with as many objects; `min_objects` is a lower bound.
     """
-    if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
+    if not all(low <= number <= high for low, number, high in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
     if index < 0 or image_size < LEAST_SIDE:
         raise ValueError(
@@ -165,7 +165,7 @@ def sample_scene(
     shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
     count = 1 + int((make_rng(seed, 0, key, "objects").random() >= shares[:-1]).sum())
     # These splits hold out pairs of objects.
-    count = max(count, 2 if split in ("swaps", "unseen") else least)
+    count = max(count, 2 if split in ("swaps", "unseen") else min_objects)
     rng = make_rng(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
         scene = _random_scene(rng, key, count, image_size, variety)

@@ -58,7 +58,7 @@ def test_stored_outputs_and_trained_blocks_are_the_whole_model(file, tmp_path):
     # The frozen blocks are pretrained; here every model begins with the same random weights.
     torch.manual_seed(0)
     tokens = stored_tokens(tmp_path / TOKENS, config, FROZEN, 6)
-    assert {part: tuple(each.shape) for part, each in tokens.of.items()} == {
+    assert {part: tuple(each.shape) for part, each in tokens.by_part.items()} == {
         "train": (16, 17, 16), "8": (6, 5, 16), "16": (6, 17, 16), "24": (6, 37, 16)
     }  # fmt: skip
     assert tokens.labels["test"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -70,7 +70,7 @@ def test_stored_outputs_and_trained_blocks_are_the_whole_model(file, tmp_path):
     pixels = torch.stack([config.task.data.preprocessing(images.read(n).image) for n in range(16)])
     with torch.no_grad():
         expected = whole.forward_features(pixels)
-        found = tail.features(tokens.of["train"])
+        found = tail.features(tokens.by_part["train"])
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
     written = (tmp_path / TOKENS).stat().st_mtime_ns
     stored_tokens(tmp_path / TOKENS, config, FROZEN, 6)
