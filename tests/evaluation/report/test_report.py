@@ -7,7 +7,7 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
-from pair_shards import annotated_shards, entailment_shards, tiny_folder
+from pair_shards import annotated_shards, entailment_shards
 
 import vlp
 from evaluation.__main__ import main
@@ -23,8 +23,7 @@ from vlp.data.schema import Annotation
 from vlp.models.pretrained.local_copy import results_folder
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.task import start_parts
-from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
+from vlp.tasks.downstream.task import load_task
 
 
 def logged(step, total, itm, rate, **more):
@@ -87,21 +86,19 @@ def pretrained(tmp_path_factory, model_folder, scene_shards):
 
 
 @pytest.fixture(scope="module")
-def entailment(tmp_path_factory):
+def entailment(tmp_path_factory, task_folders):
     root = tmp_path_factory.mktemp("entailment")
-    parts, _ = start_parts(str(tiny_folder(root / "tiny")), {})
-    task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)
-    shards = entailment_shards(root / "shards", 12)
+    task, shards = load_task(task_folders["snli_ve"]), entailment_shards(root / "shards", 12)
     found = evaluate_task(task, [shards], options=EvalOptions(resamples=50))
     found.save(root / "results")
-    return root / "results", found, shards
+    return root / "results", found
 
 
 def test_a_page_shows_runs_side_by_side_and_needs_nothing_else(
     pretrained, entailment, scene_shards
 ):
     run, recall = pretrained
-    results, accuracy, _ = entailment
+    results, accuracy = entailment
     html = page(read_sources([run, results]), [scene_shards], cases=2)
     made = Page(html)
     assert recall.recall("rerank", "text_to_image", 1).percent() in made.text

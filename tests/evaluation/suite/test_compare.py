@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from pair_shards import statement_shards, tiny_folder
+from pair_shards import statement_shards
 from scipy import stats
 
 import vlp
@@ -16,8 +16,7 @@ from evaluation.results import write_lines
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare, item_difference, sign_flip_p
-from vlp.tasks.downstream.task import start_parts
-from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification
+from vlp.tasks.downstream.task import load_task
 
 
 def slow_sign_flip(differences):
@@ -68,12 +67,11 @@ def test_items_of_one_image_are_one_draw():
 
 
 @pytest.fixture(scope="module")
-def statements(tmp_path_factory):
+def statements(tmp_path_factory, task_folders):
     """Results of two heads on the same pairs of images, in folders `a` and `b`."""
     folder = tmp_path_factory.mktemp("statements")
     shards = statement_shards(folder / "shards", 24)
-    parts, _ = start_parts(str(tiny_folder(folder / "model")), {})
-    task = PairClassification(Nlvr2Config.model_validate({"data": {"train": ["unused"]}}), parts)
+    task = load_task(task_folders["nlvr2"])
     results = []
     for name in ("a", "b"):
         result = evaluate_task(task, [shards], options=EvalOptions(resamples=2))

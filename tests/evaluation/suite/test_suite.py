@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 import yaml
-from pair_shards import annotated_shards, entailment_shards, tiny_folder
+from pair_shards import annotated_shards, entailment_shards
 from test_work_sharding import launch
 
 import evaluation.suite.suite
@@ -17,19 +17,15 @@ from evaluation.suite.suite import SuiteConfig, ZeroShotJob, job_key, run_suite
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
-from vlp.tasks.downstream.task import start_parts
-from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 
 IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory, task_folders):
     root = tmp_path_factory.mktemp("suite")
-    plain = tiny_folder(root / "plain")
-    parts, _ = start_parts(str(plain), {})
-    task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)
-    task.save_model(root / "fine", task.state_dict())
+    shutil.copytree(task_folders["plain"], root / "plain")
+    shutil.copytree(task_folders["snli_ve"], root / "fine")
     scenes = [annotation(sample_scene(0, number, image_size=16)) for number in range(5)]
     annotated_shards(root / "scenes", scenes, IMAGE)
     entailment_shards(root / "claims", 8)
