@@ -1,10 +1,6 @@
 """A tiny generated corpus, a tiny untrained model on it, and a tiny ablation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ from pair_shards import tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
 
-import vlp
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -29,14 +24,13 @@ from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.task import start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification, SnliVeConfig
 from vlp.tasks.vqa import task as vqa
-from vlp.training.config import PretrainConfig
 
 SCENES = 21
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def scene_shards(tmp_path_factory) -> Path:
+def scene_shards(tmp_path_factory):
     """21 scenes in three shards."""
     folder = tmp_path_factory.mktemp("scenes")
     with ShardWriter(folder, samples_per_shard=8) as writer:
@@ -46,7 +40,7 @@ def scene_shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, scene_shards) -> Path:
+def model_folder(tmp_path_factory, scene_shards):
     """An untrained VLPModel of width 16 with its tokenizer and preprocessing."""
     texts = [text for scene in distinct_scenes(0, SCENES) for text in annotation(scene).captions]
     text = TextProcessor(train_wordpiece(texts, 200), 24)
@@ -70,7 +64,7 @@ def model_folder(tmp_path_factory, scene_shards) -> Path:
 
 
 @pytest.fixture(scope="session")
-def task_folders(tmp_path_factory) -> dict[str, Path]:
+def task_folders(tmp_path_factory):
     """Untrained folders: `plain`, and by kind of task; `shards` of images of one colour."""
     root = tmp_path_factory.mktemp("tasks")
     made = {"plain": tiny_folder(root / "plain"), "shards": root / "shards"}
@@ -94,35 +88,24 @@ def task_folders(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def validated_pretraining(model_folder) -> Callable[..., PretrainConfig]:
-    """Make the configuration of a pretraining of that model, in float32, that is validated."""
+def class_folders():
+    """A function that writes two class folders of eight images each."""
 
-    def made(
-        objectives: dict[str, Any], batch: int, validation: dict[str, Any], **data: Any
-    ) -> PretrainConfig:
-        values = {"sources": ["unused"], "canonical_streams": 1, "vocabulary": str(model_folder)}
-        return PretrainConfig.model_validate(
-            {
-                "model": vlp.load(model_folder).model.config.model_dump(),
-                "data": values | data,
-                "objectives": objectives,
-                "training": {"batch": batch, "precision": "float32"},
-                "validation": validation,
-            }
-        )
+    def write(root):
+        rng = np.random.default_rng(0)
+        for name, level in (("dark", 40), ("light", 200)):
+            (root / name).mkdir(parents=True)
+            for number in range(8):
+                pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / name / f"{number}.png")
 
-    return made
+    return write
 
 
 @pytest.fixture
-def tiny_ablation(tmp_path):
+def tiny_ablation(tmp_path, class_folders):
     """Write the smallest ablation that trains: two variants of a vision model on sixteen images."""
-    rng = np.random.default_rng(0)
-    for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for number in range(8):
-            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    class_folders(tmp_path / "images")
     tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     overrides = {
         "task.model.options": tiny,

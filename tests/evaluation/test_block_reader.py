@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from multiprocessing import active_children
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -24,12 +23,12 @@ from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, workers_for
 from launch import pretrain as validation
 from launch.pretrain import HeldOutLosses
-from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.scenes.annotation import annotation
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import PretrainConfig
 
 CPU = torch.device("cpu")
 
@@ -42,7 +41,7 @@ class Read(NamedTuple):
     process: int
 
 
-def read(block: int) -> Read:
+def read(block):
     draw = torch.Generator().manual_seed(block)
     rows = [
         (torch.rand(3, 5, generator=draw).T, torch.randint(9, (7,), generator=draw) > 4)
@@ -53,7 +52,7 @@ def read(block: int) -> Read:
     )
 
 
-def same(one: Read, other: Read) -> bool:
+def same(one, other):
     pairs = [pair for rows in zip(one.rows, other.rows, strict=True) for pair in zip(*rows)]
     pairs += [(one.scalar, other.scalar), (one.empty, other.empty)]
     return one.text == other.text and all(
@@ -62,28 +61,21 @@ def same(one: Read, other: Read) -> bool:
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 5, 6, 2, 3], [0, 3, 9, 4]])
-def test_values_are_the_same_in_any_order(order: list[int]) -> None:
+def test_values_are_the_same_in_any_order(order):
     reader = BlockReader(read, CPU, workers=2)
     before = torch.get_rng_state()
     with reader.ahead(range(1, 7)):
         found = {block: reader[block] for block in order}
     assert all(same(value, read(block)) for block, value in found.items())
-    assert {block for block in order if found[block].process == os.getpid()} == {
-        block for block in order if block not in range(1, 7)
-    }
+    here = {block for block in order if found[block].process == os.getpid()}
+    assert here == set(order) - set(range(1, 7))
     assert torch.equal(torch.get_rng_state(), before)
     assert active_children() == []
     assert same(reader[2], read(2))
     assert active_children() == []
 
 
-def test_without_workers_this_process_reads() -> None:
-    reader = BlockReader(read, CPU)
-    with reader.ahead(range(4)):
-        assert reader[0].process == os.getpid()
-
-
-def failing(error: Exception, block: int) -> int:
+def failing(error, block):
     if block == 1:
         raise error
     return block
@@ -92,7 +84,7 @@ def failing(error: Exception, block: int) -> int:
 class Local(Exception):
     """Cannot be sent to another process."""
 
-    def __init__(self, one: int, other: int) -> None:
+    def __init__(self, one, other):
         super().__init__(f"{one} and {other}")
 
 
@@ -101,35 +93,32 @@ class Local(Exception):
     [
         BadSample("no text", "shards/a.tar, 7"),
         EvaluationError("these shards hold something else"),
-        ConfigError("shards: it cannot be read"),
         FileNotFoundError(2, "No such file", "a.tar"),
-        KeyError("name"),
     ],
 )
-def test_an_error_comes_as_it_is(error: Exception) -> None:
+def test_an_error_comes_as_it_is(error):
     reader = BlockReader(partial(failing, error), CPU, workers=2)
     with reader.ahead(range(4)):
         assert reader[0] == 0
         with pytest.raises(type(error)) as caught:
             reader[1]
         assert str(caught.value) == str(error)
-        assert type(caught.value) is type(error)
         assert "test_block_reader.py" in "".join(caught.value.__notes__)
         assert reader[2] == 2
     assert active_children() == []
 
 
-def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+def test_an_error_that_cannot_be_sent_keeps_its_words():
     reader = BlockReader(partial(failing, Local(3, 4)), CPU, workers=1)
     with pytest.raises(Exception, match="3 and 4"), reader.ahead(range(4)):
         reader[1]
     assert active_children() == []
 
 
-def test_no_process_outlives_an_exception_of_the_caller() -> None:
+def test_no_process_outlives_an_exception_of_the_caller():
     reader = BlockReader(read, CPU, workers=2)
 
-    def interrupted() -> None:
+    def interrupted():
         with reader.ahead(range(9)):
             reader[0]
             assert len(active_children()) == 2
@@ -142,15 +131,9 @@ def test_no_process_outlives_an_exception_of_the_caller() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_an_interrupted_command(number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, __file__],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+def test_no_process_outlives_an_interrupted_command(number):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, __file__], start_new_session=True, **pipes)
     assert process.stdout.readline() == "started\n"
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
@@ -165,7 +148,7 @@ def test_no_process_outlives_an_interrupted_command(number: signal.Signals) -> N
     assert orphans == []
 
 
-def test_a_gpu_has_workers_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_workers_and_a_cpu_none(monkeypatch):
     gpu = torch.device("cuda")
     for cores, expected in ((1, 1), (6, 6), (64, 8)):
         monkeypatch.setattr(block_reader, "cores_of_rank", lambda cores=cores: cores)
@@ -182,47 +165,45 @@ if __name__ == "__main__":
         time.sleep(60)
 
 
-WORKERS = (0, 2)
-
-
 @pytest.fixture(scope="module")
-def bad_shards(tmp_path_factory) -> Path:
+def bad_shards(tmp_path_factory):
     """Two images that cannot be decoded, two without text, and one that is whole."""
     scene = annotation(sample_scene(0, 50))
     samples = [(b"", scene), (photo(), Annotation()), (photo(side=20), scene)]
     return write_shards(tmp_path_factory.mktemp("bad"), [*samples, *samples[:2]], per_shard=2)
 
 
-@pytest.fixture(scope="module")
-def loaded(model_folder):
-    return vlp.load(model_folder)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_features_are_the_same_files(loaded, scene_shards, bad_shards, tmp_path) -> None:
-    shards = [bad_shards, scene_shards]
-    for workers in WORKERS:
-        found = embed(
-            loaded, shards, tmp_path / f"{workers}", options=EvalOptions(batch=4, workers=workers)
-        )
+def test_features_are_the_same_files(model_folder, scene_shards, bad_shards, tmp_path):
+    loaded, shards = vlp.load(model_folder), [bad_shards, scene_shards]
+    for workers in (0, 2):
+        options = EvalOptions(batch=4, workers=workers)
+        found = embed(loaded, shards, tmp_path / f"{workers}", options)
         assert found.skipped == {"unreadable image": 2}
-    assert files(tmp_path / "0") == files(tmp_path / "2")
+    for file in (tmp_path / "0").iterdir():
+        assert file.read_bytes() == (tmp_path / "2" / file.name).read_bytes()
 
 
-def test_held_out_losses_are_the_same(
-    validated_pretraining, model_folder, scene_shards, bad_shards, monkeypatch
-) -> None:
-    held_out = {"shards": [str(bad_shards), str(scene_shards)]}
+def pretraining(model_folder, objectives, batch, *shards):
+    """Configuration of a validated pretraining of that model, in float32."""
+    data = {"sources": ["unused"], "canonical_streams": 1, "vocabulary": str(model_folder)}
+    return PretrainConfig.model_validate(
+        {
+            "model": vlp.load(model_folder).model.config.model_dump(),
+            "data": data,
+            "objectives": objectives,
+            "training": {"batch": batch, "precision": "float32"},
+            "validation": {"shards": list(map(str, shards))},
+        }
+    )
+
+
+def test_held_out_losses_are_the_same(model_folder, scene_shards, bad_shards, monkeypatch):
     objectives = {"contrastive": {}, "itm": {}}
-    config = validated_pretraining(objectives, 4, held_out)
-    assert config.validation is not None
+    config = pretraining(model_folder, objectives, 4, bad_shards, scene_shards)
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, str(model_folder), log_every=1)
     found = []
-    for workers in WORKERS:
+    for workers in (0, 2):
         monkeypatch.setattr(validation, "workers_for", lambda *_, workers=workers: workers)
         losses = HeldOutLosses(config, config.validation, task)
         losses._data.max_skipped_share = 0.9
@@ -233,14 +214,12 @@ def test_held_out_losses_are_the_same(
     assert losses(0) == {}
 
 
-def test_a_pair_of_a_short_batch_weighs_like_any_other(
-    validated_pretraining, model_folder, scene_shards
-):
+def test_a_pair_of_a_short_batch_weighs_like_any_other(model_folder, scene_shards):
     """A loss that compares no pairs does not depend on the batch: 16 and 5 pairs, or 21."""
     found = {}
     objectives = {"itm": None, "mlm": None, "mim": {}, "teacher": None}
     for batch in (16, 32):
-        config = validated_pretraining(objectives, batch, {"shards": [str(scene_shards)]})
+        config = pretraining(model_folder, objectives, batch, scene_shards)
         torch.manual_seed(0)
         task = Pretraining(config.model, config.objectives, str(model_folder))
         found[batch] = HeldOutLosses(config, config.validation, task)(4)

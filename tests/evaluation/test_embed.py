@@ -1,7 +1,5 @@
 """Features as files: equal to the model's, in shard order, from any number of ranks, never half."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -61,9 +59,8 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     samples = [(photo(side=20), Annotation(image_id="1")), (b"", Annotation()), *coloured(3)]
     shards = write_shards(tmp_path / "shards", samples)
     loaded = vlp.load(model_folder)
-    found = embed(
-        loaded, [shards], tmp_path / "out", dtype="float16", options=EvalOptions(limit=4, batch=2)
-    )
+    options = EvalOptions(limit=4, batch=2)
+    found = embed(loaded, [shards], tmp_path / "out", options, dtype="float16")
     assert (found.images, found.captions) == (3, 4)
     assert found.skipped == {"unreadable image": 1}
     assert np.load(tmp_path / "out" / "images.npy").dtype == np.float16
@@ -90,10 +87,8 @@ def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
     """Three ranks one after the other in this process, the last one empty."""
     only_first = lambda self, count, work: [work(0)] if self.first else [None]  # noqa: E731
     monkeypatch.setattr(Ranks, "map_blocks", only_first)
-    ranks = [
-        FeatureFiles(tmp_path / "out", ("a", "b"), 2, "float32", Ranks(rank, 3))
-        for rank in range(3)
-    ]
+    arguments = (tmp_path / "out", ("a", "b"), 2, "float32")
+    ranks = [FeatureFiles(*arguments, Ranks(rank, 3)) for rank in range(3)]
     for number, one in enumerate(ranks[:2]):
         for step in range(2):
             value = 10 * number + step

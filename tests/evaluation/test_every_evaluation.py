@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from multiprocessing import active_children
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,19 +35,12 @@ from vlp.tasks.downstream.task import load_task
 CLASSES = ("red", "green", "blue")
 
 
-def zeroshot(loaded: Any, shards: Any, options: EvalOptions = EvalOptions(), **more: Any) -> Any:
+def zeroshot(loaded, shards, options=EvalOptions(), **more):
     return evaluate_zeroshot(loaded, shards, Prompts(CLASSES, CLASSES), options, **more)
 
 
 class Case(NamedTuple):
-    """An evaluation.
-
-    Args:
-        evaluate: its function.
-        arguments: of the function, and those of its command.
-        data: kind of shards that it reads.
-        matches: by the match score, with these arguments.
-    """
+    """An evaluation, `arguments` of its function and command; `matches`: for the match score."""
 
     evaluate: Callable[..., Any]
     arguments: dict[str, Any]
@@ -73,7 +65,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, scene_shards: Path) -> dict[str, list[Path]]:
+def shards(tmp_path_factory, scene_shards):
     """Two folders by kind, the second with images alone that cannot be decoded."""
     root = tmp_path_factory.mktemp("contract")
     scene = annotation(sample_scene(0, 50))
@@ -102,22 +94,22 @@ def shards(tmp_path_factory: pytest.TempPathFactory, scene_shards: Path) -> dict
 
 
 @pytest.fixture(scope="module", params=CASES)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(name: str, model_folder: Path, task_folders: dict[str, Path]) -> Path:
+def folder(name, model_folder, task_folders):
     return task_folders.get(name, model_folder)
 
 
 @pytest.fixture(scope="module")
-def evaluate(name: str, folder: Path) -> Callable[..., Any]:
+def evaluate(name, folder):
     """Evaluate shards with options."""
     case = CASES[name]
     model = load_task(folder) if case.data == "claims" else vlp.load(folder)
 
-    def evaluated(folders: list[Path], own: Any = None, **options: Any) -> Any:
+    def evaluated(folders, own=None, **options):
         settings = EvalOptions(**({"batch": 4, "resamples": 20} | options))
         arguments = case.arguments if own is None else own
         return case.evaluate(model, folders, options=settings, **arguments)
@@ -126,27 +118,21 @@ def evaluate(name: str, folder: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def result(name: str, evaluate: Callable[..., Any], shards: dict[str, list[Path]]) -> Any:
+def result(name, evaluate, shards):
     return evaluate(shards[CASES[name].data])
 
 
-def content(result: Any) -> tuple[Any, ...]:
+def content(result):
     return result.to_json(), result.predictions, result.table()
 
 
-def of_three_ranks(self: Ranks, count: int, work: Callable[[int], Any]) -> list[Any]:
+def of_three_ranks(self, count, work):
     """Run shares as ranks have them, one rank after the other in this process."""
     done = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
     return [done[block] for block in range(count)]
 
 
-def test_workers_and_ranks_change_nothing(
-    name: str,
-    evaluate: Callable[..., Any],
-    result: Any,
-    shards: dict[str, list[Path]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_and_ranks_change_nothing(name, evaluate, result, shards, monkeypatch):
     folders = shards[CASES[name].data]
     assert content(evaluate(folders, workers=2)) == content(result)
     assert active_children() == []
@@ -154,9 +140,7 @@ def test_workers_and_ranks_change_nothing(
     assert content(evaluate(folders)) == content(result)
 
 
-def test_bad_samples_are_counted_and_change_no_figure(
-    name: str, evaluate: Callable[..., Any], result: Any, shards: dict[str, list[Path]]
-) -> None:
+def test_bad_samples_are_counted_and_change_no_figure(name, evaluate, result, shards):
     good = evaluate(shards[CASES[name].data][:1])
     assert result.skipped["unreadable image"] >= 2
     assert result.to_json()["skipped"] == result.skipped
@@ -168,7 +152,7 @@ def test_bad_samples_are_counted_and_change_no_figure(
     )
 
 
-def test_files_hold_the_result(name: str, result: Any, tmp_path: Path) -> None:
+def test_files_hold_the_result(name, result, tmp_path):
     folder = result.save(tmp_path / "new" / "out")
     written = json.loads((folder / f"{name}.json").read_text())
     assert written == json.loads(json.dumps(result.to_json()))
@@ -184,13 +168,8 @@ def test_files_hold_the_result(name: str, result: Any, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_what_the_function_gives(
-    name: str,
-    folder: Path,
-    evaluate: Callable[..., Any],
-    shards: dict[str, list[Path]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name, folder, evaluate, shards, tmp_path, capsys
+):
     (tmp_path / "classes").write_text("\n".join(CLASSES))
     case, folders = CASES[name], shards[CASES[name].data]
     words = case.command.replace("CLASSES", str(tmp_path / "classes")).split()
@@ -203,9 +182,7 @@ def test_the_command_writes_what_the_function_gives(
     assert written == json.loads(json.dumps(expected.to_json()))
 
 
-def test_nothing_to_evaluate_is_an_error(
-    name: str, evaluate: Callable[..., Any], shards: dict[str, list[Path]], tmp_path: Path
-) -> None:
+def test_nothing_to_evaluate_is_an_error(name, evaluate, shards, tmp_path):
     with pytest.raises(EvaluationError, match="unreadable image"):
         evaluate(shards[CASES[name].data][1:])
     for folders, options in (
@@ -217,13 +194,7 @@ def test_nothing_to_evaluate_is_an_error(
             evaluate(folders, **options)
 
 
-def test_a_match_score_that_was_never_trained_is_named(
-    name: str,
-    evaluate: Callable[..., Any],
-    folder: Path,
-    shards: dict[str, list[Path]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_match_score_that_was_never_trained_is_named(name, evaluate, folder, shards, monkeypatch):
     case = CASES[name]
     if case.matches is None:
         pytest.skip("does not use it")

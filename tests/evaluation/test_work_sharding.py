@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,30 +29,19 @@ def test_one_process_runs_all_blocks_and_raises_what_fails():
         Ranks().map_blocks(2, lambda block: 1 // block)
 
 
-def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess]:
+def launch(world_size, code):
     """Run `python code...` as torchrun would, each rank a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = []
     for rank in range(world_size):
-        announced = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        environment = {
-            **os.environ,
-            **{name: str(value) for name, value in announced.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *code],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= {"WORLD_SIZE": str(world_size)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *code]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
     done = []
     for process in ranks:
         out, err = process.communicate(timeout=120)
@@ -120,50 +106,45 @@ def test_no_thread_of_a_group_outlives_it():
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def state(device: torch.device) -> tuple[torch.dtype | None, str]:
+def state(device):
     on = torch.is_autocast_enabled(device.type)
     kind = torch.get_autocast_dtype(device.type) if on else None
     return kind, torch.get_float32_matmul_precision()
 
 
-@pytest.mark.parametrize("precision", [None, "float32"])
-def test_a_cpu_computes_in_float32(precision):
-    with inference(CPU, precision):
-        assert state(CPU) == (None, "highest")
+@pytest.fixture
+def gpu_with_bf16(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
 
 
 @pytest.mark.parametrize(
-    ("able", "kind", "products"), [(True, torch.bfloat16, "high"), (False, None, "highest")]
+    ("device", "precision", "able", "expected"),
+    [
+        (CPU, None, True, (None, "highest")),
+        (CPU, "float32", True, (None, "highest")),
+        (GPU, None, True, (torch.bfloat16, "high")),
+        (GPU, None, False, (None, "highest")),
+        (GPU, "float32", True, (None, "highest")),
+        (GPU, "bf16", True, (torch.bfloat16, "highest")),
+    ],
 )
-def test_a_gpu_with_bf16_computes_in_it_and_float32_products_in_tf32(able, kind, products):
-    with (
-        patch("torch.cuda.is_bf16_supported", return_value=able),
-        patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-        inference(GPU, None),
-    ):
-        assert state(GPU) == (kind, products)
-    assert state(GPU) == (None, "highest")
+@pytest.mark.usefixtures("gpu_with_bf16")
+def test_only_gpus_with_bf16_compute_in_it_by_default(
+    device, precision, able, expected, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: able)
+    with inference(device, precision):
+        assert state(device) == expected
+    assert state(device) == (None, "highest")
 
 
+@pytest.mark.usefixtures("gpu_with_bf16")
 def test_tf32_ends_with_the_last_of_several_threads():
-    with (
-        patch("torch.cuda.is_bf16_supported", return_value=True),
-        patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-    ):
-        first, second = inference(GPU, None), inference(GPU, None)
-        for context in (first, second):
-            context.__enter__()
-        first.__exit__(None, None, None)
-        assert torch.get_float32_matmul_precision() == "high"
-        second.__exit__(None, None, None)
+    first, second = inference(GPU, None), inference(GPU, None)
+    for context in (first, second):
+        context.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == "high"
+    second.__exit__(None, None, None)
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize(("precision", "kind"), [("float32", None), ("bf16", torch.bfloat16)])
-def test_a_gpu_computes_in_what_is_asked_for(precision, kind):
-    with (
-        patch("torch.cuda.is_bf16_supported", return_value=True),
-        patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-        inference(GPU, precision),
-    ):
-        assert state(GPU) == (kind, "highest")

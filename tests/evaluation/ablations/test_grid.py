@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,7 @@ import yaml
 
 from data_tools.executor import Executor
 from evaluation.ablations.config import AblationConfig
-from evaluation.ablations.grid import (
-    RESULT,
-    VLP,
-    Run,
-    check,
-    do_runs,
-    plan,
-    results,
-    run_ablation,
-)
+from evaluation.ablations.grid import RESULT, VLP, Run, check, do_runs, plan, results, run_ablation
 from evaluation.ablations.tables import report, to_frame
 from launch.cli.main import main
 from vlp.config import ConfigError, load_config
@@ -42,10 +32,7 @@ TABLE = {
 }
 PLAIN = {
     "output": "runs/x",
-    "training": {
-        "config": "../vision/cifar10_vit_tiny.yaml",
-        "overrides": {"training.steps": 5},
-    },
+    "training": {"config": "../vision/cifar10_vit_tiny.yaml", "overrides": {"training.steps": 5}},
     "variants": {
         "few": {"seeds": 2},
         "none": {"overrides": {"training.steps": 3}},
@@ -88,8 +75,6 @@ def test_a_shipped_ablation_is_planned(file):
             {"tables": [{**TABLE, "rows": [{"label": "A", "variant": "ape", "paper": [1, 2]}]}]},
             "A has 2 figures",
         ),
-        ({"tables": [{**TABLE, "figures": {}}]}, "at least 1"),
-        ({"seeds": [0]}, "at least 2"),
         ({"scenes": "x", "measured": {"shards": ["x"]}}, "scenes and measured are different"),
     ],
 )
@@ -234,15 +219,15 @@ if __name__ == "__main__":
 """
 
 
-def _running(pid: int) -> bool:
-    """Not gone, and no zombie that nobody has asked after."""
+def _running(pid):
+    """Tell whether a process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def _until(what: str, holds: Callable[[], bool], seconds: float = 60) -> None:
+def _until(what, holds, seconds=60):
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, what
@@ -250,11 +235,9 @@ def _until(what: str, holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a process of its parent's end"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_grid_that_is_killed_leaves_no_training(tmp_path: Path, how: int) -> None:
+def test_a_grid_that_is_killed_leaves_no_training(tmp_path, how):
     script, grid = tmp_path / "training.py", tmp_path / "grid.py"
     script.write_text(TRAINING)
     grid.write_text(GRID)
@@ -265,9 +248,7 @@ def test_a_grid_that_is_killed_leaves_no_training(tmp_path: Path, how: int) -> N
     )
     try:
         pids = tmp_path / "runs" / "0" / "pids"
-        _until(
-            "the first training starts", lambda: pids.is_file() and pids.read_text().endswith("\n")
-        )
+        _until("a training starts", lambda: pids.is_file() and pids.read_text().endswith("\n"))
         started = [int(pid) for pid in pids.read_text().split()]
         process.send_signal(how)
         process.wait(60)
@@ -280,7 +261,7 @@ def test_a_grid_that_is_killed_leaves_no_training(tmp_path: Path, how: int) -> N
 
 
 @pytest.mark.nightly
-def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path: Path) -> None:
+def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path):
     script, out = tmp_path / "training.py", tmp_path / "runs"
     script.write_text(FAILING)
     runs = [Run(f"run {n}", out / str(n), [sys.executable, str(script), str(out / str(n))])

@@ -1,7 +1,5 @@
 """Tables of an ablation: means, paired tests with Holm's correction, and the files they go to."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -109,7 +107,6 @@ def test_a_difference_is_tested_by_students_t():
 
 
 def test_recall_is_read_by_seed_and_image(tmp_path):
-    """A mean over an image's queries first, then over directions."""
     for seed, ranks in ((0, [1, 9, 2, 1, 7]), (1, [1, 1, 1, 1, 1])):
         rows = ["direction,image,caption,match"]
         kinds = ["text_to_image,a,0", "text_to_image,a,1", "image_to_text,a,"]
@@ -135,11 +132,8 @@ def test_a_bootstrap_covers_seeds_and_images():
     )
     apart = images + np.array([[-6.0], [0.0], [6.0]])
     assert bootstrap(apart)["high"] - bootstrap(apart)["low"] > 2.5 * (found["high"] - found["low"])
-    assert bootstrap(np.full((2, 5), 3.0)) == {
-        "low": 3.0,
-        "high": 3.0,
-        "p": pytest.approx(2e-4, rel=1e-3),
-    }
+    constant = bootstrap(np.full((2, 5), 3.0))
+    assert constant == {"low": 3.0, "high": 3.0, "p": pytest.approx(2e-4, rel=1e-3)}
 
 
 def test_rows_are_paired_with_the_reference_in_their_own_view(config):
@@ -182,7 +176,6 @@ def test_the_report_is_text_latex_and_csv(config):
     assert "APE & more" in text
     assert "| APE & more |" in (out / "report.md").read_text()
     tex = (out / "report.tex").read_text()
-    assert r"\toprule" in tex
     assert r"APE \& more &" in tex
     assert r"51.0 $\pm$ 1.0" in tex
     assert latex_table(lay_out(config.tables[0], figures())) in tex

@@ -1,7 +1,5 @@
 """Figures of captions: those of the metrics on what the model writes."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -30,7 +28,7 @@ def made(shards, **options):
     return task
 
 
-def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
+def test_figures_are_those_of_the_metrics(shards, tmp_path):
     result = evaluate_task(made(shards), [shards], options=EvalOptions(batch=4, resamples=20))
     said = [row["caption"] for row in result.predictions]
     truth = [list(sample.captions) for _, sample in coloured(6)]
@@ -46,14 +44,14 @@ def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
-def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:
+def test_with_java_there_is_meteor_and_a_word_about_spice(shards):
     result = evaluate_task(made(shards, java=True), [shards], options=EvalOptions(resamples=2))
     assert np.isfinite(result.metrics["meteor"])
     said_so = any("Stanford CoreNLP" in note for note in result.notes)
     assert said_so != ("spice" in result.metrics)
 
 
-def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
+def test_without_java_the_way_out_is_named(shards, monkeypatch):
     monkeypatch.setattr(captions.shutil, "which", lambda name: None)
     task = made(shards, java=True)
     monkeypatch.setattr(task, "predict", lambda inputs: pytest.fail("before anything is written"))
@@ -61,7 +59,7 @@ def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
         evaluate_task(task, [shards], options=EvalOptions(resamples=2))
 
 
-def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path) -> None:
+def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path):
     """As retrieval merges them: one caption an image against all that people wrote."""
     task = made(shards)
     whole, single = [], []
@@ -70,31 +68,24 @@ def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path)
         ids = {"image_id": str(number), "source": "own"}
         whole.append((image, Annotation(captions=texts, **ids)))
         single += [(image, Annotation(captions=[text], **ids)) for text in texts]
+    options = EvalOptions(batch=3, resamples=4)
     results = [
-        evaluate_task(
-            task,
-            [write_shards(tmp_path / name, samples)],
-            options=EvalOptions(batch=3, resamples=4),
-        )
+        evaluate_task(task, [write_shards(tmp_path / name, samples)], options)
         for name, samples in (("whole", whole), ("single", single))
     ]
     assert results[0].metrics == results[1].metrics
     assert [result.counts["items"] for result in results] == [4, 4]
     write_captions(tmp_path / "results.json", results[1].predictions)
     alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
-    assert (
-        evaluate_task(
-            task, [write_shards(tmp_path / "alone", alone)], options=EvalOptions(resamples=2)
-        ).counts["items"]
-        == 3
-    )
+    separate = evaluate_task(task, [write_shards(tmp_path / "alone", alone)], options)
+    assert separate.counts["items"] == 3
 
 
-def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:
+def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path):
     samples = [(photo(), Annotation(image_id="1")), *coloured(2), (b"", Annotation(caption="a"))]
     task = made(shards)
     result = evaluate_task(
-        task, [write_shards(tmp_path / "some", samples)], options=EvalOptions(resamples=2)
+        task, [write_shards(tmp_path / "some", samples)], EvalOptions(resamples=2)
     )
     assert len(result.predictions) == 3
     assert result.skipped == {"unreadable image": 1}

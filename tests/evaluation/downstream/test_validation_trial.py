@@ -1,44 +1,34 @@
 """Validation of a fine-tuning is tried on a few items before it, and on all where those lack."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
 
-from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from launch import finetune
 from vlp.config import ConfigError
 from vlp.training.config import FinetuneConfig
 
 
-def config(**training: Any) -> FinetuneConfig:
+def config(**training):
     data = {"train": ["a"], "validation": ["b"], "workers": 0}
     task = {"kind": "snli_ve", "data": data}
     return FinetuneConfig.model_validate({"init_from": "x", "task": task, "training": training})
 
 
-class Task(nn.Linear):
-    metric = "accuracy"
-
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-
-
-def select(chosen: FinetuneConfig) -> Any:
-    data = SimpleNamespace(batches_in_epoch=lambda epoch: 4)
-    return finetune.select(chosen, Task(), data)  # type: ignore[arg-type]
+def select(chosen):
+    task = nn.Linear(1, 1)
+    task.metric = "accuracy"
+    return finetune.select(chosen, task, SimpleNamespace(batches_in_epoch=lambda epoch: 4))
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Limits of the evaluations; the first items are all of one class, or without a label."""
-    asked: list[int | None] = []
+def limits(monkeypatch):
+    """Limits of the evaluations; the first items have no label."""
+    asked = []
 
-    def evaluate(task: nn.Module, folders: Any, options: EvalOptions) -> Any:
+    def evaluate(task, folders, options):
         asked.append(options.limit)
         assert options.workers == 0  # as many as the training reads by, at most
         if options.limit is not None:
@@ -49,19 +39,17 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return asked
 
 
-def test_all_items_are_tried_where_the_first_ones_have_no_truth(limits: list[int | None]) -> None:
+def test_all_items_are_tried_where_the_first_ones_have_no_truth(limits):
     assert select(config(metric="contradiction")) is not None
     assert limits == [16, None]
-
-
-def test_a_figure_that_is_nowhere_is_refused(limits: list[int | None]) -> None:
+    limits.clear()
     with pytest.raises(ConfigError, match="no figure 'nonsense'; there are accuracy, contra"):
         select(config(metric="nonsense"))
     assert limits == [16, None]
 
 
 @pytest.mark.parametrize("key", [{"metric": "accuracy"}, {"evaluate_every": 3}, {"patience": 1}])
-def test_settings_of_a_validation_need_its_data(key: dict[str, Any]) -> None:
+def test_settings_of_a_validation_need_its_data(key):
     chosen = config(**key)
     data = chosen.task.data.model_copy(update={"validation": ()})
     task = chosen.task.model_copy(update={"data": data})

@@ -1,7 +1,5 @@
 """Grad-CAM against finite differences on injected attention probabilities."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,25 +90,6 @@ def test_threads_get_their_own_maps_and_scores():
         torch.testing.assert_close(one, expected[number][ask is VLPModel.match])
     assert attention.fused is None
     assert not attention.probabilities._forward_hooks
-
-
-def test_only_the_class_token_has_a_map_in_the_last_layer():
-    model = tiny()
-    maps = grad_cam(model, *encoded(model), -1)
-    assert maps[:, 0].amax((-1, -2)).gt(0).all()
-    assert maps[:, 1:].eq(0).all()
-    earlier = grad_cam(model, *encoded(model), 0)
-    assert earlier[0].amax((-1, -2)).gt(0).sum() > 1
-    assert earlier[1, 4:].eq(0).all()  # padding
-
-
-def test_pairs_of_a_batch_do_not_touch_each_other():
-    model = tiny()
-    image, text = encoded(model, rows=3)
-    together = grad_cam(model, image, text, 0)
-    for row in range(3):
-        alone = grad_cam(model, image.select([row]), text.select([row]), 0)
-        torch.testing.assert_close(together[row], alone[0])
 
 
 def test_layers_are_counted_as_in_a_list():

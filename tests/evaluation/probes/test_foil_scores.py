@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -49,9 +45,7 @@ def slow_shares(loaded, shards):
 def test_shares_equal_a_loop_over_pairs(loaded, scene_shards):
     result = evaluate_foils(loaded, [scene_shards], options=EvalOptions(batch=8))
     expected = slow_shares(loaded, scene_shards)
-    assert {name: figure.value for name, figure in result.figures.items()} == pytest.approx(
-        expected
-    )
+    assert result.metrics == pytest.approx(expected)
     assert {"match, all", "dual, colour"} <= set(expected)
     for figure in result.figures.values():
         assert figure.low <= figure.value <= figure.high
@@ -80,7 +74,6 @@ def test_blank_images_leave_the_text_alone(loaded, scene_shards):
     for row in first:  # the same captions of another image: the same scores
         again.setdefault((row["caption"], row["foil"]), []).append(row["dual"])
     assert all(np.allclose(rows, rows[0], atol=1e-6) for rows in again.values())
-    assert "View: blank" in evaluate_foils(loaded, [scene_shards], view="blank").notes[0]
 
 
 def test_captions_cut_off_before_the_exchange_are_left_out(loaded, tmp_path):
@@ -102,13 +95,7 @@ def test_captions_without_foils_are_refused(loaded, tmp_path):
         evaluate_foils(loaded, [tmp_path / "s"])
 
 
-def test_the_command_lists_pairs_and_writes_them(model_folder, scene_shards, tmp_path, capsys):
-    common = ["--model", str(model_folder), "--shards", str(scene_shards), "--out", str(tmp_path)]
-    assert main(["foils", *common, "--limit", "4", "--list", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("colour\n  ")
-    assert "match, colour" in printed
-    written = json.loads((tmp_path / "foils.json").read_text())
-    lines = (tmp_path / "foils.predictions.jsonl").read_text().splitlines()
-    assert written["items"] == len(lines)
-    assert json.loads(lines[0])["foil"] in printed
+def test_the_command_lists_pairs(model_folder, scene_shards, tmp_path, capsys):
+    command = ["foils", "--model", str(model_folder), "--shards", str(scene_shards)]
+    assert main([*command, "--out", str(tmp_path), "--limit", "4", "--list", "1"]) == 0
+    assert capsys.readouterr().out.startswith("colour\n  ")

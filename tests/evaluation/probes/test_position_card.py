@@ -1,7 +1,5 @@
 """Maps of encodings: what they show, not how it looks."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -64,8 +62,3 @@ def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch
     assert np.delete(values, QUERY[1], 1).max() == 0.0
     drawn = position_map("same-column", GRID, QUERY).values
     assert drawn.any(), "a table of zeros is drawn from N(0, 1)"
-
-
-def test_what_has_no_map_is_refused():
-    with pytest.raises(ValueError, match="anchor lies between an image and a text"):
-        position_map("anchor", GRID, QUERY)

@@ -1,13 +1,12 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
+import math
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from retrieval_stub import Stub, StubITMScorer, StubModel, make_stub, png, write_numbered
+from torch.nn import functional
 
 import vlp
 from data_tools.__main__ import main as data_tools
@@ -15,8 +14,10 @@ from evaluation import samples
 from evaluation.__main__ import main
 from evaluation.encoder import Block, BlockCache
 from evaluation.options import EvalOptions
+from evaluation.retrieval import query_bank
+from evaluation.retrieval.query_bank import log_mass, normalised_sides
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, Samples
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
@@ -75,26 +76,16 @@ def slow_recalls(stub, captions, rerank, rerank_by):
 )
 @pytest.mark.parametrize("batch", [4, 100])
 def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
-    stub = make_stub(CAPTIONS)
-    result = evaluate_retrieval(
-        stub,
-        [numbered],
-        rerank=rerank,
-        rerank_by=rerank_by,
-        options=EvalOptions(batch=batch),
-        match_batch=3,
-    )
+    stub, how = make_stub(CAPTIONS), {"rerank": rerank, "rerank_by": rerank_by}
+    result = evaluate_retrieval(stub, [numbered], EvalOptions(batch=batch), match_batch=3, **how)
     expected = slow_recalls(stub, CAPTIONS, rerank, rerank_by)
     assert result.counts == {"images": len(CAPTIONS), "texts": sum(CAPTIONS)}
     for key, value in expected.items():
         figure = result.figures[key]
         assert figure.value == pytest.approx(value), key
         assert figure.low <= figure.value <= figure.high
-    dual = [
-        expected["dual", side, f"R@{k}"]
-        for side in ("text_to_image", "image_to_text")
-        for k in (1, 5, 10)
-    ]
+    sides = ("text_to_image", "image_to_text")
+    dual = [expected["dual", side, f"R@{k}"] for side in sides for k in (1, 5, 10)]
     assert result.mean("dual").value == pytest.approx(np.mean(dual))
     assert result.mean("dual", "text_to_image").value == pytest.approx(np.mean(dual[:3]))
     assert result.recall("dual", "text_to_image", 1).chance == pytest.approx(1 / len(CAPTIONS))
@@ -133,10 +124,8 @@ def test_samples_of_one_image_become_one_image(tmp_path):
     with ShardWriter(apart, samples_per_shard=4) as writer:
         for number, count in enumerate(CAPTIONS):
             for slot in range(count):
-                annotation = Annotation(
-                    caption=f"{number} {slot}", source="s", image_id=str(number)
-                )
-                writer.write(f"{number}-{slot}", png((number, 0, 0)), "png", annotation)
+                said = Annotation(caption=f"{number} {slot}", source="s", image_id=str(number))
+                writer.write(f"{number}-{slot}", png((number, 0, 0)), "png", said)
     together = tmp_path / "together"
     write_numbered(together, CAPTIONS)
     stub = make_stub(CAPTIONS)
@@ -194,6 +183,9 @@ def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
         evaluate_retrieval(make_stub([1]), [tmp_path / "missing"])
     with pytest.raises(EvaluationError, match="cannot be negative"):
         evaluate_retrieval(make_stub([1]), [folder], rerank=-1)
+    for name in ("bank_temperature", "temperature"):
+        with pytest.raises(EvaluationError, match=f"^{name} 0: it must be above 0"):
+            evaluate_retrieval(make_stub([1]), [folder], rerank=2, **{name: 0})
 
 
 def test_block_cache_drops_the_least_recently_used():
@@ -215,7 +207,7 @@ def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder
     assert loaded.model.training
     with torch.autocast("cpu", dtype=torch.bfloat16):
         second = evaluate_retrieval(
-            loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), memory=0
+            loaded, [scene_shards], EvalOptions(batch=8), rerank=4, memory=0
         )
     assert first == second
     assert first.counts["images"] == 21
@@ -224,8 +216,6 @@ def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder
 
 def test_real_reranking_equals_matching_every_pair(model_folder, scene_shards):
     """All pairs through the public calls in one batch, against blocks and nearest candidates."""
-    from evaluation.samples import Samples
-
     loaded = vlp.load(model_folder)
     samples = [Samples([scene_shards], 6).read(place) for place in range(6)]
     texts = [text for sample in samples for text in sample.captions]
@@ -243,45 +233,43 @@ def test_real_reranking_equals_matching_every_pair(model_folder, scene_shards):
         loaded, [scene_shards], rerank=6, rerank_by="match", options=EvalOptions(limit=6, batch=4)
     )
     for k in (1, 5):
-        assert result.recall("rerank", "text_to_image", k).value == pytest.approx(
-            (ranks < k).mean()
-        )
+        recall = result.recall("rerank", "text_to_image", k).value
+        assert recall == pytest.approx((ranks < k).mean())
+
+
+def store_features(model_folder, shards, folder):
+    model = json.loads((model_folder / "config.json").read_text())
+    del model["model_type"]
+    data = {"sources": [{"path": str(shards)}], "vocabulary": str(model_folder)}
+    values = {"init_from": str(model_folder), "model": model, "data": data}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    command = ["features", "--config", folder / "config.yaml", "--out", folder / "features"]
+    assert data_tools([*map(str, command)]) == 0
+    return folder / "features"
 
 
 @pytest.fixture(scope="module")
-def features(model_folder, scene_shards, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("stored")
-    model = json.loads((model_folder / "config.json").read_text())
-    del model["model_type"]
-    values = {
-        "init_from": str(model_folder),
-        "model": model,
-        "data": {"sources": [{"path": str(scene_shards)}], "vocabulary": str(model_folder)},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    command = ["features", "--config", folder / "config.yaml", "--out", folder / "out"]
-    assert data_tools([*map(str, command)]) == 0
-    return folder / "out"
+def features(model_folder, scene_shards, tmp_path_factory):
+    return store_features(model_folder, scene_shards, tmp_path_factory.mktemp("stored"))
 
 
 def test_ranks_are_those_of_pixels_but_for_rounding(
     model_folder, scene_shards, features, monkeypatch
 ):
     loaded = vlp.load(model_folder)
-    plain = evaluate_retrieval(loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8))
+    options = EvalOptions(batch=8)
+    plain = evaluate_retrieval(loaded, [scene_shards], options, rerank=4)
     monkeypatch.setattr(samples, "decode_image", None)
-    stored = evaluate_retrieval(
-        loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8), features=[features]
-    )
+    stored = evaluate_retrieval(loaded, [scene_shards], options, rerank=4, features=[features])
     assert (stored.counts, stored.skipped) == (plain.counts, {})
     assert [row | {"ranks": 0} for row in stored.predictions] == [
         row | {"ranks": 0} for row in plain.predictions
     ]
-    ranks = [
+    first, second = (
         np.array([row["ranks"]["dual"] for row in found.predictions]) for found in (plain, stored)
-    ]
-    assert (ranks[0] == ranks[1]).mean() > 0.9
-    assert np.abs(ranks[0] - ranks[1]).max() <= 3
+    )
+    assert (first == second).mean() > 0.9
+    assert np.abs(first - second).max() <= 3
 
 
 def test_several_folders_hold_features_together(
@@ -292,18 +280,12 @@ def test_several_folders_hold_features_together(
     with ShardWriter(other) as writer:
         for number, scene in enumerate(distinct_scenes(50, 5)):
             writer.write(f"{number}", encode_png(render(scene)), "png", annotation(scene))
-    model = json.loads((model_folder / "config.json").read_text())
-    del model["model_type"]
-    data = {"sources": [{"path": str(other)}], "vocabulary": str(model_folder)}
-    values = {"init_from": str(model_folder), "model": model, "data": data}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    command = ["features", "--config", tmp_path / "config.yaml", "--out", tmp_path / "features"]
-    assert data_tools([*map(str, command)]) == 0
+    others = store_features(model_folder, other, tmp_path)
     ask = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
     ask += ["--bank", str(other), "--features", str(features)]
     assert main(ask) == 2
     assert f"holds no features of {other}" in capsys.readouterr().err
-    assert main([*ask, str(tmp_path / "features")]) == 0
+    assert main([*ask, str(others)]) == 0
     table = capsys.readouterr().out
     assert "normalised by the queries" in table
     assert "are in the bank" not in table
@@ -322,3 +304,68 @@ def test_another_tower_or_other_shards_are_refused(
         loaded.model.image_encoder.vit.norm.bias += 1
     with pytest.raises(ConfigError, match=r"weights is '\w+' there, '\w+' here"):
         evaluate_retrieval(loaded, [scene_shards], features=[features])
+
+
+def unit(*shape):
+    return functional.normalize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(3)), dim=-1
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.1, 10.0])
+@pytest.mark.parametrize("at_a_time", [2, 100])
+def test_log_mass_equals_the_loop(temperature, at_a_time, monkeypatch):
+    monkeypatch.setattr(query_bank, "QUERIES", at_a_time)
+    monkeypatch.setattr(query_bank, "CANDIDATES", at_a_time + 1)
+    candidates, bank = unit(4, 8), unit(7, 8).flip(0)
+    for candidate, mass in zip(candidates, log_mass(candidates, bank, temperature), strict=True):
+        terms = [math.exp(float(candidate @ query) / temperature) for query in bank]
+        assert mass.item() == pytest.approx(temperature * math.log(sum(terms) / 7), abs=1e-5)
+
+
+def test_a_hub_loses_most_and_by_the_same_for_every_query():
+    queries, hub = unit(5, 8), unit(9, 8)[8:]
+    bank = functional.normalize(hub + 0.3 * unit(50, 8), dim=-1)
+    candidates = torch.cat([unit(6, 8), hub])
+    asked, answers = normalised_sides(queries, candidates, bank, 0.1)
+    change = asked @ answers.T - queries @ candidates.T
+    torch.testing.assert_close(change, change[:1].expand_as(change))
+    assert change[0].argmin() == 6
+
+
+def test_recall_with_a_bank_equals_the_full_matrices(numbered):
+    """The bank may be of any pairs; here it has the pairs of the evaluation."""
+    stub = make_stub(CAPTIONS)
+    result = evaluate_retrieval(stub, [numbered], bank=[numbered], bank_temperature=0.2)
+    plain = evaluate_retrieval(stub, [numbered])
+    dual = (stub.model.image.double() @ stub.model.text.double().T).numpy()
+    owner = np.repeat(np.arange(len(CAPTIONS)), CAPTIONS)
+    right = owner[None] == np.arange(len(CAPTIONS))[:, None]
+    of_images = 0.2 * np.log(np.exp(dual / 0.2).mean(1))
+    of_texts = 0.2 * np.log(np.exp(dual / 0.2).mean(0))
+    for direction, scores, positive in (
+        ("text_to_image", (dual - of_images[:, None]).T, right.T),
+        ("image_to_text", dual - of_texts[None], right),
+    ):
+        ranks = pessimistic_ranks(scores, positive)
+        for k in (1, 5, 10):
+            assert result.recall("dual", direction, k).value == pytest.approx((ranks < k).mean())
+    assert result.figures != plain.figures
+    assert result.to_json()["bank"] == [str(numbered)]
+    assert "normalised by the queries" in str(result.table())
+    assert result.to_json()["bank_shared"] == len(CAPTIONS)
+    assert f"{len(CAPTIONS)} of these images are in the bank" in str(result.table())
+    assert "are in the bank" not in str(plain.table())
+
+
+def test_the_bank_is_known_however_its_folder_is_spelled(numbered, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("numbered")
+    stub = make_stub(CAPTIONS)
+    for bank in ("numbered", "./link/"):
+        result = evaluate_retrieval(stub, [tmp_path / "numbered"], bank=[bank])
+        assert result.facts["bank_shared"] == len(CAPTIONS)
+        assert result.to_json()["notes"] == list(result.notes)
+        assert len(result.notes) == 2
+    twice = evaluate_retrieval(stub, ["numbered", "./link"])
+    assert twice.counts["images"] == len(CAPTIONS), "the same images"

@@ -1,13 +1,52 @@
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
-from vlp.metrics import chance_recall, pessimistic_ranks
+from vlp.metrics import bootstrap_means, chance_recall, percentile_interval, pessimistic_ranks
+
+
+def test_means_equal_a_plain_loop_over_the_same_draws():
+    generator = np.random.default_rng(3)
+    weights = generator.integers(1, 6, size=(9, 2)).astype(float)
+    values = weights * generator.random((9, 2))
+    means = bootstrap_means(values, weights, resamples=20, seed=5)
+    rng_for = np.random.default_rng(5)
+    for row in means:
+        chosen = rng_for.integers(9, size=9)
+        total = sum(values[c] for c in chosen) / sum(weights[c] for c in chosen)
+        np.testing.assert_allclose(row, total)
+
+
+def test_a_resample_without_queries_keeps_the_overall_mean():
+    values, weights = np.array([[1.0], [0.0]]), np.array([[2.0], [0.0]])
+    assert set(bootstrap_means(values, weights, resamples=50).ravel()) == {0.5}
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_means(np.zeros((0, 1)))
+    with pytest.raises(ValueError, match="one matrix"):
+        bootstrap_means(np.zeros((3, 1)), np.zeros((3, 2)))
+
+
+def test_intervals_are_those_of_scipy():
+    rng = np.random.default_rng(1)
+    weights = rng.integers(1, 6, (80, 1))
+    values = rng.binomial(weights, 0.6)
+    low, high = percentile_interval(bootstrap_means(values, weights, resamples=300))
+    theirs = stats.bootstrap(
+        (values[:, 0], weights[:, 0]),
+        lambda value, weight, axis: value.sum(axis) / weight.sum(axis),
+        paired=True,
+        n_resamples=300,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    assert (low[0], high[0]) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
 def slow_rank(scores, positive):
@@ -34,13 +73,6 @@ def test_ranks_equal_a_sort_with_ties_against_the_model(data):
     assert pessimistic_ranks(scores, positive).tolist() == expected
 
 
-def test_constant_scores_find_nothing():
-    scores = np.zeros((4, 12), dtype=np.float32)
-    positive = np.eye(4, 12, dtype=bool)
-    ranks = pessimistic_ranks(scores, positive)
-    assert ranks.tolist() == [11] * 4
-
-
 def test_nan_scores_count_against_the_model():
     nan = float("nan")
     scores = np.array([[nan, 1.0, 0.0], [1.0, nan, 0.0], [2.0, 1.0, nan]])
@@ -64,9 +96,6 @@ def test_chance_equals_counting_all_orders(candidates, positives, k):
     assert chance_recall(np.array(positives), candidates, k) == pytest.approx(np.mean(found))
 
 
-def test_chance_of_five_captions_and_of_one():
-    assert chance_recall(np.ones(5000, int), 1000, 10) == pytest.approx(0.01)
-    wrong = np.prod([(5000 - 5 - i) / (5000 - i) for i in range(10)])
-    assert chance_recall(np.full(1000, 5), 5000, 10) == pytest.approx(1 - wrong)
+def test_chance_needs_a_right_candidate():
     with pytest.raises(ValueError, match="1 to 3"):
         chance_recall(np.array([0]), 3, 1)
