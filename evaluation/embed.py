@@ -124,10 +124,7 @@ class _ReadPairs(NamedTuple):
 
 
 def _read(
-    items: Items,
-    blocks: Sequence[range],
-    preprocess: Callable[[Any], torch.Tensor],
-    number: int,
+    items: Items, blocks: Sequence[range], preprocess: Callable[[Any], torch.Tensor], number: int
 ) -> _ReadPairs:
     """Read and prepare a block, in any process."""
     rows: list[dict[str, Any]] = []
@@ -183,12 +180,7 @@ def embed(
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
                 lines = [
-                    {
-                        "key": rows[row]["key"],
-                        "caption": count,
-                        "text": text,
-                        IMAGES: first + row,
-                    }
+                    {"key": rows[row]["key"], "caption": count, "text": text, IMAGES: first + row}
                     for row, count, text in part
                 ]
                 texts = [text for _, _, text in part]
@@ -220,10 +212,7 @@ def embed(
 
 
 def _images(
-    loaded: Loaded,
-    pixels: torch.Tensor,
-    device: torch.device,
-    precision: Precision | None,
+    loaded: Loaded, pixels: torch.Tensor, device: torch.device, precision: Precision | None
 ) -> NDArray[np.float32]:
     with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_image(pixels.to(device, non_blocking=True)).feature

@@ -43,10 +43,7 @@ class EvaluatedItems(NamedTuple):
 
 
 def _read(
-    items: Readable,
-    blocks: Sequence[range],
-    make: Callable[[Any, int], Made],
-    number: int,
+    items: Readable, blocks: Sequence[range], make: Callable[[Any, int], Made], number: int
 ) -> tuple[list[tuple[Any, Made]], list[SkippedSample]]:
     """Read and prepare the items of a block, in any process."""
     made: list[tuple[Any, Made]] = []

@@ -95,9 +95,7 @@ class Samples:
         return decode_image(data, where, least)
 
 
-def count_kept_captions(
-    sample: CaptionedSample | SkippedSample,
-) -> CaptionedSample | SkippedSample:
+def count_kept_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
     """Return a sample without its blank captions, with word indices of captions adjusted.
 
     A word of a blank or missing caption makes the annotation bad.

@@ -16,11 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.encoder import GIBIBYTE, Block, BlockCache, finite
-from evaluation.item_results import (
-    clustered_figures,
-    evaluate_blocks,
-    keep_scores,
-)
+from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
@@ -227,10 +223,7 @@ def _pixels(preprocess: Callable[[Any], Tensor], one: Labelled, number: int) -> 
 
 
 def _log_odds(
-    model: VLPModel,
-    image: ImageFeatures,
-    near: NDArray[np.int64],
-    states: BlockCache[int],
+    model: VLPModel, image: ImageFeatures, near: NDArray[np.int64], states: BlockCache[int]
 ) -> NDArray[np.float64]:
     """Compute (images, few) mean log-odds of a class's prompts."""
     pairs = [(row, int(number)) for row, own in enumerate(near) for number in own]

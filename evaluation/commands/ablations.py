@@ -32,8 +32,7 @@ def ablate(
     only: Annotated[
         str,
         Option(
-            metavar="NAME,...",
-            help="train these variants now; the tables show all that are there",
+            metavar="NAME,...", help="train these variants now; the tables show all that are there"
         ),
     ] = "",
     plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,

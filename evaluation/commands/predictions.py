@@ -97,9 +97,7 @@ def predict(
     if out.is_dir():
         raise typer.BadParameter(f"--out {out} is a folder; name a file")
     found = predict_shards(
-        model,
-        shards,
-        EvalOptions(limit, batch or 64, device, precision, workers, progress=True),
+        model, shards, EvalOptions(limit, batch or 64, device, precision, workers, progress=True)
     )
     if not first_rank():
         return

@@ -60,10 +60,7 @@ def anchors(
     ] = None,
     count: Annotated[
         int | None,
-        Option(
-            metavar="K",
-            help="captions from --shards, one of each image (default 4)",
-        ),
+        Option(metavar="K", help="captions from --shards, one of each image (default 4)"),
     ] = None,
     layer: Annotated[
         int | None,
@@ -119,8 +116,7 @@ def report(
     shards: Shards = None,
     cases: Annotated[int, Option(min=0, metavar="K", help="retrievals, best and worst")] = 6,
     limit: Annotated[
-        int,
-        Option(parser=positive, metavar="N", help="search the first N samples of --shards"),
+        int, Option(parser=positive, metavar="N", help="search the first N samples of --shards")
     ] = 1000,
     device: Device = None,
 ) -> None:
@@ -161,8 +157,7 @@ def serve_app(
     model: Model,
     shards: Annotated[list[str] | None, Option(metavar="DIR...", help="to search")] = None,
     limit: Annotated[
-        int | None,
-        Option(parser=positive, metavar="N", help="search the first N samples only"),
+        int | None, Option(parser=positive, metavar="N", help="search the first N samples only")
     ] = None,
     host: Annotated[
         str, Option(metavar="NAME", help="address that the page is served at")

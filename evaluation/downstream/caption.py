@@ -12,16 +12,8 @@ from PIL import Image
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_captions
-from evaluation.downstream.task_evaluation import (
-    PageAction,
-    Row,
-    Scored,
-    TaskEvaluation,
-)
-from evaluation.item_results import (
-    clustered_figures,
-    keep_scores,
-)
+from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
+from evaluation.item_results import clustered_figures, keep_scores
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import Ranks

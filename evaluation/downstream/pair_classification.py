@@ -18,10 +18,7 @@ from evaluation.downstream.task_evaluation import (
     TaskEvaluation,
     sentence_of,
 )
-from evaluation.item_results import (
-    clustered_figures,
-    keep_scores,
-)
+from evaluation.item_results import clustered_figures, keep_scores
 from vlp.data.downstream.dataset import panels
 from vlp.data.shards.shard_reader import Item
 from vlp.tasks.pair_classification.data import PairBatch, PairExample

@@ -14,11 +14,7 @@ import torch
 
 import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
-from evaluation.downstream.task_evaluation import (
-    Row,
-    load_for_evaluation,
-    without,
-)
+from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
 from evaluation.encoder import encode_one
 from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
@@ -42,9 +38,7 @@ class Predictions(NamedTuple):
 
 
 def predict(
-    folder: str | Path,
-    shards: Sequence[str | Path],
-    options: EvalOptions = EvalOptions(),
+    folder: str | Path, shards: Sequence[str | Path], options: EvalOptions = EvalOptions()
 ) -> Predictions:
     """Predict every item of some shards; the same for any number of ranks."""
     if not has_task(folder):
@@ -146,11 +140,7 @@ def predict_one(
         )
     opened = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
-    with (
-        torch.no_grad(),
-        evaluating(model, device) as own_device,
-        inference(own_device, precision),
-    ):
+    with torch.no_grad(), evaluating(model, device) as own_device, inference(own_device, precision):
         if isinstance(source, Loaded):
             seen = encode_one(source, opened[0], own_device)
             return Said(MATCH, match_of(source, seen, text or ""))

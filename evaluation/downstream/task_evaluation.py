@@ -16,10 +16,7 @@ from evaluation.item_results import EvaluatedItems, evaluate_blocks
 from evaluation.jobs import Job
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result
-from evaluation.samples import (
-    EvaluationError,
-    said_in_one_line,
-)
+from evaluation.samples import EvaluationError, said_in_one_line
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded

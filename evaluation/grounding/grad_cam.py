@@ -21,10 +21,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def grad_cam(
-    model: VLPModel,
-    image: ImageFeatures,
-    text: TextFeatures,
-    layer: int | None = None,
+    model: VLPModel, image: ImageFeatures, text: TextFeatures, layer: int | None = None
 ) -> Tensor:
     """Compute Grad-CAM maps of a cross-attention layer for B aligned pairs: (B, N, rows, columns).
 

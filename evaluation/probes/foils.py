@@ -10,11 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.item_results import (
-    clustered_figures,
-    evaluate_blocks,
-    keep_scores,
-)
+from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.options import EvalOptions
 from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError

@@ -84,10 +84,7 @@ def draw_map(name: str, grid: tuple[int, int], options: Mapping[str, Any], file:
 
 @torch.no_grad()
 def position_map(
-    name: str,
-    grid: tuple[int, int],
-    query: tuple[int, int],
-    **options: Any,
+    name: str, grid: tuple[int, int], query: tuple[int, int], **options: Any
 ) -> PositionMap:
     """Compute the map of one encoding: one query patch against all patches.
 

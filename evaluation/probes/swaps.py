@@ -172,8 +172,7 @@ def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
 def _common(one: list[int], other: list[int]) -> int:
     """Return the length of the common start."""
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other)) if a != b),
-        min(len(one), len(other)),
+        (place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
     )
 
 

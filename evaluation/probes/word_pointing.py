@@ -148,10 +148,7 @@ def mean_box_shares(
 
 
 def pointer_figures(
-    pointed: Sequence[Mapping[str, float]],
-    chance: float,
-    scenes: Sequence[int],
-    resamples: int,
+    pointed: Sequence[Mapping[str, float]], chance: float, scenes: Sequence[int], resamples: int
 ) -> dict[str, Figure]:
     """Compute the accuracy of each pointer and control, and of each pointer above the best control.
 
@@ -405,10 +402,7 @@ def _read_block(
 
 
 def _score_scenes(
-    loaded: Loaded,
-    scenes: Sequence[_Scene],
-    device: torch.device,
-    controls: bool,
+    loaded: Loaded, scenes: Sequence[_Scene], device: torch.device, controls: bool
 ) -> tuple[list[WordPointing], torch.Tensor]:
     """Score all words of the scenes, and sum over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model

@@ -33,10 +33,7 @@ class Gallery:
     """The images of shard folders with their features; samples of one image are merged."""
 
     def __init__(
-        self,
-        loaded: Loaded,
-        shards: Sequence[str | Path],
-        options: EvalOptions = EvalOptions(),
+        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions = EvalOptions()
     ) -> None:
         self.loaded = loaded
         self._samples = Samples(shards, options.limit)

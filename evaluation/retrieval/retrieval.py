@@ -145,9 +145,7 @@ class StoredSamples(Samples):
 
 
 def query_rows(
-    ranks: Mapping[str, NDArray[np.int64]],
-    direction: str,
-    collection: Collection,
+    ranks: Mapping[str, NDArray[np.int64]], direction: str, collection: Collection
 ) -> list[dict[str, Any]]:
     """Return a row for each query of one direction.
 
