@@ -100,7 +100,7 @@ class StandIns:
 
     def text(self, index: int, tokens: int) -> TextFeatures:
         """Return one caption's features, a single row, padded to `tokens`."""
-        block, row = self.collection.text_place[index]
+        block, row = self.collection.text_location[index]
         fields = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
         states, feature, *others = fields
         states, *others = (_pad(field, self.length(index), tokens) for field in (states, *others))
@@ -108,12 +108,12 @@ class StandIns:
 
     def length(self, index: int) -> int:
         """Return the tokens of a caption."""
-        block, row = self.collection.text_place[index]
+        block, row = self.collection.text_location[index]
         return int(self.lengths[block * self.batch + row])
 
     def image(self, index: int) -> ImageFeatures:
         """Return one image's features, a single row."""
-        block, row = self.collection.image_place[index]
+        block, row = self.collection.image_location[index]
         return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
 
     def _collection(self, draw: np.random.Generator, images: int, texts: int) -> Collection:
@@ -127,8 +127,8 @@ class StandIns:
             text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),
             captions=[str(text) for text in range(texts)],
             image_of_text=owner,
-            image_place=np.stack([number // self.batch, number % self.batch], axis=1),
-            text_place=np.stack([rank // self.batch, rank % self.batch], axis=1),
+            image_location=np.stack([number // self.batch, number % self.batch], axis=1),
+            text_location=np.stack([rank // self.batch, rank % self.batch], axis=1),
             skipped={},
             samples=[],
         )

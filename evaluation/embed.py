@@ -136,9 +136,9 @@ def _read(
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
             continue
-        said = raw.annotation
-        rows.append({"key": raw.key, "source": said.source, "image_id": said.image_id})
-        captions += [(len(rows) - 1, *one) for one in enumerate(captions_of(said))]
+        annotation = raw.annotation
+        rows.append({"key": raw.key, "source": annotation.source, "image_id": annotation.image_id})
+        captions += [(len(rows) - 1, *caption) for caption in enumerate(captions_of(annotation))]
     return _ReadPairs(torch.stack(pixels) if pixels else None, rows, captions, skipped)
 
 
@@ -189,11 +189,11 @@ def embed(
         return skipped, count_cut(loaded.text, [text for *_, text in captions])
 
     share = ranks.share(len(blocks))
-    own = sum(len(blocks[number]) for number in share)
+    total = sum(len(blocks[number]) for number in share)
     quiet = not (options.progress and ranks.first)
     with (
         evaluating(loaded.model, options.device) as torch_device,
-        tqdm(total=own, desc="embed", disable=quiet) as bar,
+        tqdm(total=total, desc="embed", disable=quiet) as bar,
     ):
         reader = BlockReader(
             partial(_read, items, blocks, loaded.preprocess), torch_device, options.workers

@@ -74,7 +74,7 @@ def _size(block: Block) -> int:
     return sum(tensor.element_size() * tensor.nelement() for tensor in tensors)
 
 
-class SeenSample(NamedTuple):
+class SampleInfo(NamedTuple):
     """Metadata of an encoded image's sample; position is its index in `Samples`."""
 
     identity: tuple[str, str]
@@ -88,7 +88,7 @@ class Collection(NamedTuple):
     """Every image once and all captions, in the order of the shards.
 
     image (I, d) and text (T, d): unit float32 features on the device; image_of_text (T,);
-    image_place (I, 2) and text_place (T, 2): (block, row) for encoding a block again; samples (I,):
+    image_location (I, 2) and text_location (T, 2): (block, row) for encoding a block again; samples (I,):
     each image's first; cut: number of captions that the tokenizer cut.
     """
 
@@ -96,10 +96,10 @@ class Collection(NamedTuple):
     text: Tensor
     captions: list[str]
     image_of_text: NDArray[np.int64]
-    image_place: NDArray[np.int64]
-    text_place: NDArray[np.int64]
+    image_location: NDArray[np.int64]
+    text_location: NDArray[np.int64]
     skipped: dict[str, int]
-    samples: list[SeenSample]
+    samples: list[SampleInfo]
     cut: int = 0
 
     def right_answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -136,7 +136,7 @@ class _Encoded(NamedTuple):
     """Result of one block of samples: features of the good ones."""
 
     features: NDArray[np.float32]
-    samples: list[SeenSample]
+    samples: list[SampleInfo]
     skipped: list[SkippedSample]
 
 
@@ -144,7 +144,7 @@ class _ReadImages(NamedTuple):
     """A block of samples: images of the good ones, ready for the encoder; None without any."""
 
     images: Tensor | None
-    samples: list[SeenSample]
+    samples: list[SampleInfo]
     skipped: list[SkippedSample]
 
 
@@ -159,7 +159,7 @@ def _read_images(
             image: Any = sample.image
             images.append(image if isinstance(image, Tensor) else preprocess(image))
             good.append(
-                SeenSample(sample.identity, sample.key, position, sample.captions, sample.digest)
+                SampleInfo(sample.identity, sample.key, position, sample.captions, sample.digest)
             )
         else:
             skipped.append(sample)
@@ -211,26 +211,26 @@ class Encoder:
         with self._reader.ahead(ranks.share(count)):
             reads = ranks.map_blocks(count, encode)
         skipped = count_kinds([skip for part in reads for skip in part.skipped])
-        known: dict[tuple[str, str], int] = {}
-        place: list[tuple[int, int]] = []
-        samples: list[SeenSample] = []
+        index_of: dict[tuple[str, str], int] = {}
+        locations: list[tuple[int, int]] = []
+        samples: list[SampleInfo] = []
         captions: list[list[str]] = []
         for block, part in enumerate(reads):
             for row, sample in enumerate(part.samples):
-                if sample.identity not in known:
-                    known[sample.identity] = len(known)
-                    place.append((block, row))
+                if sample.identity not in index_of:
+                    index_of[sample.identity] = len(index_of)
+                    locations.append((block, row))
                     samples.append(sample)
                     captions.append([])
-                captions[known[sample.identity]].extend(sample.captions)
-        if not place:
+                captions[index_of[sample.identity]].extend(sample.captions)
+        if not locations:
             kinds = kinds_in_words(skipped)
             raise EvaluationError(
                 f"{', '.join(self.samples.folders)}: no usable sample in "
                 f"{len(self.samples)} ({kinds})"
             )
-        image = np.stack([reads[block].features[row] for block, row in place])
-        texts = [caption for own in captions for caption in own]
+        image = np.stack([reads[block].features[row] for block, row in locations])
+        texts = [caption for group in captions for caption in group]
         tokens = self.loaded.text(texts)
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
@@ -244,9 +244,9 @@ class Encoder:
             image=torch.from_numpy(image).to(self.device),
             text=torch.from_numpy(text[rank_of]).to(self.device),
             captions=texts,
-            image_of_text=np.repeat(np.arange(len(place)), [len(own) for own in captions]),
-            image_place=np.array(place, dtype=np.int64),
-            text_place=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
+            image_of_text=np.repeat(np.arange(len(locations)), [len(group) for group in captions]),
+            image_location=np.array(locations, dtype=np.int64),
+            text_location=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
             skipped=skipped,
             samples=samples,
             cut=count_cut(self.loaded.text, texts),
@@ -311,7 +311,7 @@ def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 @torch.no_grad()
-def encode_one(loaded: Loaded, image: Image.Image, device: torch.device) -> ImageFeatures:
+def encode_image(loaded: Loaded, image: Image.Image, device: torch.device) -> ImageFeatures:
     """Encode an image of any size, as a batch of one, on the device of the model.
 
     Features have no gradients but may enter a differentiated computation, such as Grad-CAM.

@@ -18,7 +18,7 @@ from evaluation.work_sharding import Ranks
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics import bootstrap_means, percentile_interval
 
-Made = TypeVar("Made")
+Example = TypeVar("Example")
 
 
 class Readable(Protocol):
@@ -43,24 +43,24 @@ class EvaluatedItems(NamedTuple):
 
 
 def _read(
-    items: Readable, blocks: Sequence[range], make: Callable[[Any, int], Made], number: int
-) -> tuple[list[tuple[Any, Made]], list[SkippedSample]]:
+    items: Readable, blocks: Sequence[range], make: Callable[[Any, int], Example], number: int
+) -> tuple[list[tuple[Any, Example]], list[SkippedSample]]:
     """Read and prepare the items of a block, in any process."""
-    made: list[tuple[Any, Made]] = []
+    examples: list[tuple[Any, Example]] = []
     skipped: list[SkippedSample] = []
     for item_number in blocks[number]:
         try:
             item = items.read(item_number)
-            made.append((item.without_images(), make(item, item_number)))
+            examples.append((item.without_images(), make(item, item_number)))
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
-    return made, skipped
+    return examples, skipped
 
 
 def evaluate_blocks(
     items: Readable,
-    make: Callable[[Any, int], Made],
-    evaluate: Callable[[Sequence[tuple[Any, Made]]], Sequence[Any]],
+    make: Callable[[Any, int], Example],
+    evaluate: Callable[[Sequence[tuple[Any, Example]]], Sequence[Any]],
     options: EvalOptions,
     device: torch.device,
 ) -> EvaluatedItems:
@@ -83,8 +83,8 @@ def evaluate_blocks(
     reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
 
     def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
-        made, skipped = reader[number]
-        rows = list(evaluate(made)) if made else []
+        examples, skipped = reader[number]
+        rows = list(evaluate(examples)) if examples else []
         bar.update()
         return rows, skipped
 
@@ -94,7 +94,7 @@ def evaluate_blocks(
         reader.ahead(share),
     ):
         parts = ranks.map_blocks(len(blocks), work)
-    rows = [row for found, _ in parts for row in found]
+    rows = [row for block_rows, _ in parts for row in block_rows]
     skipped = [skip for _, skipped in parts for skip in skipped]
     if not rows:
         first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
@@ -107,19 +107,19 @@ def clustered_figures(
     clusters: Sequence[Hashable],
     chances: Mapping[str, float],
     resamples: int = 1000,
-    counted: Mapping[str, NDArray[Any]] | None = None,
+    item_weights: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Figure]:
     """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
 
     clusters: image of each item. counted: items of each figure, or their weights; default all.
     """
     numbers: dict[Hashable, int] = {}
-    own = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    index = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
     sums, weights = [], []
     for name, value in values.items():
-        about = np.ones(len(own)) if counted is None or name not in counted else counted[name]
-        sums.append(np.bincount(own, np.asarray(value, dtype=float) * about, len(numbers)))
-        weights.append(np.bincount(own, np.asarray(about, dtype=float), len(numbers)))
+        factors = (item_weights or {}).get(name, np.ones(len(index)))
+        sums.append(np.bincount(index, np.asarray(value, dtype=float) * factors, len(numbers)))
+        weights.append(np.bincount(index, np.asarray(factors, dtype=float), len(numbers)))
     total, weight = np.stack(sums, axis=1), np.stack(weights, axis=1)
     point = total.sum(0) / weight.sum(0)
     low, high = percentile_interval(bootstrap_means(total, weight, resamples=resamples))
@@ -132,10 +132,10 @@ def clustered_figures(
 def keep_scores(
     rows: Sequence[dict[str, Any]],
     values: Mapping[str, NDArray[Any]],
-    counted: Mapping[str, NDArray[np.bool_]] | None = None,
+    masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
     """Note in each row its value by figure, so that two results can be compared item by item."""
-    about = counted or {}
+    about = masks or {}
     for number, row in enumerate(rows):
         row["scores"] = {
             name: float(value[number])

@@ -33,12 +33,12 @@ class Job(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, values: Any) -> Any:
+    def _check_options(cls, values: Any) -> Any:
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                matches = difflib.get_close_matches(str(key), cls.model_fields, n=1)
                 fields = ", ".join(cls.model_fields)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {fields}"
+                hint = f"did you mean {matches[0]!r}?" if matches else f"it has {fields}"
                 raise ValueError(f"task {values.get('task')} has no option {key!r}; {hint}")
         return values
 
@@ -82,7 +82,7 @@ class RetrievalJob(Job):
     )
 
     @model_validator(mode="after")
-    def _used(self) -> RetrievalJob:
+    def _check_use(self) -> RetrievalJob:
         if self.rerank_by == "match" and not self.rerank:
             raise ValueError("rerank_by says how to re-rank: give rerank, too")
         if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
@@ -128,7 +128,7 @@ class GroundingJob(Job):
     view: View = Field("image", description="the images, patches in random order, or blank images")
 
     @model_validator(mode="after")
-    def _used(self) -> GroundingJob:
+    def _check_use(self) -> GroundingJob:
         if self.by == "similarity" and self.layer is not None:
             raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
         return self
@@ -193,7 +193,7 @@ class ZeroShotJob(Job):
     )
 
     @model_validator(mode="after")
-    def _used(self) -> ZeroShotJob:
+    def _check_use(self) -> ZeroShotJob:
         if self.match_by == "match" and not self.match:
             raise ValueError("match_by says how classes are scored again: give match, too")
         return self

@@ -45,24 +45,24 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """Lay out for the terminal."""
-        drawn = aligned([self.head, *self.rows])
-        drawn.insert(1, "-" * max(map(len, drawn)))
-        return "\n".join([self.title, "", *drawn, "", *self.notes])
+        lines = aligned([self.head, *self.rows])
+        lines.insert(1, "-" * max(map(len, lines)))
+        return "\n".join([self.title, "", *lines, "", *self.notes])
 
     def markdown(self) -> str:
         """Lay out for a file or a pull request."""
         align = ["---", *["---:"] * (len(self.head) - 1)]
-        drawn = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *drawn, "", *self.notes]) + "\n"
+        lines = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines, "", *self.notes]) + "\n"
 
 
 def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield each note once, after the names that have it where not all do."""
-    said: dict[str, list[str]] = {}
-    for name, own in notes.items():
-        for note in dict.fromkeys(own):
-            said.setdefault(note, []).append(name)
-    for note, names in said.items():
+    names_of: dict[str, list[str]] = {}
+    for name, model_notes in notes.items():
+        for note in dict.fromkeys(model_notes):
+            names_of.setdefault(note, []).append(name)
+    for note, names in names_of.items():
         yield note if len(names) == len(notes) else f"{', '.join(names)}: {note}"
 
 
@@ -158,11 +158,11 @@ class Result:
 
     def plain_figures(self) -> dict[str, Any]:
         """Return the part of the JSON file that holds figures."""
-        named = {
+        figures = {
             name if isinstance(name, str) else "/".join(name): figure._asdict()
             for name, figure in self.figures.items()
         }
-        return {"figures": named}
+        return {"figures": figures}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the predictions, as plain JSON values; figures are shares."""
@@ -216,21 +216,21 @@ def saved_figures(content: Mapping[str, Any]) -> Saved:
 def _retrieval(content: Mapping[str, Any]) -> Saved:
     last = content["figures"][-1]["stage"]
     figures = {
-        f"{ARROWS[one['direction']]} {one['name']}": Figure(
-            one["value"], one["low"], one["high"], one["chance"]
+        f"{ARROWS[row['direction']]} {row['name']}": Figure(
+            row["value"], row["low"], row["high"], row["chance"]
         )
-        for one in content["figures"]
-        if one["stage"] == last
+        for row in content["figures"]
+        if row["stage"] == last
     }
     return Saved(figures, "both mean")
 
 
 def _pointing(content: Mapping[str, Any]) -> Saved:
     figures = {}
-    for kind, own in content["kinds"].items():
-        for name, said in (("pointing", "in its box"), ("any_object", "in any box")):
-            figures[f"{kind} words {said}"] = Figure(**own[name])
-        for name, figure in own.get("controls", {}).items():
+    for kind, kind_figures in content["kinds"].items():
+        for name, label in (("pointing", "in its box"), ("any_object", "in any box")):
+            figures[f"{kind} words {label}"] = Figure(**kind_figures[name])
+        for name, figure in kind_figures.get("controls", {}).items():
             figures[f"{kind} words by {name}"] = Figure(**figure)
     return Saved(figures, next(iter(figures)))
 

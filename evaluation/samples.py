@@ -33,7 +33,7 @@ class EvaluationError(Redacted, ValueError):
 
 
 @contextmanager
-def said_in_one_line() -> Iterator[None]:
+def single_line_errors() -> Iterator[None]:
     """Turn a ValueError into one line for the person at the terminal."""
     try:
         yield
@@ -95,7 +95,7 @@ class Samples:
         return decode_image(data, where, least)
 
 
-def count_kept_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
+def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
     """Return a sample without its blank captions, with word indices of captions adjusted.
 
     A word of a blank or missing caption makes the annotation bad.
@@ -103,13 +103,13 @@ def count_kept_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
     annotation = sample.annotation
-    kept = caption_numbers(annotation)
+    numbers = caption_numbers(annotation)
     words = []
     for word in sample.annotation.words:
-        if word.caption not in kept:
+        if word.caption not in numbers:
             place = f"{'/'.join(sample.identity)}: word {word.word!r} of caption {word.caption}"
             return SkippedSample("bad annotation", f"{place}, which is blank or not there")
-        words.append(word.model_copy(update={"caption": kept.index(word.caption)}))
+        words.append(word.model_copy(update={"caption": numbers.index(word.caption)}))
     counted = annotation.model_copy(update={"captions": sample.captions, "words": words})
     return sample._replace(annotation=counted)
 
@@ -234,12 +234,12 @@ class _Packer(pickle.Pickler):
         self.tensors: list[tuple[int, Tensor]] = []
         self.size = 0
 
-    def persistent_id(self, found: Any) -> tuple[int, torch.dtype, torch.Size] | None:
-        if type(found) is not Tensor:
+    def persistent_id(self, obj: Any) -> tuple[int, torch.dtype, torch.Size] | None:
+        if type(obj) is not Tensor:
             return None
-        start, self.size = self.size, self.size + -(-found.nbytes // _ALIGNED) * _ALIGNED
-        self.tensors.append((start, found))
-        return start, found.dtype, found.shape
+        start, self.size = self.size, self.size + -(-obj.nbytes // _ALIGNED) * _ALIGNED
+        self.tensors.append((start, obj))
+        return start, obj.dtype, obj.shape
 
 
 class _Unpacker(pickle.Unpickler):
@@ -249,8 +249,8 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
-        start, dtype, shape = place
+    def persistent_load(self, reference: tuple[int, torch.dtype, torch.Size]) -> Tensor:
+        start, dtype, shape = reference
         return self._tensors[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -265,9 +265,9 @@ class _Blocks(Dataset[_Parcel]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __getitem__(self, place: int) -> _Parcel:
+    def __getitem__(self, index: int) -> _Parcel:
         try:
-            return _Parcel.of(self._read(self._blocks[place]))
+            return _Parcel.of(self._read(self._blocks[index]))
         except Exception as error:
             error.add_note(f"In a process that reads:\n{traceback.format_exc()}")
             try:

@@ -36,17 +36,17 @@ class Ranks(NamedTuple):
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:
         """Call `work(block)` once for each of `count` blocks; return all results in order."""
-        mine: dict[int, Result] = {}
+        local: dict[int, Result] = {}
         failure: Exception | None = None
         try:
-            mine = {block: work(block) for block in self.share(count)}
+            local = {block: work(block) for block in self.share(count)}
         except Exception as error:
             failure = error
         if self.world_size == 1:
             if failure is not None:
                 raise failure
-            return [mine[block] for block in range(count)]
-        gathered = distributed.gather_to_all((mine, None if failure is None else repr(failure)))
+            return [local[block] for block in range(count)]
+        gathered = distributed.gather_to_all((local, None if failure is None else repr(failure)))
         if failure is not None:
             raise failure
         for rank, (_, message) in enumerate(gathered):

@@ -56,13 +56,13 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
         raise EvaluationError(f"{classes}: the class {twice!r} comes twice")
     if len(labels) < 2:
         raise EvaluationError(f"{classes}: one class leaves nothing to choose")
-    written = PLAIN if templates is None else tuple(_lines(templates))
-    for template in written:
+    prompts = PLAIN if templates is None else tuple(_lines(templates))
+    for template in prompts:
         if "{}" not in template:
             raise EvaluationError(
                 f"{templates}: the template {template!r} has no {{}} for the class name"
             )
-    return Prompts(labels, tuple(line[-1].strip() for line in lines), written)
+    return Prompts(labels, tuple(line[-1].strip() for line in lines), prompts)
 
 
 def class_features(
@@ -127,19 +127,19 @@ class ZeroShotResult(Result):
     def table(self) -> Table:
         """Return a table of all figures, and of classes, the worst and best of many."""
         table = super().table()
-        named = list(self.classes.items())
+        classes = list(self.classes.items())
         notes = list(table.notes)
-        if len(named) > MANY:
-            ordered = sorted(named, key=lambda one: one[1].value)
-            named = [*ordered[:SHOWN], *ordered[-SHOWN:]]
+        if len(classes) > MANY:
+            ordered = sorted(classes, key=lambda item: item[1].value)
+            classes = [*ordered[:SHOWN], *ordered[-SHOWN:]]
             notes.append(f"Classes: the worst {SHOWN} and the best {SHOWN} of {len(ordered)}.")
-        rows = [[f"class {name}", figure.percent(), ""] for name, figure in named]
+        rows = [[f"class {name}", figure.percent(), ""] for name, figure in classes]
         return table._replace(rows=[*table.rows, *rows], notes=notes)
 
     def plain_figures(self) -> dict[str, Any]:
         """Return the figures of every task, and the classes."""
-        named = {name: figure._asdict() for name, figure in self.classes.items()}
-        return {**super().plain_figures(), "classes": named}
+        classes = {name: figure._asdict() for name, figure in self.classes.items()}
+        return {**super().plain_figures(), "classes": classes}
 
 
 def evaluate_zeroshot(
@@ -169,22 +169,22 @@ def evaluate_zeroshot(
         with torch.no_grad(), inference(torch_device, options.precision):
             return model.encode_text(*tokens)
 
-    def score_block(made: Sequence[tuple[Labelled, Tensor]]) -> list[dict[str, Any]]:
-        pixels = torch.stack([one for _, one in made]).to(torch_device)
+    def score_block(examples: Sequence[tuple[Labelled, Tensor]]) -> list[dict[str, Any]]:
+        pixels = torch.stack([item for _, item in examples]).to(torch_device)
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
         similarity = finite(image.feature.double().cpu().numpy()) @ features.T
         stages = {"dual": similarity}
         if top:
-            near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
+            nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
             with torch.no_grad(), inference(torch_device, options.precision):
-                odds = _log_odds(model, image, near, states)
+                odds = _log_odds(model, image, nearest, states)
             if match_by == "sum":
-                odds += np.take_along_axis(similarity, near, 1) / temperature
-            stages["match"] = reordered(similarity, near, odds)
+                odds += np.take_along_axis(similarity, nearest, 1) / temperature
+            stages["match"] = reordered(similarity, nearest, odds)
         return [
-            _row(one, {name: scores[row] for name, scores in stages.items()}, prompts)
-            for row, (one, _) in enumerate(made)
+            _row(item, {name: scores[row] for name, scores in stages.items()}, prompts)
+            for row, (item, _) in enumerate(examples)
         ]
 
     with evaluating(model, options.device) as torch_device:
@@ -206,30 +206,30 @@ def evaluate_zeroshot(
 
 
 def reordered(
-    scores: NDArray[np.floating], near: NDArray[np.int64], new: NDArray[np.floating]
+    scores: NDArray[np.floating], nearest: NDArray[np.int64], new_scores: NDArray[np.floating]
 ) -> NDArray[np.float64]:
     """Return (images, classes) scores with the best few in a new order before all others.
 
     `near` (images, few) are the best classes, `new` their new scores; NaN is the lowest.
     """
-    lowest = np.nanmin(new, initial=0) - 1
-    found = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
-    np.put_along_axis(found, near, np.where(np.isnan(new), lowest, new), axis=1)
-    return found
+    lowest = np.nanmin(new_scores, initial=0) - 1
+    reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
+    np.put_along_axis(reranked, nearest, np.where(np.isnan(new_scores), lowest, new_scores), axis=1)
+    return reranked
 
 
-def _pixels(preprocess: Callable[[Any], Tensor], one: Labelled, number: int) -> Tensor:
-    return preprocess(one.image)
+def _pixels(preprocess: Callable[[Any], Tensor], item: Labelled, number: int) -> Tensor:
+    return preprocess(item.image)
 
 
 def _log_odds(
-    model: VLPModel, image: ImageFeatures, near: NDArray[np.int64], states: BlockCache[int]
+    model: VLPModel, image: ImageFeatures, nearest: NDArray[np.int64], states: BlockCache[int]
 ) -> NDArray[np.float64]:
     """Compute (images, few) mean log-odds of a class's prompts."""
-    pairs = [(row, int(number)) for row, own in enumerate(near) for number in own]
+    pairs = [(row, int(number)) for row, classes in enumerate(nearest) for number in classes]
     prompts = len(states[pairs[0][1]].features.feature)
     step = max(1, _PAIRS // prompts)
-    found = []
+    odds_of_parts = []
     for start in range(0, len(pairs), step):
         part = pairs[start : start + step]
         texts = TextFeatures(
@@ -237,23 +237,23 @@ def _log_odds(
         )
         rows = torch.tensor([row for row, _ in part], device=image.states.device)
         odds = model.match(image.select(rows.repeat_interleave(prompts)), texts)
-        found.append(odds.double().view(len(part), prompts).mean(1).cpu().numpy())
-    return np.concatenate(found).reshape(near.shape)
+        odds_of_parts.append(odds.double().view(len(part), prompts).mean(1).cpu().numpy())
+    return np.concatenate(odds_of_parts).reshape(nearest.shape)
 
 
 def _row(
-    one: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
+    item: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
     """Return ranks of the right class from 1; ties count before it."""
     final = list(stages.values())[-1]
     return {
-        "key": one.key or one.where,
-        "label": prompts.labels[one.label],
+        "key": item.key or item.where,
+        "label": prompts.labels[item.label],
         "prediction": prompts.labels[int(final.argmax())],
         "ranks": {
-            name: int((~(scores < scores[one.label])).sum()) for name, scores in stages.items()
+            name: int((~(scores < scores[item.label])).sum()) for name, scores in stages.items()
         },
-        "image": one.image_name or one.where,
+        "image": item.image_name or item.where,
     }
 
 
@@ -262,7 +262,7 @@ def _result(
     skipped: dict[str, int],
     folders: tuple[str, ...],
     prompts: Prompts,
-    top: int,
+    reranked: int,
     resamples: int,
     untrained: tuple[str, ...],
 ) -> ZeroShotResult:
@@ -276,21 +276,21 @@ def _result(
                 name = f"top-{k}" if stage == final else f"top-{k}, dual encoder"
                 values[name], chances[name] = ranks[stage] <= k, k / classes
     keep_scores(rows, values)
-    right, labels = values["top-1"], np.array([row["label"] for row in rows])
+    hits, labels = values["top-1"], np.array([row["label"] for row in rows])
     clusters = [row["image"] for row in rows]
-    own = {name: labels == name for name in prompts.labels if (labels == name).any()}
-    share = sum(mask / mask.sum() for mask in own.values())
-    values["mean over classes"], chances["mean over classes"] = right, 1 / classes
+    masks = {name: labels == name for name in prompts.labels if (labels == name).any()}
+    share = sum(mask / mask.sum() for mask in masks.values())
+    values["mean over classes"], chances["mean over classes"] = hits, 1 / classes
     figures = clustered_figures(
         values, clusters, chances, resamples, {"mean over classes": np.asarray(share)}
     )
-    by_class = clustered_figures(dict.fromkeys(own, right), clusters, {}, resamples, own)
+    by_class = clustered_figures(dict.fromkeys(masks, hits), clusters, {}, resamples, masks)
     notes = [f"{classes} classes, {len(prompts.templates)} prompts each."]
-    if top:
-        notes.append(f"The best {top} classes were scored again by the cross-modal encoder.")
+    if reranked:
+        notes.append(f"The best {reranked} classes were scored again by the cross-modal encoder.")
     notes += untrained
-    if len(own) < classes:
-        notes.append(f"There are images of {len(own)} classes.")
+    if len(masks) < classes:
+        notes.append(f"There are images of {len(masks)} classes.")
     return ZeroShotResult(
         kind="zeroshot",
         counts={"items": len(rows)},

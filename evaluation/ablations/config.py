@@ -11,7 +11,7 @@ from evaluation.vision.frozen import FrozenConfig
 from vlp.config import Config, LocalPath
 
 
-def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_nesting(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """Refuse both `training.steps` and `training`, as their order would decide."""
     for key in overrides:
         for outer in overrides:
@@ -23,7 +23,7 @@ def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     return overrides
 
 
-Overrides = Annotated[Mapping[str, Any], AfterValidator(_told_once)]
+Overrides = Annotated[Mapping[str, Any], AfterValidator(_check_nesting)]
 
 
 class StepConfig(Config):
@@ -133,17 +133,17 @@ class AblationConfig(Config):
     tables: tuple[TableConfig, ...] = Field(description="of the report")
 
     @model_validator(mode="after")
-    def _known(self) -> AblationConfig:
-        own = ("scenes", "measured", "fine_tuned", "frozen")
-        if len(given := [key for key in own if getattr(self, key) is not None]) > 1:
-            raise ValueError(f"{' and '.join(given)} are different evaluations: give one")
-        named = set()
+    def _check_names(self) -> AblationConfig:
+        evaluations = ("scenes", "measured", "fine_tuned", "frozen")
+        if len(selected := [key for key in evaluations if getattr(self, key) is not None]) > 1:
+            raise ValueError(f"{' and '.join(selected)} are different evaluations: give one")
+        variants = set()
         for table in self.tables:
-            named |= {table.reference, *(row.variant for row in table.rows)}
+            variants |= {table.reference, *(row.variant for row in table.rows)}
             for row in table.rows:
                 if row.paper and len(row.paper) != len(table.paper):
                     raise ValueError(f"{table.title}: {row.label} has {len(row.paper)} figures")
-        if unknown := sorted(named - set(self.variants)):
+        if unknown := sorted(variants - set(self.variants)):
             raise ValueError(f"unknown variants {', '.join(unknown)}")
         return self
 

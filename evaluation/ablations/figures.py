@@ -32,8 +32,8 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
         from evaluation.vision import evaluate_folder
 
         figures = evaluate_folder(folder / "model", EvalOptions(limit=config.limit))
-    trained = parse_json((folder / "report.json").read_text(encoding="utf-8"))
-    cost = {"training/steps": trained["step"], "training/minutes": trained["seconds"] / 60}
+    run_report = parse_json((folder / "report.json").read_text(encoding="utf-8"))
+    cost = {"training/steps": run_report["step"], "training/minutes": run_report["seconds"] / 60}
     return {"evaluation": config.evaluation(), "figures": {**figures, **cost}}
 
 
@@ -75,7 +75,7 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     return figures
 
 
-def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
+def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
     """Evaluate recall of the dual encoder (`dual/...`) and re-ranked, and foils by kind.
 
     Figures are percent, `rerank/...` by similarity plus match score, `match/...` by the match score
@@ -87,59 +87,59 @@ def evaluate_images(folder: Path, measured: MeasuredConfig) -> dict[str, float]:
 
     loaded = vlp.load(folder / "model")
     recall = evaluate_retrieval(
-        loaded, measured.shards, rerank=measured.rerank, rerank_by="both",
-        options=EvalOptions(limit=measured.limit, resamples=1), features=measured.features or (),
+        loaded, settings.shards, rerank=settings.rerank, rerank_by="both",
+        options=EvalOptions(limit=settings.limit, resamples=1), features=settings.features or (),
     )  # fmt: skip
     write_queries(folder, recall)
     figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
-    if measured.foils:
+    if settings.foils:
         foils = evaluate_foils(
-            loaded, measured.shards, options=EvalOptions(limit=measured.foils, resamples=1)
+            loaded, settings.shards, options=EvalOptions(limit=settings.foils, resamples=1)
         )
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
-    report = folder / "report.json"
-    said = parse_json(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    file = folder / "report.json"
+    run_report = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     log, _ = read_log(folder / "log.jsonl")
-    return figures | last_losses(log, said.get("resumed_at_steps", ()))
+    return figures | last_losses(log, run_report.get("resumed_at_steps", ()))
 
 
-def last_losses(log: Sequence[Mapping[str, Any]], resumed: Sequence[int] = ()) -> dict[str, float]:
+def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()) -> dict[str, float]:
     """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`.
 
     resumed: steps at which it was resumed; the next log line averages fewer steps.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
-    before = 0
+    losses: dict[str, list[tuple[float, float]]] = {}
+    previous = 0
     for row in log:
         step = row["step"]
-        start = max([before, *(again for again in resumed if again < step)])
-        share = (step - start) / max(step - before, 1) or 1.0
+        start = max([previous, *(resume for resume in resumes if resume < step)])
+        share = (step - start) / max(step - previous, 1) or 1.0
         if step > 0.8 * log[-1]["step"]:
             for name, value in row.items():
                 if name.startswith("loss/") and value is not None:  # None was not finite
                     key = f"training/{name.removeprefix('loss/')}"
-                    found.setdefault(key, []).append((value, share))
+                    losses.setdefault(key, []).append((value, share))
         if "samples" in row:  # a line of training, not of a validation
-            before = step
-    return {name: _mean(values) for name, values in found.items()}
+            previous = step
+    return {name: _mean(values) for name, values in losses.items()}
 
 
-def _mean(values: Sequence[tuple[float, float]]) -> float:
+def _mean(weighted: Sequence[tuple[float, float]]) -> float:
     """Average (value, weight), exactly so where all weights are equal."""
-    each, weights = zip(*values)
-    return mean(each) if len(set(weights)) == 1 else fmean(each, weights)
+    values, weights = zip(*weighted)
+    return mean(values) if len(set(weights)) == 1 else fmean(values, weights)
 
 
-def evaluate_fine_tuned(folder: Path, fine_tuned: FineTunedConfig) -> dict[str, float]:
+def evaluate_fine_tuned(folder: Path, settings: FineTunedConfig) -> dict[str, float]:
     """Evaluate a fine-tuned model by its task's figures, in percent."""
     from evaluation.downstream.registry import get_evaluation
 
-    trained = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-    result = get_evaluation(trained["task"]["kind"]).evaluate_folder(
+    run_config = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    result = get_evaluation(run_config["task"]["kind"]).evaluate_folder(
         folder / "model",
-        fine_tuned.shards,
-        options=EvalOptions(limit=fine_tuned.limit, resamples=1),
+        settings.shards,
+        options=EvalOptions(limit=settings.limit, resamples=1),
     )
     return {
         name if isinstance(name, str) else "/".join(name): 100 * figure.value

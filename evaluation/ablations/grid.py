@@ -70,24 +70,24 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
     Paths in the training configuration are relative to `source`.
     """
     if unknown := sorted(set(only) - set(config.variants)):
-        known = ", ".join(config.variants)
-        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
+        names = ", ".join(config.variants)
+        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {names}")
     seeds = {n: config.seeds[: v.seeds] for n, v in config.variants.items() if n in (only or [n])}
-    order = [(-len(own), row, name) for name, own in seeds.items() for row in range(len(own))]
+    order = [(-len(group), row, name) for name, group in seeds.items() for row in range(len(group))]
     file = source.parent / config.training.config
     task = read_values(file)[0].get("task")
     schema: type[RunConfig] = PretrainConfig if task is None else VisionConfig
-    words = ["train"]
+    subcommand = ["train"]
     if config.fine_tuned is not None:
-        schema, words = FinetuneConfig, ["finetune", task["kind"] if task else ""]
+        schema, subcommand = FinetuneConfig, ["finetune", task["kind"] if task else ""]
     runs = []
-    for _, row, name in sorted(order, key=lambda each: each[:2]):
+    for _, row, name in sorted(order, key=lambda entry: entry[:2]):
         seed = seeds[name][row]
         folder = Path(config.output) / name / str(seed)
         overrides = {**config.training.overrides, **config.variants[name].overrides}
         overrides |= {"training.seed": seed, "output": str(folder)}
         changes = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-        command = [*VLP, *words, "--config", str(file), "--ranks", "1", "--resume", *changes]
+        command = [*VLP, *subcommand, "--config", str(file), "--ranks", "1", "--resume", *changes]
         runs.append(Run(f"{name}/{seed}", folder, command, file, changes, schema))
     return runs
 
@@ -100,11 +100,11 @@ def check(runs: Sequence[Run]) -> None:
         except ConfigError as error:
             raise ConfigError(f"variant {run.variant}: {error}") from error
     for run in runs:
-        if (kept := run.folder / "config.yaml").is_file():
+        if (file := run.folder / "config.yaml").is_file():
             config = run.read()
-            saved = parse_yaml(kept.read_text(encoding="utf-8"))
-            found = compare(saved, config.model_dump(mode="json"), config)
-            if differences := found.fatal + found.tolerated:
+            saved = parse_yaml(file.read_text(encoding="utf-8"))
+            comparison = compare(saved, config.model_dump(mode="json"), config)
+            if differences := comparison.fatal + comparison.tolerated:
                 raise ConfigError(
                     f"{run.folder} holds a run of other settings ({differences[0]}): delete it, or "
                     "change output"
@@ -113,11 +113,11 @@ def check(runs: Sequence[Run]) -> None:
 
 def results(config: AblationConfig, source: Path) -> Results:
     """Return the figures of all finished runs."""
-    found = {
+    run_results = {
         (run.variant, int(run.folder.name)): run.result(config.evaluation())
         for run in plan(config, source)
     }
-    return {key: result["figures"] for key, result in found.items() if result is not None}
+    return {key: result["figures"] for key, result in run_results.items() if result is not None}
 
 
 def run_ablation(

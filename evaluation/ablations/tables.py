@@ -69,9 +69,10 @@ def values_of(
 ) -> pd.Series:
     """Return the mean of some figures by seed, where a run has them all."""
     names = [name.format(view=view) for name in names]
-    own = figures[figures.index.get_level_values("variant") == variant] if len(figures) else figures
-    chosen = own.reindex(columns=names).dropna().astype(float)
-    values = chosen.mean(axis=1)
+    if len(figures):
+        figures = figures[figures.index.get_level_values("variant") == variant]
+    complete = figures.reindex(columns=names).dropna().astype(float)
+    values = complete.mean(axis=1)
     return values.droplevel("variant") if len(values) else pd.Series(dtype=float)
 
 
@@ -91,19 +92,19 @@ def paired_tests(
                 row.view == "image" and row.variant == table.reference
             ):
                 continue
-            own = values_of(figures, row.variant, names, row.view)
-            gap = (own - values_of(figures, table.reference, names)).dropna()
+            values = values_of(figures, row.variant, names, row.view)
+            gap = (values - values_of(figures, table.reference, names)).dropna()
             if len(gap) > 1:
                 labels = {"table": table.title, "row": row.label, "figure": head}
-                found = difference(gap)
+                test = difference(gap)
                 if output is not None and all(map(RECALL.fullmatch, names)):
-                    pair = [
+                    recalls = [
                         image_recall(output, variant, gap.index, names)
                         for variant in (row.variant, table.reference)
                     ]
-                    if pair[0] is not None and pair[1] is not None:
-                        found |= bootstrap(pair[0] - pair[1])
-                lines.append({**labels, "reference": table.reference, **found})
+                    if recalls[0] is not None and recalls[1] is not None:
+                        test |= bootstrap(recalls[0] - recalls[1])
+                lines.append({**labels, "reference": table.reference, **test})
     columns = ["table", "row", "figure", "reference", "seeds", "mean", "deviation", "low", "high"]
     tests = pd.DataFrame(lines, columns=[*columns, "p"])
     return tests.assign(holm=holm(tests["p"].tolist()))
@@ -121,8 +122,8 @@ def image_recall(
         recalls = []
         for name in names:
             stage, direction, k = RECALL.fullmatch(name).groups()  # type: ignore[union-attr]
-            own = queries[queries["direction"] == direction]
-            recalls.append((own[stage] <= int(k)).groupby(own["image"]).mean())
+            ranks = queries[queries["direction"] == direction]
+            recalls.append((ranks[stage] <= int(k)).groupby(ranks["image"]).mean())
         rows.append(100 * pd.concat(recalls, axis=1).mean(axis=1).sort_index().to_numpy())
     return np.stack(rows)
 
@@ -168,32 +169,32 @@ def holm(p: Sequence[float]) -> list[float]:
     adjusted = np.empty_like(values)
     factors = np.arange(len(values), 0, -1)
     adjusted[order] = np.minimum(1, np.maximum.accumulate(factors * values[order]))
-    return [float(each) for each in adjusted]
+    return [float(value) for value in adjusted]
 
 
 def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = None) -> Table:
     """Lay out means, differences from the reference, and the paper's figures."""
     tests = paired_tests(table, figures, output)
-    known = tests.set_index(["row", "figure"])
+    by_cell = tests.set_index(["row", "figure"])
     tested = _tested(table)
     rows: list[list[str]] = []
     for row in table.rows:
         cells = [row.label]
         for name in table.figures.values():
-            own = values_of(figures, row.variant, [name], row.view)
-            cells.append(_mean(own, table.decimals) if _has_view(row, [name]) else "")
+            values = values_of(figures, row.variant, [name], row.view)
+            cells.append(_mean(values, table.decimals) if _has_view(row, [name]) else "")
         for head, names in tested.items():
-            if (row.label, head) in known.index:
-                cells.append(_difference_text(known.loc[(row.label, head)], table.decimals))
+            if (row.label, head) in by_cell.index:
+                cells.append(_difference_text(by_cell.loc[(row.label, head)], table.decimals))
             else:
                 plain = row.view == "image" and row.variant == table.reference
                 cells.append("" if plain or not _has_view(row, names) else "–")
         cells.append(str(_seeds(figures, row.variant)))
         cells += [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
         rows.append(cells)
-    named = {head: "" if head == next(iter(table.figures)) else head for head in tested}
-    heads = [f"{name} − {table.reference}".strip() for name in named.values()]
-    columns = ["", *table.figures, *heads, "seeds", *(f"paper: {each}" for each in table.paper)]
+    labels = {head: "" if head == next(iter(table.figures)) else head for head in tested}
+    heads = [f"{name} − {table.reference}".strip() for name in labels.values()]
+    columns = ["", *table.figures, *heads, "seeds", *(f"paper: {head}" for head in table.paper)]
     return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
 
 
@@ -219,11 +220,11 @@ def _mean(values: pd.Series, decimals: int) -> str:
     return f"{values.mean():.{decimals}f}{spread}"
 
 
-def _difference_text(found: Any, decimals: int) -> str:
+def _difference_text(test: Any, decimals: int) -> str:
     """Return `+3.1 [0.1, 6.1], p 0.041, Holm 0.082`."""
-    mean, low, high = (f"{found[key]:.{decimals}f}" for key in ("mean", "low", "high"))
+    mean, low, high = (f"{test[key]:.{decimals}f}" for key in ("mean", "low", "high"))
     sign = "" if mean.startswith("-") else "+"
-    p, adjusted = (_p(found[key]) for key in ("p", "holm"))
+    p, adjusted = (_p(test[key]) for key in ("p", "holm"))
     return f"{sign}{mean} [{low}, {high}], p {p}, Holm {adjusted}"
 
 

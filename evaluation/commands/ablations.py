@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Option
 
-from evaluation.commands.options import EvaluationCommand, one_process
+from evaluation.commands.options import EvaluationCommand, require_single_process
 from evaluation.commands.positions import Plugin, positions_app
 from vlp.command_line import Overrides, nearest, new_app, positive
 
@@ -80,13 +80,13 @@ def reproduce(
     from vlp.config import config_file, load_config
 
     registry = config_file(RESULTS)
-    known = load_config(registry, ResultsConfig).tables
+    results = load_config(registry, ResultsConfig).tables
     if name is None:
-        print("\n".join(f"{each}: {result.about}" for each, result in known.items()))
+        print("\n".join(f"{key}: {result.about}" for key, result in results.items()))
         return 0
-    if name not in known:
-        raise typer.BadParameter(f"unknown result {name!r}; {nearest(name, list(known))}")
-    result = known[name]
+    if name not in results:
+        raise typer.BadParameter(f"unknown result {name!r}; {nearest(name, list(results))}")
+    result = results[name]
     if result.ablation is None:
         return subprocess.run([*VLP, *shlex.split(result.command)], check=False).returncode
     source = registry.parent.parent / result.ablation
@@ -148,10 +148,10 @@ def compare(
 
     load_plugins(plugin or ())
     parts: dict[str, dict[str, Any]] = {}
-    for each in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
-        name, colon, roles = each.strip().partition(":")
-        own = {} if name in (OWN, NONE) else {"name": name, **({"roles": roles} if colon else {})}
-        parts[each.strip()] = own
+    for spec in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
+        name, colon, roles = spec.strip().partition(":")
+        encoding = {"name": name, **({"roles": roles} if colon else {})}
+        parts[spec.strip()] = {} if name in (OWN, NONE) else encoding
     shared: dict[str, Any] = {
         "task.model.name": model,
         "task.data.train": train,
@@ -216,7 +216,7 @@ def _run(
     from evaluation.ablations.tables import report as report_tables
     from evaluation.ablations.tables import to_frame
 
-    one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
+    require_single_process("an ablation runs side by side by itself: `jobs`, not torchrun")
     names = tuple(only.split(",")) if only else ()
     if plan:
         check(runs := plan_runs(config, source, names))
@@ -224,6 +224,6 @@ def _run(
         print(*(run.name for run in runs if run.result(config.evaluation()) is None))
         print(f"{len(runs)} runs, {config.jobs} side by side; above those to do")
         return
-    found = results(config, source) if report else run_ablation(config, source, names)
-    print(report_tables(config, to_frame(found)))
+    figures = results(config, source) if report else run_ablation(config, source, names)
+    print(report_tables(config, to_frame(figures)))
     print(f"\nwritten to {config.output}: tables and figures")

@@ -19,7 +19,7 @@ from evaluation.commands.options import (
     Workers,
     checked,
     first_rank,
-    one_process,
+    require_single_process,
 )
 from evaluation.jobs import JOBS, PROBES, Job
 from vlp.command_line import Group, Overrides, new_app, positive
@@ -56,7 +56,7 @@ Out = Annotated[
 Listed = Annotated[
     int, Option("--list", metavar="N", help="print N pairs of each kind, to read by hand")
 ]
-_OF_A_SUITE = {"task", "shards", "name", "model"}
+_SUITE_FIELDS = {"task", "shards", "name", "model"}
 
 
 def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
@@ -69,15 +69,15 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         device: str | None,
         out: Path | None,
         listed: int = 0,
-        **given: Any,
+        **values: Any,
     ) -> None:
         from evaluation.suite.suite import model_of, run_job
         from vlp.config import validated
         from vlp.models.pretrained.local_copy import results_folder
 
-        changes = {n: v for n, v in given.items() if v not in (None, job.model_fields[n].default)}
-        made = validated({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
-        result = run_job(made, model_of(made, model), device, workers, progress=True)
+        changes = {n: v for n, v in values.items() if v not in (None, job.model_fields[n].default)}
+        settings = validated({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
+        result = run_job(settings, model_of(settings, model), device, workers, progress=True)
         if first_rank():
             if listed:
                 from evaluation.probes.foils import examples
@@ -110,18 +110,18 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
         required,
     )
     for name, field in job.model_fields.items():
-        if name in _OF_A_SUITE:
+        if name in _SUITE_FIELDS:
             continue
-        of, default = field.annotation, required if field.is_required() else field.default
+        annotation, default = field.annotation, required if field.is_required() else field.default
         options: dict[str, Any] = {"help": (field.description or "").replace("null:", "default:")}
-        if of == tuple[str, ...]:
-            of, default, options["metavar"] = list[str] | None, None, "DIR..."
+        if annotation == tuple[str, ...]:
+            annotation, default, options["metavar"] = list[str] | None, None, "DIR..."
         elif name in ("classes", "templates"):
             options["metavar"] = "FILE"
         elif name in ("limit", "batch"):
             options |= {"metavar": "N", "parser": positive}
-        names = [f"--{name}"] if of is bool else []
-        yield name, Annotated[of, Option(*names, **options)], default
+        names = [f"--{name}"] if annotation is bool else []
+        yield name, Annotated[annotation, Option(*names, **options)], default
     if kind == "foils":
         yield "listed", Listed, 0
     yield "workers", Workers, None
@@ -154,7 +154,7 @@ def vision(
     from evaluation.vision import evaluate_folder
     from vlp.models.pretrained.local_copy import results_folder
 
-    one_process("vision models are evaluated in one process")
+    require_single_process("vision models are evaluated in one process")
     options = EvalOptions(limit, device=device, precision=precision, workers=workers)
     figures = checked(lambda: evaluate_folder(model, options))
     table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
@@ -214,10 +214,10 @@ def suite(
     """
     from evaluation.suite.suite import suite_of
 
-    made = checked(
+    config = checked(
         lambda: suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)
     )
-    return _run_suite(made, out, device, workers)
+    return _run_suite(config, out, device, workers)
 
 
 def _run_suite(config: Any, out: Path, device: str | None, workers: int | None) -> int:

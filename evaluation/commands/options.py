@@ -27,8 +27,8 @@ def usable_device(name: str) -> str:
         torch.empty(1, device=device)
     # A build without CUDA says so by an AssertionError.
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise typer.BadParameter(f"{name!r} cannot be used here: {why}") from error
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"{name!r} cannot be used here: {reason}") from error
     return name
 
 
@@ -81,12 +81,12 @@ class EvaluationCommand(Command):
                 print(f"error: {redacted(str(error))}", file=sys.stderr)
             return 2
         except (OSError, RuntimeError) as error:
-            said = redacted(str(error))
+            message = redacted(str(error))
             if distributed.lost_peer(error):
-                said = "lost another rank; that one's message says why"
+                message = "lost another rank; that one's message says why"
             elif isinstance(error, RuntimeError):
                 raise
-            print(f"error on rank {rank}: {said}", file=sys.stderr)
+            print(f"error on rank {rank}: {message}", file=sys.stderr)
             return 1
 
 
@@ -99,9 +99,9 @@ def load_model(model: str) -> Loaded:
 
 def checked(work: Callable[[], Any]) -> Any:
     """Call a function; a ValueError becomes one line for the person at the terminal."""
-    from evaluation.samples import said_in_one_line
+    from evaluation.samples import single_line_errors
 
-    with said_in_one_line():
+    with single_line_errors():
         return work()
 
 
@@ -112,9 +112,9 @@ def first_rank() -> bool:
     return distributed.rank() == 0
 
 
-def one_process(what: str) -> None:
+def require_single_process(message: str) -> None:
     """Refuse to run under torchrun."""
     from vlp import distributed
 
     if distributed.world_size() > 1:
-        raise typer.BadParameter(what)
+        raise typer.BadParameter(message)

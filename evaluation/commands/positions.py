@@ -24,10 +24,10 @@ Plugin = Annotated[
 
 def _grid(text: str) -> tuple[int, int]:
     """Read `14x14`."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
         raise typer.BadParameter(f"{text!r} is not ROWSxCOLUMNS, such as 14x14")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 @positions_app.command("list", cls=EvaluationCommand)
@@ -64,11 +64,11 @@ def show(
     from vlp.config import load_plugins, parse_yaml
 
     load_plugins(plugin or ())
-    parts = [word.partition("=") for word in options or ()]
+    parts = [argument.partition("=") for argument in options or ()]
     if wrong := next((key for key, equals, _ in parts if not equals), None):
         raise typer.BadParameter(f"{wrong!r} is not an option; write name=value, such as theta=10")
-    given = {key: parse_yaml(value) for key, _, value in parts}
-    print(position_card(name, grid, given))
+    values = {key: parse_yaml(value) for key, _, value in parts}
+    print(position_card(name, grid, values))
     if out is not None:
-        draw_map(name, grid, given, out)
+        draw_map(name, grid, values, out)
         print(f"\nwritten to {out}")

@@ -69,7 +69,7 @@ def predict(
       vlp evaluate predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
     """
     from evaluation.downstream.predict import predict as predict_shards
-    from evaluation.downstream.predict import predict_one, write_official
+    from evaluation.downstream.predict import predict_item, write_official
     from evaluation.options import EvalOptions
     from evaluation.results import write_lines
     from evaluation.samples import EvaluationError, kinds_in_words
@@ -88,7 +88,7 @@ def predict(
             if value is not None:
                 raise typer.BadParameter(f"--{name} is for --shards; --image gives one item")
         if first_rank():
-            print(predict_one(model, image, text, device, precision).text())
+            print(predict_item(model, image, text, device, precision).text())
         return
     if text is not None:
         raise typer.BadParameter("--text is for --image; shards bring their own")
@@ -96,27 +96,27 @@ def predict(
     assert out is not None
     if out.is_dir():
         raise typer.BadParameter(f"--out {out} is a folder; name a file")
-    found = predict_shards(
+    predictions = predict_shards(
         model, shards, EvalOptions(limit, batch or 64, device, precision, workers, progress=True)
     )
     if not first_rank():
         return
     if format == "jsonl":
-        write_lines(out, found.rows)
+        write_lines(out, predictions.rows)
     else:
         try:
-            write_official(out, found)
+            write_official(out, predictions)
         except EvaluationError as error:
-            kept = out.with_name(f"{out.name}.rows.jsonl")
-            write_lines(kept, found.rows)
-            raise EvaluationError(f"{error}; what was predicted is in {kept}") from error
-    if found.skipped:
-        kinds = kinds_in_words(found.skipped)
+            rows_file = out.with_name(f"{out.name}.rows.jsonl")
+            write_lines(rows_file, predictions.rows)
+            raise EvaluationError(f"{error}; what was predicted is in {rows_file}") from error
+    if predictions.skipped:
+        kinds = kinds_in_words(predictions.skipped)
         print(
             f"warning: not predicted: {kinds}; a server may refuse a file that lacks items",
             file=sys.stderr,
         )
-    print(f"{found.kind}: {len(found.rows)} predictions written to {out}")
+    print(f"{predictions.kind}: {len(predictions.rows)} predictions written to {out}")
 
 
 @app.command(cls=EvaluationCommand)
@@ -145,13 +145,13 @@ def embed(
     from evaluation.samples import kinds_in_words
 
     options = EvalOptions(limit, batch, device, precision, workers, progress=True)
-    found = embed_shards(load_model(model), shards, out, options, dtype=dtype)
+    counts = embed_shards(load_model(model), shards, out, options, dtype=dtype)
     if first_rank():
-        if found.skipped:
-            print(f"warning: skipped: {kinds_in_words(found.skipped)}", file=sys.stderr)
-        if found.cut:
+        if counts.skipped:
+            print(f"warning: skipped: {kinds_in_words(counts.skipped)}", file=sys.stderr)
+        if counts.cut:
             print(
-                f"warning: {found.cut} captions are longer than the model reads, and cut",
+                f"warning: {counts.cut} captions are longer than the model reads, and cut",
                 file=sys.stderr,
             )
-        print(f"{found.images} images and {found.captions} captions written to {out}")
+        print(f"{counts.images} images and {counts.captions} captions written to {out}")

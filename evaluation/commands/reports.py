@@ -17,7 +17,7 @@ from evaluation.commands.options import (
     checked,
     first_rank,
     load_model,
-    one_process,
+    require_single_process,
 )
 from vlp.command_line import MODELS, START_HERE, new_app, positive
 
@@ -136,17 +136,17 @@ def report(
     from evaluation.samples import EvaluationError
     from vlp.io import write_text
 
-    one_process("a report is made in one process, without torchrun")
+    require_single_process("a report is made in one process, without torchrun")
     if out is None and markdown is None and latex is None:
         out = Path(runs[0]) / "report.html"
     sources = read_sources(runs)
     tables, options = result_tables(sources), EvalOptions(limit, device=device)
-    made: list[tuple[Path | None, Callable[[], str]]] = [
+    outputs: list[tuple[Path | None, Callable[[], str]]] = [
         (out, lambda: page(sources, shards or (), cases=cases, options=options)),
         (markdown, lambda: "\n".join(table.markdown() for table in tables)),
         (latex, lambda: in_latex(tables)),
     ]
-    for path, text in made:
+    for path, text in outputs:
         if path is not None:
             write_text(path, text(), error=EvaluationError)
             print(path)
@@ -177,8 +177,8 @@ def serve_app(
     from evaluation.page.gradio_page import gradio_module, serve
     from evaluation.page.session import ModelSession
 
-    one_process("the page is served by one process, without torchrun")
+    require_single_process("the page is served by one process, without torchrun")
     gradio_module()  # before minutes are spent on images
-    tried = ModelSession(model, shards or (), limit=limit, device=device)
+    session = ModelSession(model, shards or (), limit=limit, device=device)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
-    serve(tried, host, port)
+    serve(session, host, port)

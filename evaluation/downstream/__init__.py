@@ -17,7 +17,7 @@ def evaluate_task(
     task: Downstream | PairsTask,
     shards: Sequence[str | Path],
     options: EvalOptions = EvalOptions(),
-    **own: Any,
+    **kwargs: Any,
 ) -> Result:
     """Evaluate a task on shards; the same for any number of ranks."""
-    return get_evaluation(task.kind).evaluate(task, shards, options, **own)
+    return get_evaluation(task.kind).evaluate(task, shards, options, **kwargs)

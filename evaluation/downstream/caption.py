@@ -51,13 +51,13 @@ class CaptionEvaluation(TaskEvaluation):
 
     def joined(self, rows: list[Row]) -> list[Row]:
         """Return one row for each image: its first caption, against all that people wrote."""
-        known: dict[Any, Row] = {}
-        for place, row in enumerate(rows):
-            named = row["image_id"] is not None
-            first = known.setdefault(row["image"] if named else place, row)
+        by_image: dict[Any, Row] = {}
+        for index, row in enumerate(rows):
+            has_id = row["image_id"] is not None
+            first = by_image.setdefault(row["image"] if has_id else index, row)
             if first is not row:
                 first["captions"] = [*first["captions"], *row["captions"]]
-        return list(known.values())
+        return list(by_image.values())
 
     def row(self, task: CaptionTask, item: Item, example: CaptionExample, prediction: str) -> Row:
         """Return `key`, `image_id`, `caption`, people's `captions` and `image`."""
@@ -74,14 +74,14 @@ class CaptionEvaluation(TaskEvaluation):
     ) -> Scored:
         """Compute the figures; samples that show the same image are one unit of the intervals."""
         # Once on one rank: Java takes its time, and the tokeniser writes into its program folder.
-        (scored,) = Ranks.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
-        corpus, each, notes = scored
-        figures = clustered_figures(each, [row["image"] for row in rows], {}, resamples)
-        keep_scores(rows, each)
+        (scores,) = Ranks.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
+        corpus, by_caption, notes = scores
+        figures = clustered_figures(by_caption, [row["image"] for row in rows], {}, resamples)
+        keep_scores(rows, by_caption)
         figures |= {name: Figure(corpus[name], corpus[name], corpus[name], 0.0) for name in corpus}
         return Scored(figures, tuple(notes))
 
-    def predict_one(
+    def predict_item(
         self, task: CaptionTask, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return a caption; its probability is that of all its word pieces and its end."""
@@ -98,25 +98,25 @@ def _scores(
     rows: Sequence[Row], java: bool
 ) -> tuple[dict[str, float], dict[str, NDArray[np.float64]], list[str]]:
     """Return figures of the corpus, figures that are means over captions, and notes."""
-    said, references = [row["caption"] for row in rows], [row["captions"] for row in rows]
+    captions, references = [row["caption"] for row in rows], [row["captions"] for row in rows]
     try:
-        scores = caption_scores(said, references, "ptb" if java else "plain", meteor=java)
+        scores = caption_scores(captions, references, "ptb" if java else "plain", meteor=java)
     except CaptionToolError as error:
         raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
     corpus = {name: scores.corpus[name] for name in _CORPUS if name in scores.corpus}
-    each = {name: scores.per_caption[name] for name in ("cider", "rouge_l")}
+    by_caption = {name: scores.per_caption[name] for name in ("cider", "rouge_l")}
     notes = [
         f"{', '.join(corpus)} are of all captions together and have no interval.",
         "CIDEr goes up to 1000 here.",
     ]
     if java:
         try:
-            each["spice"] = spice_scores(said, references)
+            by_caption["spice"] = spice_scores(captions, references)
         except CaptionToolError as error:
             notes.append(f"No SPICE: {error}.")
     else:
         notes.append("Without Java: plain tokens, no METEOR, no SPICE.")
-    return corpus, each, notes
+    return corpus, by_caption, notes
 
 
 register_evaluation(CaptionEvaluation())

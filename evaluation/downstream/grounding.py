@@ -37,12 +37,12 @@ class GroundingEvaluation(TaskEvaluation):
         task: Grounding,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Result:
         """Evaluate with the map of the task's settings."""
-        made = task.settings
+        by, layer, head = task.settings.by, task.settings.layer, task.settings.head
         return evaluate_grounding(
-            task.loaded, shards, options, by=made.by, layer=made.layer, head=made.head, **own
+            task.loaded, shards, options, by=by, layer=layer, head=head, **kwargs
         )
 
     def evaluate_folder(
@@ -50,10 +50,10 @@ class GroundingEvaluation(TaskEvaluation):
         folder: Path,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_grounding(load_model(folder), shards, options, **own)
+        return evaluate_grounding(load_model(folder), shards, options, **kwargs)
 
     def predict_without_head(
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions

@@ -48,7 +48,7 @@ class PairEvaluation(TaskEvaluation):
     ) -> Row:
         """Return `key`, the ids that there are, `text`, `prediction`, `label` and `image`."""
         annotation, classes = item.raw.annotation, task.config.classes
-        said = (
+        text = (
             "\n".join(annotation.captions or [annotation.caption or ""])
             if isinstance(task.config, Nlvr2AssignmentConfig)
             else annotation.statement or annotation.hypothesis
@@ -58,7 +58,7 @@ class PairEvaluation(TaskEvaluation):
         return {
             "key": item.raw.key,
             **ids,
-            "text": said,
+            "text": text,
             "prediction": prediction,
             "label": None if example.label is None else classes[example.label],
             "image": item.raw.image_name,
@@ -72,21 +72,21 @@ class PairEvaluation(TaskEvaluation):
         truth = np.array([classes.index(row["label"]) for row in rows])
         right = np.array([row["label"] == row["prediction"] for row in rows])
         values = {"accuracy": right, **dict.fromkeys(classes, right)}
-        counted = {name: truth == number for number, name in enumerate(classes)}
-        for name in [name for name in classes if not counted[name].any()]:
+        masks = {name: truth == number for number, name in enumerate(classes)}
+        for name in [name for name in classes if not masks[name].any()]:
             del values[name]
         frequent = np.bincount(truth)
         chance = float(frequent.max() / len(truth))
         images = [row["image"] for row in rows]
-        figures = clustered_figures(values, images, {"accuracy": chance}, resamples, counted)
-        keep_scores(rows, values, counted)
+        figures = clustered_figures(values, images, {"accuracy": chance}, resamples, masks)
+        keep_scores(rows, values, masks)
         notes = [f"Chance of accuracy: always `{classes[int(frequent.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
             sentences = [sentence_of(row) for row in rows]
-            known = sorted(set(sentences))
-            numbers = {sentence: number for number, sentence in enumerate(known)}
-            wrong = np.bincount([numbers[text] for text in sentences], ~right, len(known)) > 0
-            figures |= clustered_figures({"consistency": ~wrong}, known, {}, resamples)
+            unique = sorted(set(sentences))
+            numbers = {sentence: number for number, sentence in enumerate(unique)}
+            wrong = np.bincount([numbers[text] for text in sentences], ~right, len(unique)) > 0
+            figures |= clustered_figures({"consistency": ~wrong}, unique, {}, resamples)
             notes.append(
                 "Consistency: sentences that are judged rightly every time, over sentences."
             )
@@ -98,7 +98,7 @@ class PairEvaluation(TaskEvaluation):
             return task.config.images, task.config.panels
         return task.config.shown, 1
 
-    def predict_one(
+    def predict_item(
         self,
         task: PairClassification,
         images: Sequence[Image.Image],
@@ -111,8 +111,8 @@ class PairEvaluation(TaskEvaluation):
         pixels = task.prepare(shown, text, 0, None)[None]
         valid = torch.ones(1, dtype=torch.bool)
         batch = PairBatch(pixels, *task.text([text]), torch.tensor([-1]), valid).to(device)
-        shares = task.logits(batch).float().softmax(-1)[0].tolist()
-        return sorted(zip(task.config.classes, shares), key=lambda one: -one[1])
+        probabilities = task.logits(batch).float().softmax(-1)[0].tolist()
+        return sorted(zip(task.config.classes, probabilities), key=lambda pair: -pair[1])
 
 
 for _evaluation in (

@@ -15,12 +15,12 @@ import torch
 import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
-from evaluation.encoder import encode_one
+from evaluation.encoder import encode_image
 from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import NEVER_MATCHED
-from evaluation.samples import EvaluationError, said_in_one_line
+from evaluation.samples import EvaluationError, single_line_errors
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.models.cross_encoder import ImageFeatures
@@ -60,29 +60,29 @@ def write_official(path: Path, predictions: Predictions) -> None:
     submission = get_evaluation(predictions.kind).submission
     if submission is None:
         raise EvaluationError(f"{predictions.kind} has no submission format; give --format jsonl")
-    lacking = [row["key"] for row in predictions.rows if row.get(submission.needed) is None]
-    if lacking:
+    missing = [row["key"] for row in predictions.rows if row.get(submission.needed) is None]
+    if missing:
         raise EvaluationError(
-            f"{path}: sample {lacking[0]} has no {submission.what or submission.needed}"
-            f"{f' (and {len(lacking) - 1} more)' if len(lacking) > 1 else ''}, which the format "
+            f"{path}: sample {missing[0]} has no {submission.what or submission.needed}"
+            f"{f' (and {len(missing) - 1} more)' if len(missing) > 1 else ''}, which the format "
             "needs; use shards that were made from the benchmark's own files, or --format jsonl"
         )
-    submission.write(path, [submission.convert(row) for row in _told_apart(predictions.rows)])
+    submission.write(path, [submission.convert(row) for row in _unique_ids(predictions.rows)])
 
 
-def _told_apart(rows: Sequence[Row]) -> list[Row]:
+def _unique_ids(rows: Sequence[Row]) -> list[Row]:
     """Replace identifiers shared by several rows by their keys, where these differ.
 
     The evaluator of NLVR v1 reads such a key, `dev-1572-0-3`. Repeated samples stay repeated.
     """
     counts = Counter(row.get("identifier", "") for row in rows)
 
-    def named(row: Row) -> Row:
-        own = row.get("identifier", "")
-        shared = own and counts[own] > 1 and str(own) in row["key"]
+    def with_key(row: Row) -> Row:
+        identifier = row.get("identifier", "")
+        shared = identifier and counts[identifier] > 1 and str(identifier) in row["key"]
         return {**row, "identifier": row["key"]} if shared else row
 
-    return list(map(named, rows))
+    return list(map(with_key, rows))
 
 
 def _without_head(
@@ -106,7 +106,7 @@ MATCH = "match"
 """Prediction kind of match scores."""
 
 
-class Said(NamedTuple):
+class Answers(NamedTuple):
     """Answers with their probabilities, the likeliest first, and the kind of task."""
 
     kind: str
@@ -118,20 +118,20 @@ class Said(NamedTuple):
         return "\n".join(f"{answer.ljust(width)}  {p:.4f}" for answer, p in self.answers)
 
 
-def predict_one(
+def predict_item(
     folder: str | Path,
     images: Sequence[str | Path],
     text: str | None = None,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
-) -> Said:
+) -> Answers:
     """Predict by the folder's task, or without a task whether text and image match.
 
     Args:
         images: image files, two for a task about pairs, or one with panels, cut as in training.
         text: question, hypothesis, statement or caption; None for a captioning model.
     """
-    with said_in_one_line():
+    with single_line_errors():
         source = load_task(folder) if has_task(folder) else vlp.load(folder)
     _check(source, len(images), text)
     if isinstance(source, Loaded) and not source.model.match_is_trained:
@@ -140,24 +140,25 @@ def predict_one(
         )
     opened = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
-    with torch.no_grad(), evaluating(model, device) as own_device, inference(own_device, precision):
+    with torch.no_grad(), evaluating(model, device) as run_device, inference(run_device, precision):
         if isinstance(source, Loaded):
-            seen = encode_one(source, opened[0], own_device)
-            return Said(MATCH, match_of(source, seen, text or ""))
+            features = encode_image(source, opened[0], run_device)
+            return Answers(MATCH, match_of(source, features, text or ""))
         evaluation = get_evaluation(source.kind)
-        return Said(source.kind, evaluation.predict_one(source, opened, text or "", own_device))
+        answers = evaluation.predict_item(source, opened, text or "", run_device)
+        return Answers(source.kind, answers)
 
 
 def _check(source: Downstream | Loaded, images: int, text: str | None) -> None:
-    kind, (wanted, parts), reads_text = MATCH, (1, 1), True
+    kind, (count, parts), reads_text = MATCH, (1, 1), True
     if isinstance(source, Downstream):
         kind, reads_text = source.kind, get_task(source.kind).card.text
-        wanted, parts = get_evaluation(kind).image_count(source)
-    if images != wanted:
+        count, parts = get_evaluation(kind).image_count(source)
+    if images != count:
         cut = f", to be cut into {parts} parts" if parts > 1 else ""
         raise EvaluationError(
-            f"{kind} is about {wanted} image{'s' if wanted > 1 else ''}{cut}, not {images}: give "
-            f"--image FILE {'twice' if wanted > 1 else 'once'}"
+            f"{kind} is about {count} image{'s' if count > 1 else ''}{cut}, not {images}: give "
+            f"--image FILE {'twice' if count > 1 else 'once'}"
         )
     if not reads_text and text is not None:
         raise EvaluationError(f"a model for {kind} reads no text: leave --text out")
@@ -169,4 +170,4 @@ def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str,
     """Return whether a text describes an image, with probabilities, the likelier first."""
     tokens = (part.to(image.states.device) for part in loaded.text([text]))
     matches = float(loaded.model.match(image, loaded.model.encode_text(*tokens)).sigmoid())
-    return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda one: -one[1])
+    return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda pair: -pair[1])

@@ -32,23 +32,24 @@ class RetrievalEvaluation(TaskEvaluation):
         task: Retrieval,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Result:
         """Compute `mean` of all recalls, then each, after the task's re-ranking if it has one."""
-        found = evaluate_retrieval(task.loaded, shards, options, rerank=task.settings.rerank, **own)
-        stage = found.stages[-1]
-        figures = {"mean": found.mean(stage)}
+        rerank = task.settings.rerank
+        result = evaluate_retrieval(task.loaded, shards, options, rerank=rerank, **kwargs)
+        stage = result.stages[-1]
+        figures = {"mean": result.mean(stage)}
         for direction in DIRECTIONS:
             for k in (1, 5, 10):
-                figures[f"{direction} R@{k}"] = found.recall(stage, direction, k)
+                figures[f"{direction} R@{k}"] = result.recall(stage, direction, k)
         return Result(
             kind=task.kind,
-            counts={"items": found.counts["texts"]},
-            shards=found.shards,
+            counts={"items": result.counts["texts"]},
+            shards=result.shards,
             figures=figures,
-            predictions=found.predictions,
-            skipped=found.skipped,
-            notes=found.notes,
+            predictions=result.predictions,
+            skipped=result.skipped,
+            notes=result.notes,
         )
 
     def evaluate_folder(
@@ -56,10 +57,10 @@ class RetrievalEvaluation(TaskEvaluation):
         folder: Path,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Any:
         """Evaluate any model folder."""
-        return evaluate_retrieval(load_model(folder), shards, options, **own)
+        return evaluate_retrieval(load_model(folder), shards, options, **kwargs)
 
 
 register_evaluation(RetrievalEvaluation())

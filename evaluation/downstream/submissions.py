@@ -16,7 +16,7 @@ from evaluation.samples import EvaluationError
 from vlp.io import write_text
 
 LABELS = ("entailment", "neutral", "contradiction")
-_NAMED = 5
+_LISTED = 5
 
 Row = Mapping[str, Any]
 
@@ -91,7 +91,7 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
 def _write_texts(path: Path, rows: Iterable[Row], name: str, text: str) -> None:
     texts = [(_number(row, name, path), _text(row, text, path)) for row in rows]
     _check_ids([number for number, _ in texts], name, path)
-    write_json(path, [{name: number, text: said} for number, said in texts])
+    write_json(path, [{name: number, text: content} for number, content in texts])
 
 
 def _value(row: Row, name: str, path: Path) -> Any:
@@ -125,7 +125,7 @@ def _text(row: Row, name: str, path: Path) -> str:
     return value
 
 
-def _box(row: Row, whose: str, path: Path) -> list[float]:
+def _box(row: Row, label: str, path: Path) -> list[float]:
     value = _value(row, "box", path)
     try:
         box = [float(number) for number in value]
@@ -133,17 +133,17 @@ def _box(row: Row, whose: str, path: Path) -> list[float]:
         box = []
     if len(box) != 4 or not all(map(math.isfinite, box)) or min(box[2:]) <= 0:
         raise EvaluationError(
-            f"{path}: box {value!r} of {whose} is not [x, y, width, height] with an area"
+            f"{path}: box {value!r} of {label} is not [x, y, width, height] with an area"
         )
     return box
 
 
 def _check_ids(ids: Sequence[int | str], name: str, path: Path) -> None:
-    twice = [str(one) for one, count in Counter(ids).items() if count > 1]
-    if twice:
-        rest = f" and {len(twice) - _NAMED} more" if len(twice) > _NAMED else ""
-        said = ", ".join(twice[:_NAMED]) + rest
-        raise EvaluationError(f"{path}: predicted more than once: {name} {said}")
+    repeated = [str(identifier) for identifier, count in Counter(ids).items() if count > 1]
+    if repeated:
+        more = f" and {len(repeated) - _LISTED} more" if len(repeated) > _LISTED else ""
+        listing = ", ".join(repeated[:_LISTED]) + more
+        raise EvaluationError(f"{path}: predicted more than once: {name} {listing}")
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from evaluation.item_results import EvaluatedItems, evaluate_blocks
 from evaluation.jobs import Job
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result
-from evaluation.samples import EvaluationError, said_in_one_line
+from evaluation.samples import EvaluationError, single_line_errors
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
@@ -36,16 +36,16 @@ def sentence_of(row: Mapping[str, Any]) -> str:
 
 
 def with_truth(
-    rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
+    rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], message: str
 ) -> list[dict[str, Any]]:
     """Return the rows with an annotated field `truth`."""
-    found = [row for row in rows if row[truth]]
-    if not found:
+    annotated = [row for row in rows if row[truth]]
+    if not annotated:
         raise EvaluationError(
-            f"{', '.join(shards)}: {nobody}; "
+            f"{', '.join(shards)}: {message}; "
             "`python -m evaluation predict` writes predictions without scoring them"
         )
-    return found
+    return annotated
 
 
 Row = dict[str, Any]
@@ -113,21 +113,21 @@ class TaskEvaluation:
         task: Any,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
         Items without truth are predicted and not counted. `own` are the class's `options`.
         """
         self.require_tools(task)
-        rows, skipped = self.predictions(task, shards, options, **own)
+        rows, skipped = self.predictions(task, shards, options, **kwargs)
         folders = tuple(map(str, shards))
-        known = with_truth(rows, self.truth, folders, self.no_truth)
-        figures, notes = self.score(task, known, options.resamples, **own)
-        if unjudged := len(rows) - len(known):
-            notes = (*notes, f"{unjudged} of the items have no truth: predicted, and not judged.")
-        if seen := trained_on(task, folders):
-            notes = (*notes, f"Careful: the model was trained on {', '.join(seen)}.")
+        annotated = with_truth(rows, self.truth, folders, self.no_truth)
+        figures, notes = self.score(task, annotated, options.resamples, **kwargs)
+        if unlabelled := len(rows) - len(annotated):
+            notes = (*notes, f"{unlabelled} of the items have no truth: predicted, and not judged.")
+        if overlap := trained_on(task, folders):
+            notes = (*notes, f"Careful: the model was trained on {', '.join(overlap)}.")
         return Result(
             kind=task.kind,
             counts={"items": len(rows)},
@@ -143,22 +143,22 @@ class TaskEvaluation:
         task: Any,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> EvaluatedItems:
         """Predict every item, with truth or without; arguments and errors as in `evaluate`."""
-        if unknown := own.keys() - set(self.options):
+        if unknown := kwargs.keys() - set(self.options):
             raise TypeError(f"{self.kind} has no option {', '.join(sorted(unknown))}")
         dataset = task.dataset(shards, options.limit)
 
-        def evaluate(made: Sequence[tuple[Item, Any]]) -> list[Row]:
-            inputs = dataset.collate([example for _, example in made]).to(own_device)
-            with torch.no_grad(), inference(own_device, options.precision):
-                predicted = self.predict(task, inputs, **own)
-            return [self.row(task, *one, said) for one, said in zip(made, predicted)]
+        def evaluate(examples: Sequence[tuple[Item, Any]]) -> list[Row]:
+            inputs = dataset.collate([example for _, example in examples]).to(torch_device)
+            with torch.no_grad(), inference(torch_device, options.precision):
+                answers = self.predict(task, inputs, **kwargs)
+            return [self.row(task, *pair, answer) for pair, answer in zip(examples, answers)]
 
-        with evaluating(task, options.device) as own_device:
+        with evaluating(task, options.device) as torch_device:
             rows, skipped = evaluate_blocks(
-                dataset.items, dataset.make, evaluate, options, own_device
+                dataset.items, dataset.make, evaluate, options, torch_device
             )
         return EvaluatedItems(self.joined(rows), skipped)
 
@@ -171,13 +171,13 @@ class TaskEvaluation:
         folder: Path,
         shards: Sequence[str | Path],
         options: EvalOptions = EvalOptions(),
-        **own: Any,
+        **kwargs: Any,
     ) -> Any:
         """Evaluate a model folder, as a job of a suite."""
         task = load_for_evaluation(folder)
         if task.kind != self.kind:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
-        return self.evaluate(task, shards, options, **own)
+        return self.evaluate(task, shards, options, **kwargs)
 
     def predict_without_head(
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
@@ -189,7 +189,7 @@ class TaskEvaluation:
         """Return how many images an item has, and into how many panels each is cut."""
         return 1, 1
 
-    def predict_one(
+    def predict_item(
         self, task: Any, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return predictions for images and a text with probabilities, the likeliest first."""
@@ -199,8 +199,8 @@ class TaskEvaluation:
 def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
     """Return the shard folders that a task's configuration lists as training data."""
     data = getattr(task.config, "data", None)
-    named = {os.path.abspath(folder) for folder in getattr(data, "train", ())}
-    return [folder for folder in folders if os.path.abspath(folder) in named]
+    train_folders = {os.path.abspath(folder) for folder in getattr(data, "train", ())}
+    return [folder for folder in folders if os.path.abspath(folder) in train_folders]
 
 
 def without(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
@@ -210,11 +210,11 @@ def without(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
 
 def load_for_evaluation(folder: str | Path) -> Downstream:
     """Load the fine-tuned task of a folder."""
-    with said_in_one_line():
+    with single_line_errors():
         return load_task(folder)
 
 
 def load_model(folder: str | Path) -> Loaded:
     """Load any model folder."""
-    with said_in_one_line():
+    with single_line_errors():
         return vlp.load(folder)

@@ -62,12 +62,12 @@ class VqaEvaluation(TaskEvaluation):
         frequent = _most_frequent(rows)
         chance = float(np.mean([_accuracy(frequent, row, version) for row in rows]))
         figures = {"accuracy": values, "exact": np.array([_exact(row) for row in rows])}
-        counted = _by_type([row["types"] for row in rows])
-        figures |= dict.fromkeys(counted, values)
-        keep_scores(rows, figures, counted)
+        masks = _by_type([row["types"] for row in rows])
+        figures |= dict.fromkeys(masks, values)
+        keep_scores(rows, figures, masks)
         images = [row["image"] for row in rows]
         return Scored(
-            clustered_figures(figures, images, {"accuracy": chance}, resamples, counted),
+            clustered_figures(figures, images, {"accuracy": chance}, resamples, masks),
             (
                 f"Accuracy as the evaluator {version!r} counts; its chance: always `{frequent}`.",
                 "Exact: equal to an answer that most people gave, both normalised.",
@@ -75,7 +75,7 @@ class VqaEvaluation(TaskEvaluation):
             ),
         )
 
-    def predict_one(
+    def predict_item(
         self, task: Vqa, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return the answer; its probability is that of all its word pieces and its end."""
@@ -105,18 +105,18 @@ def _exact(row: Row) -> bool:
 
 
 def _most_frequent(rows: Sequence[Row]) -> str:
-    said: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for row in rows:
-        said.update(row["answers"])
-    return min(said, key=lambda answer: (-said[answer], answer))
+        counts.update(row["answers"])
+    return min(counts, key=lambda answer: (-counts[answer], answer))
 
 
 def _by_type(types: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.bool_]]:
     """Return the questions of each type, by the figure's name."""
-    named = sorted({part for own in types for part in own.items()})
+    groups = sorted({part for row_types in types for part in row_types.items()})
     return {
-        f"{division}: {kind}": np.array([own.get(division) == kind for own in types])
-        for division, kind in named
+        f"{division}: {kind}": np.array([row_types.get(division) == kind for row_types in types])
+        for division, kind in groups
     }
 
 

@@ -45,16 +45,16 @@ def grad_cam(
     patches = image.states.shape[1] - 1
     if patches != grid[0] * grid[1]:
         raise ValueError(f"{patches} patches do not fill the model's grid of {grid[0]} x {grid[1]}")
-    crossed = model.cross_encoder.layers[number]
-    assert isinstance(crossed, CrossLayer)
+    cross_layer = model.cross_encoder.layers[number]
+    assert isinstance(cross_layer, CrossLayer)
     with (
         _ONE_AT_A_TIME,
         evaluating(model, image.states.device),
-        _text_probabilities(crossed.cross_attention) as taken,
+        _text_probabilities(cross_layer.cross_attention) as leaves,
         torch.enable_grad(),
     ):
         odds = model.match(image, text)
-        (attention,) = taken
+        (attention,) = leaves
         # Pairs do not touch each other, so the sum gives each pair its own gradient.
         (gradient,) = torch.autograd.grad(odds.sum(), attention)
     exact = torch.promote_types(attention.dtype, torch.float32)
@@ -84,28 +84,28 @@ def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
     Calls in other threads, and of the image stream, are unaffected.
     """
     thread = threading.get_ident()
-    taken: list[Tensor] = []
-    text_asks = False
+    leaves: list[Tensor] = []
+    is_text_stream = False
 
-    def note_stream(_: nn.Module, __: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal text_asks
+    def note_stream(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_text_stream
         if threading.get_ident() == thread:
-            text_asks = named["context"].text_queries
+            is_text_stream = kwargs["context"].text_queries
 
-    def take(_: nn.Module, __: tuple[Tensor, ...], probabilities: Tensor) -> Tensor | None:
-        if not text_asks or threading.get_ident() != thread:
+    def detach(_: nn.Module, __: tuple[Tensor, ...], probabilities: Tensor) -> Tensor | None:
+        if not is_text_stream or threading.get_ident() != thread:
             return None
-        taken.append(probabilities.detach().requires_grad_())
-        return taken[-1]
+        leaves.append(probabilities.detach().requires_grad_())
+        return leaves[-1]
 
     fused = attention.fused
     hooks = [
         attention.register_forward_pre_hook(note_stream, with_kwargs=True),
-        attention.probabilities.register_forward_hook(take),
+        attention.probabilities.register_forward_hook(detach),
     ]
     attention.fused = False
     try:
-        yield taken
+        yield leaves
     finally:
         attention.fused = fused
         for hook in hooks:

@@ -33,7 +33,7 @@ from vlp.models.folder import Loaded
 from vlp.tasks.grounding.metrics import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.tasks.grounding.task import map_of
 
-SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
+ROW_FIELDS = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]
 
 
@@ -67,13 +67,13 @@ def evaluate_grounding(
         head: number of first word pieces that make the map, as only the language tells which object
             is meant: in English "the circle left of the square" the first. None: all words.
     """
-    made = map_of(loaded.folder)
-    by = by or made.by
+    settings = map_of(loaded.folder)
+    by = by or settings.by
     if by == "similarity" and layer is not None:
         raise EvaluationError("layer is of Grad-CAM, and the map is made by similarity")
-    if by == made.by:
-        layer = made.layer if layer is None else layer
-        head = made.head if head is None else head
+    if by == settings.by:
+        layer = settings.layer if layer is None else layer
+        head = settings.head if head is None else head
     items = Items(shards, _expressions_in, options.limit)
     try:
         number = layer_number(loaded.model, layer) if by == "gradcam" else 0
@@ -91,39 +91,38 @@ def evaluate_grounding(
         _example, loaded.preprocess, loaded.text, loaded.model.config.image.patch_size, view
     )
 
-    def score_block(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
-        maps = _maps(
-            loaded, [one for _, one in made], by, number, head, torch_device, options.precision
-        )
-        return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
+    def score_block(examples: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
+        inputs = [example for _, example in examples]
+        maps = _maps(loaded, inputs, by, number, head, torch_device, options.precision)
+        return [_row(item, example.size, heat) for (item, example), heat in zip(examples, maps)]
 
     with evaluating(loaded.model, options.device) as torch_device:
         rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
-    proposed = np.array([row["right"] is not None for row in rows])
+    has_proposals = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
     chances = {"pointing": float(np.mean([row["share"] for row in rows]))}
-    if proposed.any():
+    if has_proposals.any():
         name = f"IoU ≥ {RIGHT_IOU}"
         values[name] = np.array([bool(row["right"]) for row in rows])
         values["best possible"] = np.array([bool(row["possible"]) for row in rows])
         chances[name] = float(np.mean([row["possible"] for row in rows if row["box"]]))
-    counted = {name: proposed for name in values if name != "pointing"}
+    masks = {name: has_proposals for name in values if name != "pointing"}
     figures = clustered_figures(
-        values, [row["image"] for row in rows], chances, options.resamples, counted
+        values, [row["image"] for row in rows], chances, options.resamples, masks
     )
-    keep_scores(rows, values, counted)
+    keep_scores(rows, values, masks)
     trained = loaded.model.match_is_trained or by != "gradcam"
-    first = "" if head is None else f", first {head} word pieces"
-    made_by = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
+    first_pieces = "" if head is None else f", first {head} word pieces"
+    source = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
     return Result(
         kind="grounding",
         counts={"items": len(rows)},
         shards=items.folders,
         figures=figures,
-        predictions=[{name: row[name] for name in SAID if name in row} for row in rows],
+        predictions=[{name: row[name] for name in ROW_FIELDS if name in row} for row in rows],
         skipped=skipped,
         notes=(
-            f"Maps: {made_by}{first}. View: {view}.",
+            f"Maps: {source}{first_pieces}. View: {view}.",
             *untrained_match_notes(trained, "Grad-CAM"),
         ),
         view=view,
@@ -136,12 +135,12 @@ def _example(
     patch_size: int,
     view: View,
     item: Item,
-    place: int,
+    number: int,
 ) -> GroundingExample:
     """Prepare an expression and its image, in any process."""
     image = decode_image(item.raw.image, item.where)
     expression = _checked(item, image.size)
-    pixels = viewed(preprocess(image)[None], view, patch_size, place)[0]
+    pixels = viewed(preprocess(image)[None], view, patch_size, number)[0]
     return GroundingExample(pixels, text([expression]), image.size)
 
 
@@ -155,8 +154,8 @@ def _checked(item: Item, size: tuple[int, int]) -> str:
         raise BadSample("no text", f"{item.where}: it has no expression")
     expression = expressions[item.part]
     x, y, width, height = expression.box
-    beside = x >= size[0] or y >= size[1] or x + width <= 0 or y + height <= 0
-    if width <= 0 or height <= 0 or beside:
+    outside = x >= size[0] or y >= size[1] or x + width <= 0 or y + height <= 0
+    if width <= 0 or height <= 0 or outside:
         raise BadSample(
             "bad annotation",
             f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "
@@ -178,8 +177,8 @@ def _maps(
 ) -> NDArray[np.float64]:
     """Compute maps (expressions, rows, columns); cosines may be negative everywhere."""
     model = loaded.model
-    pixels = torch.stack([one.pixels for one in examples]).to(device)
-    tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in examples))]
+    pixels = torch.stack([item.pixels for item in examples]).to(device)
+    tokens = [torch.cat(parts).to(device) for parts in zip(*(item.tokens for item in examples))]
     with torch.no_grad(), inference(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     words, real = text.word_mask, text.attention_mask
@@ -195,8 +194,8 @@ def _maps(
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)  # (B, M, N)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
         heat = mean.unflatten(-1, model.config.image.grid)
-    found: NDArray[np.float64] = heat.double().cpu().numpy()
-    return found
+    result: NDArray[np.float64] = heat.double().cpu().numpy()
+    return result
 
 
 def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[str, Any]:
@@ -204,10 +203,10 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     expression = (annotation.expressions or [])[item.part]
     inside = patches_in_box(expression.box, heat.shape, size).reshape(heat.shape)
     best = np.argwhere(heat == heat.max())
-    row, column = best[0]
-    centre = ((column + 0.5) * size[0] / heat.shape[1], (row + 0.5) * size[1] / heat.shape[0])
+    y, x = best[0]
+    centre = ((x + 0.5) * size[0] / heat.shape[1], (y + 0.5) * size[1] / heat.shape[0])
     extra = expression.model_extra or {}
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "key": item.raw.key,
         "id": expression.id,
         **({"ref_id": extra["ref_id"]} if "ref_id" in extra else {}),
@@ -224,12 +223,12 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
         proposals = np.array(annotation.proposals, dtype=np.float64)
         overlap = intersection_over_union(proposals, expression.box)
         # What is unlike counts nothing, unless nothing is alike.
-        alike = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
-        chosen = int(box_scores(alike, proposals, size).argmax())
+        positive = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
+        best_proposal = int(box_scores(positive, proposals, size).argmax())
         right = overlap >= RIGHT_IOU
-        found |= {
-            "box": proposals[chosen].tolist(),
-            "right": bool(right[chosen]),
+        row |= {
+            "box": proposals[best_proposal].tolist(),
+            "right": bool(right[best_proposal]),
             "possible": float(right.mean()),
         }
-    return found
+    return row

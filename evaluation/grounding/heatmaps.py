@@ -19,7 +19,7 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 
 SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
-OWN_BOX = "#19d419"
+BOX_COLOUR = "#19d419"
 
 Frame = tuple[Sequence[float], str]
 """A box [x, y, width, height] in pixels of the image, and a colour."""
@@ -50,14 +50,14 @@ def framed(image: Image.Image, boxes: Sequence[Frame] = (), side: int = 240) -> 
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     # Patches and shapes of a small image are to keep their edges.
-    way = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-    shown = image.convert("RGB").resize(size, way)
-    pen = ImageDraw.Draw(shown)
+    resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+    canvas = image.convert("RGB").resize(size, resampling)
+    pen = ImageDraw.Draw(canvas)
     for (x, y, width, height), colour in boxes:
         frame = [x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1]
         if frame[2] > frame[0] and frame[3] > frame[1]:
             pen.rectangle(frame, outline=colour, width=max(2, side // 80))
-    return shown
+    return canvas
 
 
 def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
@@ -79,15 +79,15 @@ def overlay(
 ) -> Image.Image:
     """Draw values and opacities (rows, columns) from 0 to 1 over the pale image, and frames."""
     pale = image.convert("L").point(lambda grey: 128 + grey // 2).convert("RGB")
-    shown = framed(pale, (), side).convert("RGBA")
+    canvas = framed(pale, (), side).convert("RGBA")
     painted = colormaps[colours](np.clip(values, 0, 1))
     painted[..., 3] = np.clip(alpha, 0, 1)
     layer = Image.fromarray((painted * 255).astype(np.uint8))
     # Preprocessing squashes the image to a square, so its patches share it out evenly.
-    shown.alpha_composite(layer.resize(shown.size, Image.Resampling.NEAREST))
+    canvas.alpha_composite(layer.resize(canvas.size, Image.Resampling.NEAREST))
     scale = side / max(image.size)
     scaled = [([part * scale for part in box], colour) for box, colour in boxes]
-    return framed(shown, scaled, max(shown.size))
+    return framed(canvas, scaled, max(canvas.size))
 
 
 def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np.float32]:

@@ -17,13 +17,13 @@ import vlp
 from evaluation.downstream.predict import has_task, match_of
 from evaluation.downstream.registry import get_evaluation, page_actions
 from evaluation.downstream.task_evaluation import PageAction
-from evaluation.encoder import encode_one
+from evaluation.encoder import encode_image
 from evaluation.grounding.heatmaps import anchors_over, framed, heat_over, phrase_heat
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.results import NEVER_MATCHED
 from evaluation.retrieval.gallery import Gallery
-from evaluation.samples import CaptionedSample, EvaluationError, said_in_one_line
+from evaluation.samples import CaptionedSample, EvaluationError, single_line_errors
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import MAX_IMAGE_BYTES, limits
@@ -63,7 +63,7 @@ class EncodedImage:
     @cached_property
     def features(self) -> ImageFeatures:
         """Return the image encoder's output, a batch of one."""
-        return encode_one(self._loaded, self.image, self._device)
+        return encode_image(self._loaded, self.image, self._device)
 
 
 class CaptionedImage(NamedTuple):
@@ -87,7 +87,7 @@ class ModelSession:
         self.name = str(folder)
         self.device = torch.device(device) if device is not None else default_device()
         self._task: Downstream | None = None
-        with said_in_one_line():
+        with single_line_errors():
             if has_task(folder):
                 self._task = load_task(folder)
                 self.loaded = Loaded(self._task.model, self._task.text, self._task.preprocess)
@@ -150,7 +150,7 @@ class ModelSession:
             raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
         decoded = [self._encoded(image).image for image in images]
         with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
-            return get_evaluation(task.kind).predict_one(task, decoded, prompt, self.device)
+            return get_evaluation(task.kind).predict_item(task, decoded, prompt, self.device)
 
     def match(self, image: ImageInput, text: str) -> list[tuple[str, float]]:
         """Return the probabilities that a text belongs to an image and that it does not."""

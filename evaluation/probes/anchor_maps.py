@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.encoder import encode_one
+from evaluation.encoder import encode_image
 from evaluation.grounding.grad_cam import grad_cam, layer_number
-from evaluation.samples import CaptionedSample, EvaluationError, Samples, count_kept_captions
+from evaluation.samples import CaptionedSample, EvaluationError, Samples, drop_blank_captions
 from evaluation.work_sharding import evaluating
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
@@ -118,7 +118,7 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
     samples = Samples(shards)
     usable: list[CaptionedSample] = []
     for number in range(len(samples)):
-        sample = count_kept_captions(samples.read(number))
+        sample = drop_blank_captions(samples.read(number))
         if isinstance(sample, CaptionedSample):
             usable.append(sample)
         if len(usable) == count:
@@ -148,13 +148,13 @@ def map_caption(
     """Compute anchor maps of a sample's first caption; `features` are the image's, if known."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
-        image = features or encode_one(loaded, sample.image, device)
+        image = features or encode_image(loaded, sample.image, device)
         text = _encoded_caption(loaded, sample, device)
         share = _anchors(model, image, text).mean(1).cpu().numpy()  # (N, rows, columns)
     pieces, boxes = loaded.text.words(caption), _boxes(sample)
     words = [
-        WordMap(word_text(pieces, own), share[list(own)].mean(axis=0), boxes.get(index, ()))
-        for index, own in enumerate(word_positions(pieces))
+        WordMap(word_text(pieces, tokens), share[list(tokens)].mean(axis=0), boxes.get(index, ()))
+        for index, tokens in enumerate(word_positions(pieces))
     ]
     return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
 
@@ -164,9 +164,9 @@ def _detail(
 ) -> AnchorDetail:
     model, caption = loaded.model, sample.captions[0]
     pieces = loaded.text.words(caption)
-    places = [list(positions) for positions in word_positions(pieces)]
+    word_pieces = [list(tokens) for tokens in word_positions(pieces)]
     with torch.no_grad():
-        image = encode_one(loaded, sample.image, device)
+        image = encode_image(loaded, sample.image, device)
         text = _encoded_caption(loaded, sample, device)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {caption!r} holds no word")
@@ -179,14 +179,14 @@ def _detail(
     return AnchorDetail(
         image=sample.image,
         caption=caption,
-        words=[word_text(pieces, positions) for positions in word_positions(pieces)],
-        boxes=[boxes.get(index, ()) for index in range(len(places))],
-        anchors=torch.stack([anchors[own].mean(0) for own in places]).numpy(),
+        words=[word_text(pieces, tokens) for tokens in word_positions(pieces)],
+        boxes=[boxes.get(index, ()) for index in range(len(word_pieces))],
+        anchors=torch.stack([anchors[tokens].mean(0) for tokens in word_pieces]).numpy(),
         path=torch.stack(
-            [path[own].sum(0) / reachable[own].sum(0).clamp(min=1) for own in places]
+            [path[tokens].sum(0) / reachable[tokens].sum(0).clamp(min=1) for tokens in word_pieces]
         ).numpy(),
-        reachable=torch.stack([reachable[own].any(0) for own in places]).numpy(),
-        gradcam=torch.stack([gradcam[own].mean(0) for own in places]).numpy(),
+        reachable=torch.stack([reachable[tokens].any(0) for tokens in word_pieces]).numpy(),
+        gradcam=torch.stack([gradcam[tokens].mean(0) for tokens in word_pieces]).numpy(),
         gradcam_caption=gradcam[0].numpy(),
         threshold=float(model.anchor_threshold),
         layer=layer,

@@ -13,8 +13,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from evaluation.grounding.heatmaps import (
+    BOX_COLOUR,
     GRADCAM_COLOURS,
-    OWN_BOX,
     PATH_COLOURS,
     SHARE_COLOURS,
     anchors_over,
@@ -132,7 +132,7 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
 
 
 def _frames(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
-    return [(box, OWN_BOX) for box in boxes]
+    return [(box, BOX_COLOUR) for box in boxes]
 
 
 def _save(figure: Figure, path: str | Path, dots: int) -> Path:

@@ -52,9 +52,9 @@ def evaluate_foils(
     items = Items(shards, limit=options.limit)
     make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
-    def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
+    def score_block(examples: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
         with torch.no_grad(), inference(torch_device, options.precision):
-            return list(_rows(loaded, made, torch_device))
+            return list(_rows(loaded, examples, torch_device))
 
     with evaluating(loaded.model, options.device) as torch_device:
         try:
@@ -62,17 +62,17 @@ def evaluate_foils(
         except EvaluationError as error:
             raise EvaluationError(f"{error}; foils are made of English captions") from error
     kinds = np.array([row["kind"] for row in rows])
-    values, counted = {}, {}
+    values, masks = {}, {}
     for scorer in SCORERS:
         right = np.array([row[scorer][0] > row[scorer][1] for row in rows])
         for kind in ("all", *(kind for kind in FOIL_KINDS if kind in kinds)):
             values[f"{scorer}, {kind}"] = right
-            counted[f"{scorer}, {kind}"] = (kinds == kind) | (kind == "all")
+            masks[f"{scorer}, {kind}"] = (kinds == kind) | (kind == "all")
     images = [row["image"] for row in rows]
     figures = clustered_figures(
-        values, images, dict.fromkeys(values, 0.5), options.resamples, counted
+        values, images, dict.fromkeys(values, 0.5), options.resamples, masks
     )
-    keep_scores(rows, values, counted)
+    keep_scores(rows, values, masks)
     pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
     notes = (
         f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",
@@ -100,7 +100,7 @@ def _foiled(
     view: View,
     seed: int,
     item: Item,
-    place: int,
+    number: int,
 ) -> FoiledImage:
     """Prepare an image and make its foils, in any process."""
     captions = captions_of(item.raw.annotation)
@@ -109,44 +109,50 @@ def _foiled(
     pixels = preprocess(decode_image(item.raw.image, item.where))
     foils = make_foils(captions, seed, item.raw.key)
     return FoiledImage(
-        viewed(pixels[None], view, patch_size, place)[0],
-        [(said, foil.text, foil.kind) for said, made in zip(captions, foils) for foil in made],
+        viewed(pixels[None], view, patch_size, number)[0],
+        [
+            (caption, foil.text, foil.kind)
+            for caption, group in zip(captions, foils)
+            for foil in group
+        ],
     )
 
 
 def _rows(
-    loaded: Loaded, made: Sequence[tuple[Item, FoiledImage]], device: torch.device
+    loaded: Loaded, examples: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Score all pairs of some images, without foils with words that the model does not read."""
-    pairs = [(number, *foil) for number, (_, one) in enumerate(made) for foil in one.foils]
+    pairs = [
+        (number, *foil) for number, (_, inputs) in enumerate(examples) for foil in inputs.foils
+    ]
     if not pairs:
         return
     model = loaded.model
     texts = list(dict.fromkeys(text for _, caption, foil, _ in pairs for text in (caption, foil)))
-    places = {text: place for place, text in enumerate(texts)}
+    row_of = {text: row for row, text in enumerate(texts)}
     tokens = loaded.text(texts)
     text = model.encode_text(*(part.to(device) for part in tokens))
-    image = model.encode_image(torch.stack([one.pixels for _, one in made]).to(device))
-    asked = list(
-        dict.fromkeys((number, places[said]) for number, *both, _ in pairs for said in both)
-    )
+    image = model.encode_image(torch.stack([inputs.pixels for _, inputs in examples]).to(device))
+    # A caption recurs in the pairs of its foils; each (image, text) is scored once.
+    queries = list(dict.fromkeys((n, row_of[text]) for n, *sides, _ in pairs for text in sides))
     scores: dict[tuple[int, int], tuple[float, float]] = {}
-    for start in range(0, len(asked), PAIRS):
-        chunk = asked[start : start + PAIRS]
+    for start in range(0, len(queries), PAIRS):
+        chunk = queries[start : start + PAIRS]
         rows, columns = torch.tensor(chunk, device=device).T
-        shown, said = image.select(rows), text.select(columns)
-        dual = (shown.feature.double() * said.feature.double()).sum(-1)
-        scores |= dict(zip(chunk, zip(model.match(shown, said).tolist(), dual.tolist())))
+        images, candidates = image.select(rows), text.select(columns)
+        dual = (images.feature.double() * candidates.feature.double()).sum(-1)
+        scores |= dict(zip(chunk, zip(model.match(images, candidates).tolist(), dual.tolist())))
     for number, caption, foil, kind in pairs:
-        one, other = places[caption], places[foil]
-        if not torch.equal(tokens.text_ids[one], tokens.text_ids[other]):
-            both = zip(scores[number, one], scores[number, other])
-            item = made[number][0]
+        a, b = row_of[caption], row_of[foil]
+        # Where the tokenizer cuts the text before the exchange, both read the same tokens.
+        if not torch.equal(tokens.text_ids[a], tokens.text_ids[b]):
+            values = zip(scores[number, a], scores[number, b])
+            item = examples[number][0]
             yield {
                 "key": item.raw.key,
                 "image": item.raw.image_name,
                 "kind": kind,
                 "caption": caption,
                 "foil": foil,
-                **{name: list(own) for name, own in zip(SCORERS, both)},
+                **dict(zip(SCORERS, map(list, values))),
             }

@@ -53,10 +53,10 @@ def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) 
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     lines = [f"{name}: {_summary(type(encoding))}", ""]
-    lines += [f"acts {where} ({hook})" for hook, where in HOOKS.items() if hook in encoding.hooks]
+    lines += [f"acts {place} ({hook})" for hook, place in HOOKS.items() if hook in encoding.hooks]
     parameters = dict(encoding.named_parameters())
     lines.append(f"parameters: {sum(map(Tensor.numel, parameters.values())):,}")
-    lines += [f"  {key} {' x '.join(map(str, one.shape))}" for key, one in parameters.items()]
+    lines += [f"  {key} {' x '.join(map(str, table.shape))}" for key, table in parameters.items()]
     lines += ["", "options:"]
     for option in describe_options(name):
         value = repr(options.get(option.name, option.default))
@@ -99,19 +99,19 @@ def position_map(
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double().eval()
     context = PositionContext(grid)
-    place = query[0] * grid[1] + query[1]
+    query_patch = query[0] * grid[1] + query[1]
     if "tokens" in encoding.hooks:
         vectors = encoding("tokens", torch.zeros(1, grid[0] * grid[1], WIDTH).double(), context)[0]
-        values, kind = torch.cosine_similarity(vectors[place], vectors, dim=-1), "cosine"
+        values, kind = torch.cosine_similarity(vectors[query_patch], vectors, dim=-1), "cosine"
     elif "rotate" in encoding.hooks:
-        values, kind = _rotated(encoding, grid, place), "logit"
+        values, kind = _rotated(encoding, grid, query_patch), "logit"
     else:
         for parameter in encoding.parameters():
             # Zeros and small random numbers are not yet a bias; a start that an option sets is.
             constant = bool(parameter.any()) and parameter.min() == parameter.max()
             if parameter.abs().max() < SMALL and not constant:
                 nn.init.normal_(parameter)
-        values = _bias(encoding, grid, place, name in ON_CONTENTS)
+        values = _bias(encoding, grid, query_patch, name in ON_CONTENTS)
         kind = "bias"
     return PositionMap(kind, values.view(grid).numpy())
 
@@ -121,16 +121,16 @@ def _contents(count: int, tokens: int) -> Tensor:
     return torch.randn(count, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
 
 
-def _rotated(encoding: PositionEncoding, grid: tuple[int, int], place: int) -> Tensor:
+def _rotated(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int) -> Tensor:
     """Return q_i . k_j where all contents are equal, averaged over contents: (T,)."""
     contents = _contents(CONTENTS, grid[0] * grid[1])
     query, key = encoding("rotate", contents, contents, PositionContext(grid))
-    logits = (query[:, :, place, None] * key).sum(-1) / contents.shape[-1]
+    logits = (query[:, :, query_patch, None] * key).sum(-1) / contents.shape[-1]
     return logits.mean((0, 1))
 
 
 def _bias(
-    encoding: PositionEncoding, grid: tuple[int, int], place: int, on_contents: bool
+    encoding: PositionEncoding, grid: tuple[int, int], query_patch: int, on_contents: bool
 ) -> Tensor:
     """Return the bias of one query's row, of the first head: (T,)."""
     tokens = grid[0] * grid[1]
@@ -138,7 +138,7 @@ def _bias(
     if on_contents:
         contents = torch.where(disc(grid).flatten()[:, None], _contents(1, 1), contents)
     bias = encoding("bias", contents, contents, PositionContext(grid))
-    return bias.expand(1, HEADS, tokens, tokens)[0, 0, place]
+    return bias.expand(1, HEADS, tokens, tokens)[0, 0, query_patch]
 
 
 def disc(grid: tuple[int, int]) -> Tensor:

@@ -82,8 +82,8 @@ def evaluate_swaps(
     head = word_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
 
-    def score_block(made: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
-        swaps = [swap for _, swap in made]
+    def score_block(examples: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
+        swaps = [swap for _, swap in examples]
         with torch.no_grad(), inference(torch_device, options.precision):
             scores = _score(loaded, swaps, torch_device, head)
         return [(swap.kind, row) for swap, row in zip(swaps, scores)]
@@ -97,11 +97,11 @@ def evaluate_swaps(
     correct = swap_scores(scores)
     for number, scorer in enumerate(scorers):
         for kind in (*present, "all"):
-            own = correct[kinds == kind] if kind != "all" else correct
-            means = bootstrap_means(own[:, number].astype(float), resamples=options.resamples)
+            subset = correct[kinds == kind] if kind != "all" else correct
+            means = bootstrap_means(subset[:, number].astype(float), resamples=options.resamples)
             low, high = percentile_interval(means)
             for column, name in enumerate(SCORES):
-                value = float(own[:, number, column].mean())
+                value = float(subset[:, number, column].mean())
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
     notes = (f"View: {view}.", *untrained_match_notes(loaded.model.match_is_trained, "`match`"))
@@ -115,9 +115,10 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     Returns (..., 4): text, image and group score, 0 or 1, and share of right comparisons. Ties and
     NaN are wrong.
     """
-    own = np.diagonal(scores, axis1=-2, axis2=-1)
-    by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # image i: caption i?
-    by_image = own > np.diagonal(scores[..., ::-1, :], axis1=-2, axis2=-1)  # caption i: image i?
+    matching = np.diagonal(scores, axis1=-2, axis2=-1)
+    # Image i prefers caption i, and caption i prefers image i.
+    by_caption = matching > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)
+    by_image = matching > np.diagonal(scores[..., ::-1, :], axis1=-2, axis2=-1)
     text, image = by_caption.all(-1), by_image.all(-1)
     pair = np.concatenate([by_caption, by_image], axis=-1).mean(-1)
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
@@ -163,17 +164,16 @@ def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
     words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
     start = _common(words[0], words[1])
     end = _common(words[0][start:][::-1], words[1][start:][::-1])
-    chosen = torch.zeros_like(word_mask)
-    for row, mask, sentence in zip(chosen, word_mask, words):
+    differing = torch.zeros_like(word_mask)
+    for row, mask, sentence in zip(differing, word_mask, words):
         row[mask.nonzero()[start : len(sentence) - end, 0]] = True
-    return chosen
+    return differing
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def _common(first: list[int], second: list[int]) -> int:
     """Return the length of the common start."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
-    )
+    shorter = min(len(first), len(second))
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), shorter)
 
 
 def _score(
@@ -190,12 +190,12 @@ def _score(
         dual = (images.feature[image].double() * texts.feature[caption].double()).sum(-1)
     scores = [dual.float(), model.match(images.select(image), texts.select(caption)).float()]
     if head is not None:
-        scores.append(_named(loaded, head, images, tokens, image, caption))
-    every = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
-    return every.cpu().numpy()
+        scores.append(_word_scores(loaded, head, images, tokens, image, caption))
+    all_scores = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
+    return all_scores.cpu().numpy()
 
 
-def _named(
+def _word_scores(
     loaded: Loaded,
     head: MLMHead,
     images: ImageFeatures,
@@ -206,12 +206,12 @@ def _named(
     """Compute log p (pairs,) of the captions' differing words, masked, given each image."""
     model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
-    chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])
-    masked = tokens.text_ids.masked_fill(chosen, loaded.text.mask_id)
+    mask = torch.cat([differing_words(ids, words) for ids, words in pairs])
+    masked = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
     # Masked words still count as words, to be predicted from the image.
     crossed = model.cross(images.select(image), texts.select(caption), need_image=False)
     embedding = model.text_encoder.word_table
     logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
-    own = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
-    return (own * chosen.to(device)[caption]).sum(-1)
+    log_p = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
+    return (log_p * mask.to(device)[caption]).sum(-1)

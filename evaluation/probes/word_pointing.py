@@ -33,8 +33,8 @@ from evaluation.samples import (
     CaptionedSample,
     EvaluationError,
     Samples,
-    count_kept_captions,
     count_kinds,
+    drop_blank_captions,
 )
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.schema import Annotation
@@ -59,7 +59,7 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
     Without a [CLS], the mean over patch queries. Fusion is off meanwhile. The list gets one (B,
     rows * columns) a call, averaged to `grid`; it stays empty without timm attention.
     """
-    found: list[Tensor] = []
+    maps: list[Tensor] = []
     layers = [
         module
         for module in encoder.modules()
@@ -67,29 +67,29 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
         and isinstance(getattr(module, "attn_drop", None), nn.Module)
     ]
     if not layers:
-        yield found
+        yield maps
         return
     attention = layers[-1]
 
     def unfuse(module: nn.Module, _: object) -> None:
         module.fused_attn = False  # type: ignore[assignment]
 
-    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         (weights,) = inputs  # (B, heads, prefix + patches, as many)
-        times = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
-        fine = grid[0] * times, grid[1] * times
+        factor = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
+        fine = grid[0] * factor, grid[1] * factor
         prefix = weights.shape[-1] - fine[0] * fine[1]
-        seen = weights[:, :, 0] if prefix else weights.mean(2)
-        squares = seen.mean(1)[:, prefix:].float().unflatten(-1, fine)
-        found.append(avg_pool2d(squares[:, None], times).flatten(1))
+        query_weights = weights[:, :, 0] if prefix else weights.mean(2)
+        patches = query_weights.mean(1)[:, prefix:].float().unflatten(-1, fine)
+        maps.append(avg_pool2d(patches[:, None], factor).flatten(1))
 
     fused = attention.fused_attn
     hooks = [
         attention.register_forward_pre_hook(unfuse),
-        attention.attn_drop.register_forward_pre_hook(take),  # type: ignore[union-attr]
+        attention.attn_drop.register_forward_pre_hook(collect),  # type: ignore[union-attr]
     ]
     try:
-        yield found
+        yield maps
     finally:
         attention.fused_attn = fused
         for hook in hooks:
@@ -107,8 +107,8 @@ def word_maps(
     maps: dict[str, NDArray[np.floating]] = {}
     if field is not None:
         path = field.path[:, 1:].float()
-        near = torch.where(field.reachable, 1 / path.clamp(min=1), 0)
-        maps["path"] = near.mean(-1).cpu().numpy()
+        inverse = torch.where(field.reachable, 1 / path.clamp(min=1), 0)
+        maps["path"] = inverse.mean(-1).cpu().numpy()
     layers = len(model.cross_encoder.layers)
     if layers and layer_number(model) < layers - 1:
         rows = torch.zeros(len(texts.states), dtype=torch.long, device=texts.states.device)
@@ -123,13 +123,13 @@ def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
     return -np.hypot(down[:, None], along[None]).ravel()
 
 
-def share_of_best(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> float:
+def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> float:
     """Return the share of the best patches that lie in `own`, the named box; shapes are (M,).
 
     Ties share the point, and a constant map points like chance.
     """
     best = scores == np.nanmax(scores, initial=-np.inf)
-    return float(own[best].mean()) if best.any() else 0.0
+    return float(inside[best].mean()) if best.any() else 0.0
 
 
 def mean_box_shares(
@@ -139,23 +139,23 @@ def mean_box_shares(
 
     `masks` are (M,) of each word, the patches of its box; `scenes` the numbers of their images.
     """
-    _, own = np.unique(scenes, return_inverse=True)
-    counts = np.bincount(own)
+    _, image_index = np.unique(scenes, return_inverse=True)
+    counts = np.bincount(image_index)
     means = np.zeros((len(counts), len(masks[0])))
-    np.add.at(means, own, np.stack(masks) / counts[own, None])
+    np.add.at(means, image_index, np.stack(masks) / counts[image_index, None])
     others = means.sum(0) - means
-    return np.array([share_of_best(others[image], mask) for image, mask in zip(own, masks)])
+    return np.array([share_of_best(others[image], mask) for image, mask in zip(image_index, masks)])
 
 
 def pointer_figures(
-    pointed: Sequence[Mapping[str, float]], chance: float, scenes: Sequence[int], resamples: int
+    word_shares: Sequence[Mapping[str, float]], chance: float, scenes: Sequence[int], resamples: int
 ) -> dict[str, Figure]:
     """Compute the accuracy of each pointer and control, and of each pointer above the best control.
 
     Differences are named `POINTER - CONTROL`; 95 % intervals share the resampled images. pointed:
     by name, `share_of_best` of each word's map.
     """
-    shares = {name: np.array([word[name] for word in pointed]) for name in pointed[0]}
+    shares = {name: np.array([word[name] for word in word_shares]) for name in word_shares[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
     best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
     chances = dict.fromkeys(values, chance)
@@ -263,14 +263,14 @@ class PointingResult(Result):
         names = (*POINTERS, *CONTROLS)
         head, columns = [""], [[*POINTERS, *map("control: {}".format, CONTROLS), *BARS]]
         for kind, figures in self.kinds.items():
-            found = figures.controls or {}
-            best = next(name.partition(" - ")[2] for name in found if " - " in name)
-            above = {name: found.get(f"{name} - {best}") for name in names}
+            controls = figures.controls or {}
+            best = next(name.partition(" - ")[2] for name in controls if " - " in name)
+            gains = {name: controls.get(f"{name} - {best}") for name in names}
             bars = (figures.pointing.chance, figures.some_object)
             head += [f"{kind} words ({figures.words})", f"above {best}"]
-            columns.append([found[name].percent() if name in found else "" for name in names])
+            columns.append([controls[name].percent() if name in controls else "" for name in names])
             columns[-1] += [f"{100 * bar:.1f}" for bar in bars]
-            columns.append(["" if one is None else one.percent() for one in above.values()])
+            columns.append(["" if gain is None else gain.percent() for gain in gains.values()])
             columns[-1] += [""] * len(bars)
         return head, [list(row) for row in zip(*columns)]
 
@@ -283,7 +283,7 @@ class PointingResult(Result):
                 plain[name] = None if plain[name] is None else plain[name]._asdict()
             controls = plain.pop("controls")
             if controls is not None:
-                plain["controls"] = {name: one._asdict() for name, one in controls.items()}
+                plain["controls"] = {name: figure._asdict() for name, figure in controls.items()}
             kinds[kind] = plain
         return {"kinds": kinds, "paths": None if self.paths is None else self.paths._asdict()}
 
@@ -317,7 +317,7 @@ class WordPointing(NamedTuple):
     bar: float
     anchors: int
     anchors_inside: int
-    own: NDArray[np.bool_]
+    inside: NDArray[np.bool_]
     shares: dict[str, float]
 
 
@@ -368,7 +368,8 @@ def evaluate_pointing(
         kind: [word for word in scored if word.kind == number] for number, kind in enumerate(KINDS)
     }
     if controls:
-        mean_boxes = mean_box_shares([word.own for word in scored], [word.scene for word in scored])
+        masks, numbers = zip(*((word.inside, word.scene) for word in scored))
+        mean_boxes = mean_box_shares(masks, numbers)
         for word, share in zip(scored, mean_boxes):
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
@@ -392,7 +393,7 @@ def _read_block(
     """Read and prepare the scenes of a block, in any process."""
     read: list[_Scene | SkippedSample] = []
     for number in range(len(samples))[block * batch : (block + 1) * batch]:
-        sample = count_kept_captions(samples.read(number))
+        sample = drop_blank_captions(samples.read(number))
         if isinstance(sample, CaptionedSample):
             pixels, size = preprocess(sample.image), sample.image.size
             read.append(_Scene(number, pixels, size, sample.captions, sample.annotation))
@@ -412,7 +413,7 @@ def _score_scenes(
     if not scenes:
         return scored, sums
     pixels = torch.stack([scene.pixels for scene in scenes])
-    with last_attention(model.image_encoder, grid) if controls else nullcontext() as attended:
+    with last_attention(model.image_encoder, grid) if controls else nullcontext() as attention_maps:
         images = model.encode_image(pixels.to(device))
     for row, scene in enumerate(scenes):
         tokens = loaded.text(scene.captions)
@@ -435,11 +436,11 @@ def _score_scenes(
             maps |= word_maps(
                 model, images.select(torch.tensor([row], device=device)), texts, field
             )
-            if attended:
-                maps["image attention"] = attended[0][row].cpu().numpy()
+            if attention_maps:
+                maps["image attention"] = attention_maps[0][row].cpu().numpy()
         names = [loaded.text.words(caption) for caption in scene.captions]
-        about = scene.annotation, scene.size
-        scored += score_words(scene.number, *about, names, cosine, anchor, grid, maps)
+        image_facts = scene.annotation, scene.size
+        scored += score_words(scene.number, *image_facts, names, cosine, anchor, grid, maps)
     return scored, sums
 
 
@@ -495,11 +496,11 @@ def score_words(
             "some that do, and `python -m data_tools coco --instances`"
         )
     words = [word for word in named_words(annotation) if word.kind in KINDS]
-    named = [box for word in words for box in word.boxes]
-    boxes = dict.fromkeys([*map(tuple, annotation.boxes or ()), *named])
-    inside = {box: patches_in_box(box, grid, size) for box in boxes}
-    objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
-    somewhere = np.logical_or.reduce(objects, axis=0)
+    word_boxes = [box for word in words for box in word.boxes]
+    boxes = dict.fromkeys([*map(tuple, annotation.boxes or ()), *word_boxes])
+    patches_of = {box: patches_in_box(box, grid, size) for box in boxes}
+    objects = np.stack(list(patches_of.values())) if patches_of else np.zeros((0, 1), dtype=bool)
+    in_any_box = np.logical_or.reduce(objects, axis=0)
     scored = []
     for word in words:
         positions = _positions(word, pieces[word.caption])
@@ -507,26 +508,26 @@ def score_words(
             continue
         scores = cosine[word.caption][:, positions].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
-        own = np.logical_or.reduce([inside[box] for box in word.boxes])
-        near = anchors[word.caption][:, positions].sum(axis=1)
+        in_box = np.logical_or.reduce([patches_of[box] for box in word.boxes])
+        anchor_counts = anchors[word.caption][:, positions].sum(axis=1)
         scored.append(
             WordPointing(
                 scene=scene,
                 kind=KINDS.index(word.kind),
-                hit=bool(best.size and own[best].all()),
-                any_hit=bool(best.size and somewhere[best].all()),
-                share=float(own.mean()),
-                any_share=float(somewhere.mean()),
-                bar=float(np.mean([(own & other).sum() / other.sum() for other in objects])),
-                anchors=int(near.sum()),
-                anchors_inside=int(near[own].sum()),
-                own=own,
+                hit=bool(best.size and in_box[best].all()),
+                any_hit=bool(best.size and in_any_box[best].all()),
+                share=float(in_box.mean()),
+                any_share=float(in_any_box.mean()),
+                bar=float(np.mean([(in_box & other).sum() / other.sum() for other in objects])),
+                anchors=int(anchor_counts.sum()),
+                anchors_inside=int(anchor_counts[in_box].sum()),
+                inside=in_box,
                 shares={
                     name: share_of_best(
-                        found[word.caption][:, positions].mean(axis=1) if found.ndim > 1 else found,
-                        own,
+                        heat[word.caption][:, positions].mean(axis=1) if heat.ndim > 1 else heat,
+                        in_box,
                     )
-                    for name, found in maps.items()
+                    for name, heat in maps.items()
                 },
             )
         )

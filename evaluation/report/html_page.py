@@ -22,7 +22,7 @@ from evaluation.report.sources import Source, StoredResult, course, settings
 from evaluation.results import Table, attributed
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.rerank import search
-from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
+from evaluation.samples import EvaluationError, kinds_in_words, single_line_errors
 from evaluation.work_sharding import evaluating
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -158,7 +158,7 @@ def _samples(
 ) -> list[Html]:
     """Return retrievals of the run's model, or name why they are missing in `source.missing`."""
     try:
-        with said_in_one_line():
+        with single_line_errors():
             model = vlp.load(str(source.model))
         gallery = Gallery(model, shards, options)
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")

@@ -72,21 +72,21 @@ class Gallery:
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
             scores = similarity(query.feature, self.collection.image)[0]
-            near = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
-            asked, hits = near[:rerank], []
-            for first in range(0, len(asked), _TOGETHER):
-                few = asked[first : first + _TOGETHER]
-                odds = self._matches(few, query)
-                hits += [Hit(n, float(scores[n]), odd) for n, odd in zip(few, odds, strict=True)]
+            order = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
+            candidates, hits = order[:rerank], []
+            for start in range(0, len(candidates), _TOGETHER):
+                chunk = candidates[start : start + _TOGETHER]
+                odds = self._matches(chunk, query)
+                hits += [Hit(n, float(scores[n]), y) for n, y in zip(chunk, odds, strict=True)]
             temperature = float(model.temperature())
         hits.sort(key=lambda hit: -(hit.similarity / temperature + (hit.match or 0.0)))
-        hits += [Hit(number, float(scores[number]), None) for number in near[rerank:]]
+        hits += [Hit(number, float(scores[number]), None) for number in order[rerank:]]
         return hits[:top]
 
     def _matches(self, numbers: list[int], text: TextFeatures) -> list[float]:
         """Match log-odds of one text with images."""
         rows = []
-        for block, row in self.collection.image_place[numbers].tolist():
+        for block, row in self.collection.image_location[numbers].tolist():
             features = self.encoder.images[block].features
             rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))

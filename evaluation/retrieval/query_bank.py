@@ -24,9 +24,9 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """
     count = torch.tensor(float(len(bank))).log()
     masses = []
-    for some in candidate.split(CANDIDATES):
+    for chunk in candidate.split(CANDIDATES):
         parts = [
-            (similarity(some, queries).double() / temperature).logsumexp(1)
+            (similarity(chunk, queries).double() / temperature).logsumexp(1)
             for queries in bank.split(QUERIES)
         ]
         masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))

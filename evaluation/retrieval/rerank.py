@@ -69,8 +69,8 @@ def search(
 
     parts = ranks.map_blocks(len(starts), chunk)
     if not parts:
-        none = np.zeros((0, top), dtype=np.int64)
-        return Search(none.sum(axis=1), none, none.astype(np.float32))
+        empty = np.zeros((0, top), dtype=np.int64)
+        return Search(empty.sum(axis=1), empty, empty.astype(np.float32))
     return Search(*(np.concatenate(column) for column in zip(*parts)))
 
 
@@ -101,10 +101,10 @@ def _search_chunk(
 def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
     """Score of the best right candidate; -inf where all are NaN, behind everything."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
-    for slot in range(right.shape[1]):
-        chosen = candidate[right[:, slot].clamp(min=0)]
-        scores = (query.double() * chosen.double()).sum(dim=1).float()
-        scores = scores.masked_fill((right[:, slot] == NOTHING) | scores.isnan(), -torch.inf)
+    for column in range(right.shape[1]):
+        features = candidate[right[:, column].clamp(min=0)]
+        scores = (query.double() * features.double()).sum(dim=1).float()
+        scores = scores.masked_fill((right[:, column] == NOTHING) | scores.isnan(), -torch.inf)
         best = torch.maximum(best, scores)
     return best
 
@@ -134,14 +134,14 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePair
     """Return each pair that is near in either direction, once, sorted by image, then text."""
     text = np.arange(len(text_to_image.nearest))[:, None]
     image = np.arange(len(image_to_text.nearest))[:, None]
-    both = np.concatenate(
+    codes = np.concatenate(
         [
             (text_to_image.nearest * len(text) + text).ravel(),
             (image * len(text) + image_to_text.nearest).ravel(),
         ]
     )
-    code = np.unique(both)
-    return CandidatePairs(code // max(len(text), 1), code % max(len(text), 1))
+    unique = np.unique(codes)
+    return CandidatePairs(unique // max(len(text), 1), unique % max(len(text), 1))
 
 
 def match_pairs(
@@ -163,25 +163,25 @@ def match_pairs(
         step: called with the number of pairs of each call.
     """
     ranks = ranks or Ranks.current()
-    chosen = np.lexsort((order, group))
-    ends = np.flatnonzero(np.diff(group[chosen])) + 1
+    sorted_pairs = np.lexsort((order, group))
+    ends = np.flatnonzero(np.diff(group[sorted_pairs])) + 1
     batches = [
         part
-        for one in np.split(chosen, ends)
-        if len(one)
-        for part in np.array_split(one, -(-len(one) // batch))
+        for run in np.split(sorted_pairs, ends)
+        if len(run)
+        for part in np.array_split(run, -(-len(run) // batch))
     ]
 
     def score(number: int) -> NDArray[np.float32]:
-        here = batches[number]
-        scores = match(pairs.image[here], pairs.text[here])
-        step(len(here))
+        rows = batches[number]
+        scores = match(pairs.image[rows], pairs.text[rows])
+        step(len(rows))
         return scores
 
     scored = ranks.map_blocks(len(batches), score)
-    result = np.empty(len(chosen), dtype=np.float32)
-    for here, scores in zip(batches, scored):
-        result[here] = scores
+    result = np.empty(len(sorted_pairs), dtype=np.float32)
+    for rows, scores in zip(batches, scored):
+        result[rows] = scores
     return result
 
 
@@ -198,7 +198,7 @@ def look_up(
 
 
 def reranked_ranks(
-    found: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
+    dual: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
 
@@ -207,12 +207,12 @@ def reranked_ranks(
     """
     right = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
-        right |= (found.nearest == column[:, None]) & (column[:, None] != NOTHING)
+        right |= (dual.nearest == column[:, None]) & (column[:, None] != NOTHING)
     best = np.where(right & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )
     before = (~(scores < best) & ~right).sum(axis=1)
-    return np.where(right.any(axis=1), before, found.ranks)
+    return np.where(right.any(axis=1), before, dual.ranks)
 
 
 IMAGES_HELD = 512
@@ -220,13 +220,13 @@ TOKENS_HELD = 2**18
 """Text tokens, padding counted; a gibibyte of prepared states at width 768."""
 
 
-def match_batch_for(device: torch.device, given: int | None = None) -> int:
+def match_batch_for(device: torch.device, batch: int | None = None) -> int:
     """Return the most pairs of one call: as given, else 64 on a CPU and 1,024 elsewhere.
 
     A GPU computes 64 pairs in less time than the host takes to start a call.
     """
-    if given is not None:
-        return given
+    if batch is not None:
+        return batch
     return 64 if device.type == "cpu" else 1024
 
 
@@ -247,66 +247,66 @@ class PairScorer:
 
     def __init__(self, encoded: Encoded, collection: Collection) -> None:
         self.encoded, self.collection = encoded, collection
-        block, row = collection.text_place.T
+        block, row = collection.text_location.T
         # Captions are sorted by length before they are cut into blocks: this is that order.
-        self._place, self._width = block * encoded.batch + row, encoded.text_widths[block]
-        self._shelf_of_block = shelves(encoded.text_widths, encoded.batch, TOKENS_HELD)
-        self._shelf_of_text = self._shelf_of_block[block]
-        self._shelf: tuple[int, Any] = (-1, None)
+        self._position, self._width = block * encoded.batch + row, encoded.text_widths[block]
+        self._bucket_of_block = buckets(encoded.text_widths, encoded.batch, TOKENS_HELD)
+        self._bucket_of_text = self._bucket_of_block[block]
+        self._bucket: tuple[int, Any] = (-1, None)
         self._image: tuple[int, Any] = (-1, None)
 
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """Return group numbers of pairs that may share a call: one image and one shelf of texts."""
-        of_texts = 1 + self._shelf_of_block.max(initial=0)
-        shelf = pairs.image // IMAGES_HELD * of_texts + self._shelf_of_text[pairs.text]
-        return shelf * len(self.collection.image) + pairs.image
+        text_buckets = 1 + self._bucket_of_block.max(initial=0)
+        bucket = pairs.image // IMAGES_HELD * text_buckets + self._bucket_of_text[pairs.text]
+        return bucket * len(self.collection.image) + pairs.image
 
     def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """Return the order inside a group, texts of similar length together."""
-        return self._place[pairs.text]
+        return self._position[pairs.text]
 
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
         """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
         encoded = self.encoded
         with torch.no_grad(), inference(encoded.device, encoded.precision):
             prepared = self._prepared_image(int(image[0]))
-            first, texts = self._prepared_texts(int(self._shelf_of_text[text[0]]))
-            rows = torch.from_numpy(self._place[text] - first).to(encoded.device)
-            chosen = texts.select(rows, int(self._width[text].max()))
-            logits = encoded.itm_scorer.match(prepared, chosen)
+            first, texts = self._prepared_texts(int(self._bucket_of_text[text[0]]))
+            rows = torch.from_numpy(self._position[text] - first).to(encoded.device)
+            pair_texts = texts.select(rows, int(self._width[text].max()))
+            logits = encoded.itm_scorer.match(prepared, pair_texts)
         return logits.float().cpu().numpy()
 
     def _prepared_image(self, image: int) -> Any:
         if self._image[0] != image:
             self._image = (-1, None)  # before the next one is made
-            block, row = self.collection.image_place[image]
+            block, row = self.collection.image_location[image]
             features = self.encoded.images[int(block)].features
-            chosen = features.select(torch.tensor([row], device=self.encoded.device))
-            self._image = (image, self.encoded.itm_scorer.prepare_image(chosen))
+            image_features = features.select(torch.tensor([row], device=self.encoded.device))
+            self._image = (image, self.encoded.itm_scorer.prepare_image(image_features))
         return self._image[1]
 
-    def _prepared_texts(self, shelf: int) -> tuple[int, Any]:
+    def _prepared_texts(self, bucket: int) -> tuple[int, Any]:
         """Return the place of a shelf's first text, and all its texts."""
-        if self._shelf[0] != shelf:
-            self._shelf = (-1, None)
-            blocks = np.flatnonzero(self._shelf_of_block == shelf)
+        if self._bucket[0] != bucket:
+            self._bucket = (-1, None)
+            blocks = np.flatnonzero(self._bucket_of_block == bucket)
             parts = (self.encoded.texts[int(block)].features for block in blocks)
             prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in parts]
             first = int(blocks[0]) * self.encoded.batch
-            self._shelf = (shelf, (first, type(prepared[0]).stack(prepared)))
-        return self._shelf[1]
+            self._bucket = (bucket, (first, type(prepared[0]).stack(prepared)))
+        return self._bucket[1]
 
 
-def shelves(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
+def buckets(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
     """Return the shelf of each block of texts, numbers rising from 0.
 
     widths: (blocks,) tokens of each block's texts, not falling. tokens: most tokens of a shelf,
     padded to its widest block; one block always fits.
     """
-    shelf = np.zeros(len(widths), dtype=np.int64)
+    bucket = np.zeros(len(widths), dtype=np.int64)
     first = 0
     for block, width in enumerate(widths):
         if (block + 1 - first) * rows * width > tokens:
             first = block
-        shelf[block] = shelf[block - 1] + (first == block) if block else 0
-    return shelf
+        bucket[block] = bucket[block - 1] + (first == block) if block else 0
+    return bucket

@@ -67,25 +67,25 @@ def ranks_of_right(
             direction: normalised_sides(*pair, queries[direction], bank_temperature)
             for direction, pair in sides.items()
         }
-    found: dict[Direction, Search] = {
+    searches: dict[Direction, Search] = {
         direction: search(*sides[direction], positives[direction], rerank, ranks=ranks)
         for direction in DIRECTIONS
     }
     all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
-        ("dual", direction): found[direction].ranks for direction in DIRECTIONS
+        ("dual", direction): searches[direction].ranks for direction in DIRECTIONS
     }
     if rerank:
-        scores = _rerank_scores(encoded, collection, found, match_batch, ranks, quiet)
+        scores = _rerank_scores(encoded, collection, searches, match_batch, ranks, quiet)
         for direction in DIRECTIONS:
             new = scores[direction]
             if both:
                 all_ranks["match", direction] = reranked_ranks(
-                    found[direction], new, positives[direction]
+                    searches[direction], new, positives[direction]
                 )
             if temperature is not None:
-                new = new + found[direction].scores.astype(np.float64) / temperature
+                new = new + searches[direction].scores.astype(np.float64) / temperature
             all_ranks["rerank", direction] = reranked_ranks(
-                found[direction], new, positives[direction]
+                searches[direction], new, positives[direction]
             )
     return all_ranks
 
@@ -93,12 +93,12 @@ def ranks_of_right(
 def _rerank_scores(
     encoded: Encoded,
     collection: Collection,
-    found: Mapping[Direction, Search],
+    searches: Mapping[Direction, Search],
     match_batch: int | None,
     ranks: Ranks,
     quiet: bool,
 ) -> dict[Direction, NDArray[np.floating]]:
-    pairs = nearest_pairs(found["text_to_image"], found["image_to_text"])
+    pairs = nearest_pairs(searches["text_to_image"], searches["image_to_text"])
     texts = len(collection.text)
     with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
         scorer = PairScorer(encoded, collection)
@@ -112,12 +112,12 @@ def _rerank_scores(
             step=bar.update,
         )
     matched = finite(matched)
-    near_image, near_text = found["text_to_image"].nearest, found["image_to_text"].nearest
-    own_text = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
-    own_image = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
+    near_image, near_text = searches["text_to_image"].nearest, searches["image_to_text"].nearest
+    text_index = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
+    image_index = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
     return {
-        "text_to_image": look_up(pairs, matched, texts, near_image, own_text),
-        "image_to_text": look_up(pairs, matched, texts, own_image, near_text),
+        "text_to_image": look_up(pairs, matched, texts, near_image, text_index),
+        "image_to_text": look_up(pairs, matched, texts, image_index, near_text),
     }
 
 
@@ -166,7 +166,7 @@ def query_rows(
         {
             "direction": direction,
             **query,
-            "ranks": {stage: int(found[row]) + 1 for stage, found in ranks.items()},
+            "ranks": {stage: int(stage_ranks[row]) + 1 for stage, stage_ranks in ranks.items()},
         }
         for row, query in enumerate(queries)
     ]
@@ -269,8 +269,8 @@ def evaluate_retrieval(
         temperature = loaded.model.temperature().item()
     folders = [features] if isinstance(features, str | Path) else features
     stored = [StoredFeatures(folder) for folder in folders]
-    for each in stored:
-        require_tower(each, loaded.model)
+    for store in stored:
+        require_tower(store, loaded.model)
     samples = StoredSamples(shards, options.limit, stored, loaded.preprocess)
     quiet = not (options.progress and ranks.first)
     with evaluating(loaded.model, options.device) as torch_device:
@@ -280,11 +280,11 @@ def evaluate_retrieval(
         queries, shared = None, 0
         if bank:
             pairs = StoredSamples(bank, None, stored, loaded.preprocess)
-            read = Encoder(loaded, pairs, options, torch_device)
+            bank_encoder = Encoder(loaded, pairs, options, torch_device)
             with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
-                queries = read.collect(ranks, bar.update)
-            one, other = ({first.identity for first in c.samples} for c in (collection, queries))
-            shared = len(one & other)
+                queries = bank_encoder.collect(ranks, bar.update)
+            bank_images = {sample.identity for sample in queries.samples}
+            shared = len(bank_images & {sample.identity for sample in collection.samples})
         with encoder.reading_ahead():
             all_ranks = ranks_of_right(
                 encoder,
@@ -336,7 +336,7 @@ def evaluate_retrieval(
             row
             for direction in DIRECTIONS
             for row in query_rows(
-                {stage: found for (stage, of), found in all_ranks.items() if of == direction},
+                {stage: rank for (stage, side), rank in all_ranks.items() if side == direction},
                 direction,
                 collection,
             )

@@ -26,7 +26,7 @@ from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.results import Result, Saved, Table, attributed, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError, kinds_in_words, said_in_one_line
+from evaluation.samples import EvaluationError, kinds_in_words, single_line_errors
 from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import Ranks
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
@@ -197,7 +197,7 @@ def run_job(
         loaded = folder.load()
     elif job.task in JOBS and job.task != "vqa":
         # These take any model folder.
-        with said_in_one_line():
+        with single_line_errors():
             loaded = vlp.load(folder)
     else:
         result: Result = get_evaluation(job.task).evaluate_folder(

@@ -13,7 +13,7 @@ from question_shards import photo, question, write_shards
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
-from evaluation.downstream.predict import predict, predict_one
+from evaluation.downstream.predict import predict, predict_item
 from evaluation.downstream.submissions import (
     write_captions,
     write_nlvr2,
@@ -125,11 +125,11 @@ def files(tmp_path):
 
 
 def test_labels_of_files_with_probabilities(folders, files, capsys):
-    said = predict_one(folders["nlvr2"], files, "two red circles")
+    said = predict_item(folders["nlvr2"], files, "two red circles")
     assert sorted(name for name, _ in said.answers) == ["False", "True"]
     assert sum(share for _, share in said.answers) == pytest.approx(1)
     assert said.answers[0][1] >= said.answers[1][1]
-    swapped = predict_one(folders["nlvr2"], files[::-1], "two red circles")
+    swapped = predict_item(folders["nlvr2"], files[::-1], "two red circles")
     assert dict(swapped.answers) != dict(said.answers), "left and right are told apart"
     command = ["predict", "--model", folders["snli_ve"], "--image", files[0]]
     assert main([*command, "--text", "a red circle"]) == 0
@@ -138,7 +138,7 @@ def test_labels_of_files_with_probabilities(folders, files, capsys):
 
 
 def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, files):
-    said = predict_one(folders["vqa"], files[:1], "is it red?")
+    said = predict_item(folders["vqa"], files[:1], "is it red?")
     rows = predict(folders["vqa"], [folders["shards"]]).rows
     same = [row for row in rows if row["key"] == "000" and row["question"] == "is it red?"]
     ((answer, share),) = said.answers
@@ -161,11 +161,11 @@ def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, 
 
 
 def test_captions_and_matches_of_files(folders, files):
-    ((text, share),) = predict_one(folders["caption"], files[:1]).answers
+    ((text, share),) = predict_item(folders["caption"], files[:1]).answers
     rows = predict(folders["caption"], [folders["shards"]]).rows
     assert text == rows[0]["caption"]
     assert 0 < share <= 1
-    said = dict(predict_one(folders["plain"], files[:1], "a red circle").answers)
+    said = dict(predict_item(folders["plain"], files[:1], "a red circle").answers)
     loaded = vlp.load(folders["plain"])
     with torch.no_grad():
         odds = loaded.model.match(
@@ -173,7 +173,7 @@ def test_captions_and_matches_of_files(folders, files):
             loaded.model.encode_text(*loaded.text(["a red circle"])),
         )
     assert said["matches"] == pytest.approx(float(odds.sigmoid()), abs=1e-6)
-    rounded = predict_one(folders["plain"], files[:1], "a red circle", precision="bf16")
+    rounded = predict_item(folders["plain"], files[:1], "a red circle", precision="bf16")
     assert 0 < abs(dict(rounded.answers)["matches"] - said["matches"]) < 0.05
 
 
@@ -235,7 +235,7 @@ def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     with torch.no_grad():
         inputs = pairs.collate([pairs.make(pairs.items.read(0), 0)])
         wanted = dict(zip(("False", "True"), task.logits(inputs).softmax(-1)[0].tolist()))
-    found = predict_one(folder, [strip], "a red circle", "cpu")
+    found = predict_item(folder, [strip], "a red circle", "cpu")
     assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
     files = ["--image", *[str(strip)] * 3]
     assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
@@ -270,7 +270,7 @@ def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):
 def test_a_score_that_was_never_trained_answers_nothing(folders, files, monkeypatch):
     monkeypatch.setattr(VLPModel, "match_is_trained", False)
     with pytest.raises(EvaluationError, match=r"never trained to match \(no ITM\)"):
-        predict_one(folders["plain"], files[:1], "a red circle")
+        predict_item(folders["plain"], files[:1], "a red circle")
 
 
 def test_nlvr2_as_the_official_script_reads_it(shared, tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.downstream.predict import predict_one
+from evaluation.downstream.predict import predict_item
 from evaluation.page.gradio_page import abilities, page, serve
 from evaluation.page.session import ModelSession
 from evaluation.retrieval.retrieval import evaluate_retrieval
@@ -82,7 +82,7 @@ def test_a_folder_does_what_it_was_trained_for_as_predict_does(task_folders, kin
         "caption": lambda: one.act("caption", [red]),
     }
     text = {"vqa": "what colour is it?", "caption": None}.get(kind, TEXT)
-    expected = predict_one(task_folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
+    expected = predict_item(task_folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
     answers = acts[kind]()
     assert [text for text, _ in answers] == [text for text, _ in expected.answers]
     assert [p for _, p in answers] == pytest.approx([p for _, p in expected.answers], abs=1e-5)

@@ -12,13 +12,13 @@ from evaluation.retrieval.rerank import (
     CandidatePairs,
     PairScorer,
     Search,
+    buckets,
     look_up,
     match_batch_for,
     match_pairs,
     nearest_pairs,
     reranked_ranks,
     search,
-    shelves,
     similarity,
 )
 from evaluation.samples import Samples
@@ -41,7 +41,7 @@ def scores(encoder, collection, pairs, batch=3):
 
 
 @pytest.fixture
-def small_shelves(monkeypatch):
+def small_buckets(monkeypatch):
     monkeypatch.setattr(matching, "TOKENS_HELD", 130)
     monkeypatch.setattr(matching, "IMAGES_HELD", 7)
 
@@ -51,7 +51,7 @@ def some_pairs(collection, share=0.4):
     return CandidatePairs(*(index.astype(np.int64) for index in chosen.nonzero()))
 
 
-def test_scores_equal_the_public_calls(model_folder, scene_shards, small_shelves):
+def test_scores_equal_the_public_calls(model_folder, scene_shards, small_buckets):
     loaded = vlp.load(model_folder)
     encoder, collection = collected(loaded, scene_shards)
     pairs = some_pairs(collection)
@@ -66,7 +66,7 @@ def test_scores_equal_the_public_calls(model_folder, scene_shards, small_shelves
     np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_shelves):
+def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_buckets):
     loaded = vlp.load(model_folder)
     encoder, collection = collected(loaded, scene_shards, limit=9)
     pairs = some_pairs(collection)
@@ -88,7 +88,7 @@ def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_shelve
     np.testing.assert_array_equal(found, expected)
 
 
-def test_each_image_is_prepared_once_for_a_shelf(model_folder, scene_shards, small_shelves):
+def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, small_buckets):
     loaded = vlp.load(model_folder)
     encoder, collection = collected(loaded, scene_shards)
     pairs = some_pairs(collection, 1.0)
@@ -96,21 +96,21 @@ def test_each_image_is_prepared_once_for_a_shelf(model_folder, scene_shards, sma
     real = encoder.itm_scorer.prepare_image
     encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
     scores(encoder, collection, pairs)
-    on_shelf = shelves(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
-    assert on_shelf > 1
-    assert len(prepared) == len(collection.image) * on_shelf
+    on_bucket = buckets(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
+    assert on_bucket > 1
+    assert len(prepared) == len(collection.image) * on_bucket
 
 
 @given(st.lists(st.integers(3, 12), max_size=30), st.integers(1, 5), st.integers(1, 200))
-def test_shelves_are_full_but_not_too_full(widths, rows, tokens):
+def test_buckets_are_full_but_not_too_full(widths, rows, tokens):
     widths = np.sort(np.array(widths, dtype=np.int64))
-    shelf = shelves(widths, rows, tokens)
-    assert len(shelf) == len(widths)
-    assert set(np.diff(shelf)) <= {0, 1}
-    for number in range(shelf.max(initial=-1) + 1):
-        here = widths[shelf == number]
+    bucket = buckets(widths, rows, tokens)
+    assert len(bucket) == len(widths)
+    assert set(np.diff(bucket)) <= {0, 1}
+    for number in range(bucket.max(initial=-1) + 1):
+        here = widths[bucket == number]
         assert len(here) == 1 or len(here) * rows * here.max() <= tokens
-        following = widths[shelf == number + 1][:1]
+        following = widths[bucket == number + 1][:1]
         assert not len(following) or (len(here) + 1) * rows * following.max() > tokens
 
 
