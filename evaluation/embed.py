@@ -38,6 +38,7 @@ class FeatureFiles:
         self._parts = out.with_name(out.name + ".tmp")
         if out.is_file() or (out.is_dir() and any(out.iterdir())):
             raise EvaluationError(f"--out {out}: is there already; name another folder")
+        # The first rank alone; its errors reach the others.
         self._ranks.map_blocks(1, lambda _: self._start())
         self._rows = dict.fromkeys(names, 0)
 
@@ -55,8 +56,7 @@ class FeatureFiles:
     def finish(self, refers: Mapping[str, str] | None = None) -> dict[str, int]:
         """Merge the ranks' files under their final names, and return the rows of each.
 
-        refers: name -> another name, the target of its rank-local row numbers, which are
-        renumbered.
+        refers: name -> name of the file that its row numbers point into.
         """
         ranks = self._ranks
         written = ranks.map_blocks(ranks.world_size, lambda _: self._rows)
@@ -68,7 +68,8 @@ class FeatureFiles:
 
     def _start(self) -> None:
         try:
-            if self._parts.is_dir():  # of a run that was interrupted
+            # Parts of a run that was interrupted.
+            if self._parts.is_dir():
                 shutil.rmtree(self._parts)
             self._parts.mkdir(parents=True)
         except OSError as error:
@@ -85,6 +86,7 @@ class FeatureFiles:
             ):
                 header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(data, header)
+                # Ranks count rows from 0 each, so that references are moved by the rows before.
                 before = 0
                 for rank, rows in enumerate(written):
                     parts = self._files(name, rank)
@@ -97,7 +99,8 @@ class FeatureFiles:
                     parts[0].unlink(missing_ok=True)
                     parts[1].unlink(missing_ok=True)
                     before += rows[refers[name]] if name in refers else 0
-        if self._out.is_dir():  # empty
+        # An empty folder may be there; the rename makes all files appear at once.
+        if self._out.is_dir():
             self._out.rmdir()
         self._parts.rename(self._out)
 
@@ -163,7 +166,7 @@ def embed(
 
     Rows follow the order of the shards for any number of ranks, a row a sample (captioned or not)
     and a row a caption. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption:
-    its number in the sample, text, images: row of its image}. Memory holds one block at most.
+    its number in the sample, text, images: row of its image}.
     """
     ranks, items = Ranks.current(), Items(shards, limit=options.limit)
     width = loaded.model.config.embed_dim

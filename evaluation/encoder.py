@@ -32,8 +32,8 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 
+# Column of right answers where a query has fewer than others.
 NOTHING = -1
-"""Column of right answers where a query has fewer than others."""
 GIBIBYTE = 2**30
 
 
@@ -63,6 +63,7 @@ class BlockCache(Generic[Key]):
         block = self._encode(key)
         self._blocks[key] = block
         self._bytes += _size(block)
+        # One block is kept even where it is larger than the cache.
         while self._bytes > self._capacity and len(self._blocks) > 1:
             _, dropped = self._blocks.popitem(last=False)
             self._bytes -= _size(dropped)
@@ -85,28 +86,25 @@ class SampleInfo(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """Every image once and all captions, in the order of the shards.
+    """Every image once and all captions, in the order of the shards."""
 
-    image (I, d) and text (T, d): unit float32 features on the device; image_of_text (T,);
-    image_location (I, 2) and text_location (T, 2): (block, row) for encoding a block again; samples (I,):
-    each image's first; cut: number of captions that the tokenizer cut.
-    """
-
+    # Unit features (I, d) and (T, d), float32, on the device.
     image: Tensor
     text: Tensor
     captions: list[str]
     image_of_text: NDArray[np.int64]
+    # (I, 2) and (T, 2): block and row, to encode a block again.
     image_location: NDArray[np.int64]
     text_location: NDArray[np.int64]
     skipped: dict[str, int]
+    # (I,): each image's first.
     samples: list[SampleInfo]
+    # Captions that the tokenizer cut.
     cut: int = 0
 
     def right_answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return images of each text (T, most) and texts of each image (I, most), else -1.
-
-        Equal captions of several images are right for all of them.
-        """
+        """Return images of each text (T, most) and texts of each image (I, most), else -1."""
+        # Equal captions of several images are right for all of them.
         texts: dict[str, list[int]] = defaultdict(list)
         for text, caption in enumerate(self.captions):
             texts[normalised_caption(caption)].append(text)
@@ -169,10 +167,8 @@ def _read_images(
 class Encoder:
     """Encodes fixed blocks of `batch` samples or captions with one model on one device.
 
-    Caption blocks group similar lengths and are cut to their longest, which saves padding here and
-    in the cross-modal encoder. `itm_scorer` scores pairs of features; `text_widths` (blocks,) are
-    the tokens of a collection's captions. `memory` is bytes of token states kept for images, and
-    for captions. The options' `workers` read images.
+    `itm_scorer` scores pairs of features; `text_widths` (blocks,) are the tokens of a collection's
+    captions. `memory` is bytes of token states kept for images, and for captions.
     """
 
     def __init__(
@@ -217,6 +213,7 @@ class Encoder:
         captions: list[list[str]] = []
         for block, part in enumerate(reads):
             for row, sample in enumerate(part.samples):
+                # Samples that show the same image add their captions to the first one's.
                 if sample.identity not in index_of:
                     index_of[sample.identity] = len(index_of)
                     locations.append((block, row))
@@ -232,6 +229,8 @@ class Encoder:
         image = np.stack([reads[block].features[row] for block, row in locations])
         texts = [caption for group in captions for caption in group]
         tokens = self.loaded.text(texts)
+        # Captions of similar length share a block and are cut to its longest: less padding here
+        # and in the cross-modal encoder.
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
         self.text_widths = self._widths(self._tokens.attention_mask)
@@ -301,7 +300,8 @@ def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str])
 
 
 def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Require that features or scores are numbers: NaN has no rank, and would change a figure."""
+    """Require that features or scores are finite."""
+    # NaN has no rank: it would change a figure without a word.
     if not np.isfinite(features).all():
         raise EvaluationError(
             "the model gives features or scores that are not finite; try --precision float32, and "

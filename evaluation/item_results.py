@@ -51,6 +51,7 @@ def _read(
     for item_number in blocks[number]:
         try:
             item = items.read(item_number)
+            # Workers send examples to this process: the prepared tensors, not the image's bytes.
             examples.append((item.without_images(), make(item, item_number)))
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
@@ -66,13 +67,11 @@ def evaluate_blocks(
 ) -> EvaluatedItems:
     """Read, prepare and evaluate every item once, on some rank.
 
-    One rank computes a block of `options.batch` items cut from the data alone, so numbers do not
-    depend on the ranks.
-
     Args:
         make: prepares an item by number, in any process; a BadSample is counted.
         evaluate: returns a picklable row, without images, for each prepared item.
     """
+    # Blocks are cut from the data alone, so that numbers do not depend on the ranks.
     ranks = Ranks.current()
     blocks = [
         range(start, min(start + options.batch, len(items)))
@@ -117,6 +116,7 @@ def clustered_figures(
     index = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
     sums, weights = [], []
     for name, value in values.items():
+        # An item outside a figure has weight 0 in its numerator and denominator.
         factors = (item_weights or {}).get(name, np.ones(len(index)))
         sums.append(np.bincount(index, np.asarray(value, dtype=float) * factors, len(numbers)))
         weights.append(np.bincount(index, np.asarray(factors, dtype=float), len(numbers)))
@@ -134,7 +134,7 @@ def keep_scores(
     values: Mapping[str, NDArray[Any]],
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
-    """Note in each row its value by figure, so that two results can be compared item by item."""
+    """Store in each row its value by figure, for comparisons item by item."""
     about = masks or {}
     for number, row in enumerate(rows):
         row["scores"] = {

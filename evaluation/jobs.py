@@ -34,6 +34,7 @@ class Job(Config):
     @model_validator(mode="before")
     @classmethod
     def _check_options(cls, values: Any) -> Any:
+        # Checked before pydantic does, for a hint at the option that was meant.
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
                 matches = difflib.get_close_matches(str(key), cls.model_fields, n=1)
@@ -87,6 +88,7 @@ class RetrievalJob(Job):
             raise ValueError("rerank_by says how to re-rank: give rerank, too")
         if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
             raise ValueError("temperature is of re-ranking by sum: give rerank, too")
+        # Its default is a number, so only the set fields show whether the user gave it.
         if "bank_temperature" in self.model_fields_set and not self.bank:
             raise ValueError("bank_temperature goes with bank")
         return self
@@ -156,7 +158,7 @@ class FoilsJob(Job):
     """Tell a caption from the same one with one thing exchanged (any captioned images).
 
     Exchanged are subject and object, colours, numbers, prepositions, left and right, near and far.
-    Blank images show what the text alone gives away. OUT gets every pair with its scores.
+    Blank images show how much the text alone gives away. OUT gets every pair with its scores.
     """
 
     task: Literal["foils"] = Field("foils", description="what is evaluated")
@@ -167,10 +169,10 @@ class FoilsJob(Job):
 class ZeroShotJob(Job):
     """Zero-shot classification of images by prompts.
 
-    The class is the one whose prompts lie nearest to the image. --shards takes shard folders, whose
-    samples name their class as `label`, folders of class folders, and tar files of such. --classes
-    has a class name a line, or what the data calls the class, a tab and the name. --templates has a
-    prompt a line, such as "a photo of a {}."; the features of a class's prompts are averaged.
+    An image gets the class with the nearest prompts. --shards takes shard folders with the class as
+    `label` of a sample, folders of class folders, and tar files of such. --classes has a class name
+    a line, or the label in the data, a tab and the name. --templates has a prompt a line, such as
+    "a photo of a {}."; the features of a class's prompts are averaged.
 
     \b
       vlp evaluate zeroshot --model runs/base/model --shards cifar10/test.tar.xz --classes c.txt
@@ -199,18 +201,18 @@ class ZeroShotJob(Job):
         return self
 
 
+# Evaluations that belong to no downstream task.
 PROBES: dict[str, type[Job]] = {
     "pointing": PointingJob,
     "swaps": SwapsJob,
     "foils": FoilsJob,
     "zeroshot": ZeroShotJob,
 }
-"""Evaluations that belong to no downstream task."""
 
+# Evaluations with options of their own.
 JOBS: dict[str, type[Job]] = {
     "retrieval": RetrievalJob,
     "vqa": VqaJob,
     "grounding": GroundingJob,
     **PROBES,
 }
-"""Evaluations with options of their own."""

@@ -71,6 +71,7 @@ def escaped(text: str) -> str:
 def _typed(note: str) -> str:
     """Set a note; text between backticks as code."""
     parts = note.split("`")
+    # An unpaired backtick is a character.
     if len(parts) % 2 == 0:
         return escaped(note)
     return "".join(

@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options for reading and computing.
+    """Options for reading and computing."""
 
-    limit: number of items; None is all. batch: items of one encoder call. device: None is this
-    rank's GPU, or the CPU. precision: None is bf16 on a GPU, else float32. workers: reading
-    processes; None is this rank's cores up to 8 on a GPU, 0 on a CPU. resamples: bootstrap draws.
-    progress: bars on the first rank.
-    """
-
+    # Number of items; None: all.
     limit: int | None = None
+    # Items of one encoder call.
     batch: int = 64
+    # None: this rank's GPU, or the CPU.
     device: torch.device | str | None = None
+    # None: bf16 on a GPU, else float32.
     precision: Precision | None = None
+    # Reading processes; None: this rank's cores up to 8 on a GPU, 0 on a CPU.
     workers: int | None = None
+    # Bootstrap draws.
     resamples: int = 1000
+    # Bars on the first rank.
     progress: bool = False

@@ -14,12 +14,10 @@ from vlp.io import atomic_write, parse_json, write_json
 
 
 class Figure(NamedTuple):
-    """A share between 0 and 1, its 95 % bootstrap interval, and its chance level.
-
-    Without an interval both ends are the value.
-    """
+    """A share between 0 and 1, its 95 % bootstrap interval, and its chance level."""
 
     value: float
+    # Without an interval, both bounds are the value.
     low: float
     high: float
     chance: float
@@ -81,6 +79,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:
     """Write `name.json` and `name.md` into a folder, made if missing, and return it."""
     folder = Path(folder)
+    # NaN is not JSON, and no figure is NaN but by a defect.
     write_json(folder / f"{name}.json", figures, allow_nan=False)
     (folder / f"{name}.md").write_text(table.markdown(), encoding="utf-8")
     return folder
@@ -196,12 +195,9 @@ class Saved(NamedTuple):
 
 
 def saved_figures(content: Mapping[str, Any]) -> Saved:
-    """Return the figures of a result's `to_json`.
-
-    For retrieval the last stage, with main figure `both mean`; for swaps the group score of the
-    cross-modal encoder over all kinds; for pointing colour words.
-    """
+    """Return the figures of a result's `to_json`, for retrieval of the last stage."""
     try:
+        # Only retrieval has a list of figures, as their keys have three parts.
         if isinstance(content.get("figures"), list):
             return _retrieval(content)
         if content["task"] == "pointing":

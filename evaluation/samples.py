@@ -42,18 +42,16 @@ def single_line_errors() -> Iterator[None]:
 
 
 class CaptionedSample(NamedTuple):
-    """One image with its captions.
+    """One image with its captions."""
 
-    image: decoded, or stored output of the image tower (tokens, width); identity: equal for samples
-    of one image (same source and image_id); key: of its shard; digest: hash of an image's bytes
-    without image_id.
-    """
-
+    # Decoded, or stored output of the image tower (tokens, width).
     image: Image.Image
     captions: list[str]
     annotation: Annotation
+    # Equal for samples of one image: source and image_id.
     identity: tuple[str, str]
     key: str = ""
+    # Hash of the bytes of an image without image_id.
     digest: str = ""
 
 
@@ -82,6 +80,7 @@ class Samples:
         image_id = raw.annotation.image_id
         folder, shard, *_ = self._items.place(position)
         digest = ""
+        # Equal bytes without an image_id are reported, not taken for one image.
         if image_id is None:
             digest = hashlib.blake2b(raw.image, digest_size=16).hexdigest()
             shard_name = self._items.indices[folder].shards[shard].name
@@ -132,8 +131,8 @@ def kinds_in_words(counts: Mapping[str, int]) -> str:
 Value = TypeVar("Value")
 
 MOST_WORKERS = 8
+# Bytes; a multiple of every element's size.
 _ALIGNED = 64
-"""Bytes; a multiple of every element's size."""
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
@@ -176,7 +175,8 @@ class BlockReader(Generic[Value]):
         if self._values is None or block != self._next:
             self._stop()
             self._values = self._from_workers(range(block, self._ahead.stop))
-        self._next = -1  # after an error the next one starts afresh
+        # After an error, workers are started anew at the next block.
+        self._next = -1
         value = next(self._values)
         self._next = block + 1
         if self._next == self._ahead.stop:
@@ -187,9 +187,10 @@ class BlockReader(Generic[Value]):
         loader: DataLoader[_Parcel] = DataLoader(
             _Blocks(self._read, blocks),
             batch_size=None,
-            collate_fn=_as_it_is,  # with no batches to make, it gets each parcel
+            collate_fn=_as_it_is,
             pin_memory=self._pin,
-            generator=torch.Generator(),  # the global one stays as it is
+            # A loader draws a seed: from its own generator, so that the global one is unchanged.
+            generator=torch.Generator(),
             **worker_settings(min(self._workers, len(blocks)), prefetch=1),
         )
         with running(loader) as parcels:
@@ -209,6 +210,7 @@ class _Parcel(NamedTuple):
     """A value on its way: pickled, but for the bytes of its tensors."""
 
     content: bytes
+    # One for all, as each tensor from a DataLoader's worker costs a file descriptor.
     tensors: Tensor
 
     @classmethod
@@ -273,7 +275,8 @@ class _Blocks(Dataset[_Parcel]):
             try:
                 pickle.loads(pickle.dumps(error))
             except Exception:
-                raise error from None  # PyTorch has words for one that cannot be sent
+                # PyTorch sends the text of an error that cannot be pickled.
+                raise error from None
             return _Parcel.of(_FailedRead(error))
 
 

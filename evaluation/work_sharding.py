@@ -46,6 +46,7 @@ class Ranks(NamedTuple):
             if failure is not None:
                 raise failure
             return [local[block] for block in range(count)]
+        # Every rank must come here, also after an error: the others would wait for it.
         gathered = distributed.gather_to_all((local, None if failure is None else repr(failure)))
         if failure is not None:
             raise failure
@@ -68,8 +69,9 @@ def evaluating(
 ) -> Iterator[torch.device]:
     """Move the model, put it into evaluation mode, and yield the device; None is this rank's.
 
-    Afterwards submodules are back in their previous modes; the model stays on the device.
+    Afterwards the model stays on the device.
     """
+    # Modes of submodules differ where some are frozen, so that each one is restored.
     torch_device = torch.device(device) if device is not None else default_device()
     modes = [(module, module.training) for module in model.modules()]
     model.to(torch_device).eval()
@@ -82,10 +84,8 @@ def evaluating(
 
 @contextmanager
 def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
-    """Compute in a precision; None is bf16, with TF32 elsewhere, on GPUs with both, else float32.
-
-    Similarities of features are computed outside, in float32.
-    """
+    """Compute in a precision; None: bf16, and TF32 elsewhere, on GPUs with both, else float32."""
+    # Similarities of features are computed outside, in float32.
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):
             yield

@@ -74,6 +74,7 @@ def class_features(
     """
 
     def feature(number: int) -> NDArray[np.float64]:
+        # Averaged before normalisation, as CLIP's ensembles of prompts.
         mean = np.asarray(encode(prompts.of(number)), dtype=np.float64).mean(axis=0)
         return mean / max(float(np.linalg.norm(mean)), 1e-12)
 
@@ -130,6 +131,7 @@ class ZeroShotResult(Result):
         classes = list(self.classes.items())
         notes = list(table.notes)
         if len(classes) > MANY:
+            # A table of a thousand classes tells less than its two ends.
             ordered = sorted(classes, key=lambda item: item[1].value)
             classes = [*ordered[:SHOWN], *ordered[-SHOWN:]]
             notes.append(f"Classes: the worst {SHOWN} and the best {SHOWN} of {len(ordered)}.")
@@ -174,6 +176,7 @@ def evaluate_zeroshot(
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
         similarity = finite(image.feature.double().cpu().numpy()) @ features.T
+        # Unit features in float64: ties are equal prompts, not rounding.
         stages = {"dual": similarity}
         if top:
             nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
@@ -210,8 +213,9 @@ def reordered(
 ) -> NDArray[np.float64]:
     """Return (images, classes) scores with the best few in a new order before all others.
 
-    `near` (images, few) are the best classes, `new` their new scores; NaN is the lowest.
+    `nearest` (images, few) are the best classes, `new_scores` their new scores.
     """
+    # NaN is the lowest of the few, and all others lie below.
     lowest = np.nanmin(new_scores, initial=0) - 1
     reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
     np.put_along_axis(reranked, nearest, np.where(np.isnan(new_scores), lowest, new_scores), axis=1)
@@ -244,7 +248,8 @@ def _log_odds(
 def _row(
     item: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
-    """Return ranks of the right class from 1; ties count before it."""
+    """Return the prediction, and ranks of the right class from 1."""
+    # Ties and NaN count against the model.
     final = list(stages.values())[-1]
     return {
         "key": item.key or item.where,

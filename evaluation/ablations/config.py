@@ -12,7 +12,8 @@ from vlp.config import Config, LocalPath
 
 
 def _check_nesting(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuse both `training.steps` and `training`, as their order would decide."""
+    """Refuse a key together with one that contains it, as `training.steps` and `training`."""
+    # Both set the same value, so that the order of the keys would decide.
     for key in overrides:
         for outer in overrides:
             if key.startswith(f"{outer}."):
@@ -141,6 +142,7 @@ class AblationConfig(Config):
         for table in self.tables:
             variants |= {table.reference, *(row.variant for row in table.rows)}
             for row in table.rows:
+                # A row without any of the paper's figures is the repository's own.
                 if row.paper and len(row.paper) != len(table.paper):
                     raise ValueError(f"{table.title}: {row.label} has {len(row.paper)} figures")
         if unknown := sorted(variants - set(self.variants)):
@@ -149,6 +151,7 @@ class AblationConfig(Config):
 
     def evaluation(self) -> dict[str, Any]:
         """Return all that the figures of a trained run depend on, as plain JSON values."""
+        # `result.json` stores these values: a run is evaluated again where they differ.
         keys = {"scenes", "measured", "fine_tuned", "frozen", "limit"}
         return self.model_dump(mode="json", include=keys, exclude_none=True)
 

@@ -21,6 +21,7 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
     """Return the content of `result.json`, and write the ranks of queries where a run retrieves."""
     import torch
 
+    # The evaluation runs in the worker itself, so OMP_NUM_THREADS of the training does not apply.
     torch.set_num_threads(threads)
     if config.scenes is not None:
         figures = evaluate_scenes(folder, Path(config.scenes))
@@ -50,6 +51,7 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     loaded = vlp.load(folder / "model")
     figures: dict[str, float] = {}
     views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
+    # No interval is stored, as the report computes its own over seeds: one resample will do.
     for view in views:
         swaps = evaluate_swaps(
             loaded, [scenes / "swaps"], view=view, options=EvalOptions(resamples=1)
@@ -100,6 +102,7 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
     file = folder / "report.json"
     run_report = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    # A model folder that this ablation did not train has neither report nor log.
     log, _ = read_log(folder / "log.jsonl")
     return figures | last_losses(log, run_report.get("resumed_at_steps", ()))
 
@@ -107,27 +110,31 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
 def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()) -> dict[str, float]:
     """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`.
 
-    resumed: steps at which it was resumed; the next log line averages fewer steps.
+    resumes: steps at which the training was resumed.
     """
     losses: dict[str, list[tuple[float, float]]] = {}
     previous = 0
+    # A log line averages the steps since the line before it, or since the resume in between.
     for row in log:
         step = row["step"]
         start = max([previous, *(resume for resume in resumes if resume < step)])
         share = (step - start) / max(step - previous, 1) or 1.0
         if step > 0.8 * log[-1]["step"]:
             for name, value in row.items():
-                if name.startswith("loss/") and value is not None:  # None was not finite
+                # JSON has no NaN: a loss that was not finite is logged as null.
+                if name.startswith("loss/") and value is not None:
                     key = f"training/{name.removeprefix('loss/')}"
                     losses.setdefault(key, []).append((value, share))
-        if "samples" in row:  # a line of training, not of a validation
+        # Only lines of training count samples; those of validations average nothing.
+        if "samples" in row:
             previous = step
     return {name: _mean(values) for name, values in losses.items()}
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """Average (value, weight), exactly so where all weights are equal."""
+    """Average (value, weight) pairs."""
     values, weights = zip(*weighted)
+    # `mean` is exact, so that figures without a resume do not depend on rounding.
     return mean(values) if len(set(weights)) == 1 else fmean(values, weights)
 
 

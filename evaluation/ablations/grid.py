@@ -31,11 +31,10 @@ VLP = (sys.executable, "-m", "launch")
 RESULT = "result.json"
 _WATCH_SECONDS = 0.2
 
+# Figures by variant and seed.
 Results = dict[tuple[str, int], dict[str, float]]
-"""Figures by variant and seed."""
-
+# Evaluates a run's folder with a number of threads; returns the contents of `result.json`.
 Evaluate = Callable[[Path, int], dict[str, Any]]
-"""Evaluates a run's folder with a number of threads; returns the contents of `result.json`."""
 
 
 class Run(NamedTuple):
@@ -65,14 +64,12 @@ class Run(NamedTuple):
 
 
 def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
-    """List all runs seed by seed, variants with the most seeds first, for whole seeds when stopped.
-
-    Paths in the training configuration are relative to `source`.
-    """
+    """List all runs, seed by seed; the training's configuration is relative to `source`."""
     if unknown := sorted(set(only) - set(config.variants)):
         names = ", ".join(config.variants)
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {names}")
     seeds = {n: config.seeds[: v.seeds] for n, v in config.variants.items() if n in (only or [n])}
+    # A grid that is stopped has whole seeds, of the variants with the most seeds first.
     order = [(-len(group), row, name) for name, group in seeds.items() for row in range(len(group))]
     file = source.parent / config.training.config
     task = read_values(file)[0].get("task")
@@ -94,6 +91,7 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
 
 def check(runs: Sequence[Run]) -> None:
     """Read the settings of each variant, before one of them is trained."""
+    # Seeds of a variant share its settings: one run of each is read.
     for run in {run.variant: run for run in runs}.values():
         try:
             run.read()
@@ -103,6 +101,7 @@ def check(runs: Sequence[Run]) -> None:
         if (file := run.folder / "config.yaml").is_file():
             config = run.read()
             saved = parse_yaml(file.read_text(encoding="utf-8"))
+            # Tolerated differences let a run resume, but its row would mix two settings.
             comparison = compare(saved, config.model_dump(mode="json"), config)
             if differences := comparison.fatal + comparison.tolerated:
                 raise ConfigError(
@@ -126,7 +125,7 @@ def run_ablation(
     only: Sequence[str] = (),
     say: Callable[[str], object] = print,
 ) -> Results:
-    """Do whatever is still to be done; returns the figures of all finished runs."""
+    """Prepare, train and evaluate whatever lacks a result; return figures of all finished runs."""
     from evaluation.ablations.figures import evaluate_run
 
     runs = plan(config, source, only)
@@ -165,9 +164,11 @@ def do_runs(
 
 def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
     """Train and evaluate one run; returns its name and the seconds it took."""
+    # Raises in a worker whose pool was interrupted, before the next training starts.
     go_on()
     started = time.monotonic()
     try:
+        # The model folder is written last: without it, the training resumes.
         if not (run.folder / "model").is_dir():
             run_logged(run.command, run.folder.with_suffix(".log"), threads)
         write_json(run.folder / RESULT, evaluate(run.folder, threads), indent=1)
@@ -180,7 +181,8 @@ def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
 def _train_frozen(
     runs: Sequence[Run], config: AblationConfig, frozen: FrozenConfig, say: Callable[[str], object]
 ) -> None:
-    """Train and test runs that share stored tokens, one after another in this process."""
+    """Train and test runs that share stored tokens."""
+    # One after another in this process: the blocks below were computed once for all of them.
     evaluation = config.evaluation()
     todo = [run for run in runs if run.result(evaluation) is None]
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
@@ -198,7 +200,7 @@ def _train_frozen(
 def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
     """Run a command to its end, and terminate it if the caller is interrupted."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # It imports what this process does, installed or not.
+    # The command imports the same modules as this process, also from a checkout.
     path = os.pathsep.join(filter(None, sys.path))
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -213,7 +215,8 @@ def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
             go_on()
             time.sleep(_WATCH_SECONDS)
     finally:
-        process.terminate()  # a training ends with a checkpoint; nothing where it has ended
+        # A training ends with a checkpoint; a process that has ended ignores the signal.
+        process.terminate()
         process.wait()
     if process.returncode:
         raise ConfigError(f"{log.stem} ended with code {process.returncode}; see {log}")

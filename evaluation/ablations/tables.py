@@ -30,8 +30,8 @@ NOTES = (
 )
 RECALL = re.compile(r"(match|rerank|dual)/(\w+)/R@(\d+)")
 RESAMPLES = 10_000
+# Ranks (from 1) of the first right answer to every query, next to `result.json`.
 QUERIES = "queries.csv"
-"""File of the first right answer's rank (from 1) for every query, next to `result.json`."""
 
 
 def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataFrame:
@@ -43,6 +43,7 @@ def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataF
 
 def read_figures(file: Path) -> pd.DataFrame:
     """Read a CSV of figures, as `report` writes it."""
+    # A variant may be named by digits alone, which pandas would read as numbers.
     return pd.read_csv(file, index_col=["variant", "seed"], dtype={"variant": str})
 
 
@@ -69,6 +70,7 @@ def values_of(
 ) -> pd.Series:
     """Return the mean of some figures by seed, where a run has them all."""
     names = [name.format(view=view) for name in names]
+    # A frame without rows has no index level to select by.
     if len(figures):
         figures = figures[figures.index.get_level_values("variant") == variant]
     complete = figures.reindex(columns=names).dropna().astype(float)
@@ -94,6 +96,7 @@ def paired_tests(
                 continue
             values = values_of(figures, row.variant, names, row.view)
             gap = (values - values_of(figures, table.reference, names)).dropna()
+            # One seed has no standard deviation, so no test.
             if len(gap) > 1:
                 labels = {"table": table.title, "row": row.label, "figure": head}
                 test = difference(gap)
@@ -102,6 +105,7 @@ def paired_tests(
                         image_recall(output, variant, gap.index, names)
                         for variant in (row.variant, table.reference)
                     ]
+                    # The bootstrap replaces the t-test's interval and p; the mean is the same.
                     if recalls[0] is not None and recalls[1] is not None:
                         test |= bootstrap(recalls[0] - recalls[1])
                 lines.append({**labels, "reference": table.reference, **test})
@@ -123,6 +127,7 @@ def image_recall(
         for name in names:
             stage, direction, k = RECALL.fullmatch(name).groups()  # type: ignore[union-attr]
             ranks = queries[queries["direction"] == direction]
+            # All captions of an image are one unit of the bootstrap.
             recalls.append((ranks[stage] <= int(k)).groupby(ranks["image"]).mean())
         rows.append(100 * pd.concat(recalls, axis=1).mean(axis=1).sort_index().to_numpy())
     return np.stack(rows)
@@ -133,6 +138,7 @@ def bootstrap(gaps: np.ndarray) -> dict[str, float]:
 
     `gaps` are (seeds, images) differences; all captions of an image are resampled with it.
     """
+    # A fixed seed: the same runs give the same table.
     random = np.random.default_rng(0)
     seeds, images = gaps.shape
     means = np.array(
@@ -144,6 +150,7 @@ def bootstrap(gaps: np.ndarray) -> dict[str, float]:
         ]
     )
     low, high = np.percentile(means, [2.5, 97.5])
+    # Counting the sample itself (+ 1) keeps p above 0.
     tail = min((means <= 0).sum(), (means >= 0).sum())
     return {"low": float(low), "high": float(high), "p": min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))}
 
@@ -152,7 +159,7 @@ def difference(gap: Sequence[float]) -> dict[str, float]:
     """Test differences of two seeds or more against 0, by a two-sided t-test."""
     gaps = np.asarray(gap, dtype=float)
     mean, deviation = float(gaps.mean()), float(gaps.std(ddof=1))
-    # The test has no answer where all differences are equal.
+    # scipy returns NaN where all differences are equal.
     p = float(mean == 0) if deviation == 0 else float(stats.ttest_1samp(gaps, 0).pvalue)
     half = float(stats.t.ppf(0.975, len(gaps) - 1)) * deviation / math.sqrt(len(gaps))
     ends = {"low": mean - half, "high": mean + half}
@@ -160,10 +167,8 @@ def difference(gap: Sequence[float]) -> dict[str, float]:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust p values of one family by Holm's step-down method (Holm 1979).
-
-    The i-th smallest of m is multiplied by m - i + 1, at least the previous one, and at most 1.
-    """
+    """Adjust p values of one family by Holm's step-down method (Holm 1979)."""
+    # The i-th smallest of m is multiplied by m - i + 1; none is below the previous one, or above 1.
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
     adjusted = np.empty_like(values)
@@ -187,6 +192,7 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
             if (row.label, head) in by_cell.index:
                 cells.append(_difference_text(by_cell.loc[(row.label, head)], table.decimals))
             else:
+                # The reference itself and views without the figure leave the cell empty.
                 plain = row.view == "image" and row.variant == table.reference
                 cells.append("" if plain or not _has_view(row, names) else "–")
         cells.append(str(_seeds(figures, row.variant)))

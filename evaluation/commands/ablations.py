@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 app = new_app()
 RESULTS = Path("configs/ablation/results/tables.yaml")
+# Rows of the model with its default positions, and without positions.
 OWN, NONE = "own", "none"
-"""Rows of the model with its default positions, and without positions."""
 
 
 @app.command(cls=EvaluationCommand)
@@ -49,7 +49,8 @@ def ablate(
     from evaluation.ablations.config import AblationConfig
     from vlp.config import config_file, load_config
 
-    config = config_file(config)  # its folder holds the training configurations
+    # Paths of the training configurations are relative to the file's folder.
+    config = config_file(config)
     ablation = load_config(config, AblationConfig, overrides or ())
     _run(ablation, config, only, plan=plan, report=report)
 
@@ -147,6 +148,7 @@ def compare(
     from vlp.models.vision.backbone import create_backbone
 
     load_plugins(plugin or ())
+    # The reference is the table's first row, listed or not.
     parts: dict[str, dict[str, Any]] = {}
     for spec in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
         name, colon, roles = spec.strip().partition(":")
@@ -189,6 +191,7 @@ def compare(
             }
         ],
     }
+    # The comparison is an ablation: its file can be edited and run by `vlp ablate`.
     file = out / "comparison.yaml"
     write_text(out / "training.yaml", "task: {kind: classification}\n")
     write_text(file, f"# vlp ablate --config {file}\n{dump_yaml(values)}")

@@ -31,7 +31,8 @@ class Evaluations(Group):
     """Commands of built-in tasks and of those that plugins have registered."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Add the command of a plugin's task, which is known once `--plugin` was read."""
+        """Find a command, also of a task that a plugin registered."""
+        # `--plugin` is an option of the group: its tasks are registered after the commands above.
         if (kind := args[0]) not in self.commands and kind in task_kinds():
             from evaluation.downstream.registry import get_evaluation
 
@@ -75,6 +76,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         from vlp.config import validated
         from vlp.models.pretrained.local_copy import results_folder
 
+        # Defaults are left out, so that validators see which options the user gave.
         changes = {n: v for n, v in values.items() if v not in (None, job.model_fields[n].default)}
         settings = validated({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
         result = run_job(settings, model_of(settings, model), device, workers, progress=True)
@@ -92,6 +94,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
             for name, of, default in _parameters(kind, job)
         ]
     )
+    # typer prefers annotations to the signature, and finds those of `command` itself here.
     command.__annotations__ = {}
     command.__doc__ = inspect.getdoc(job)
     if job is Job:
@@ -109,6 +112,7 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
         Annotated[list[str], Option(metavar="DIR...", help="folders to evaluate on")],
         required,
     )
+    # A suite file names task, shards and model once per entry; a command has its own options.
     for name, field in job.model_fields.items():
         if name in _SUITE_FIELDS:
             continue
@@ -120,6 +124,7 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
             options["metavar"] = "FILE"
         elif name in ("limit", "batch"):
             options |= {"metavar": "N", "parser": positive}
+        # An explicit name leaves out typer's `--no-...`.
         names = [f"--{name}"] if annotation is bool else []
         yield name, Annotated[annotation, Option(*names, **options)], default
     if kind == "foils":
@@ -175,8 +180,8 @@ def evaluate_all(
     """Evaluate several models on several tasks.
 
     Prints a table of every task and a summary. --config names models and tasks
-    (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; one whose model, options and
-    data are the same is kept, so an interrupted call goes on where it was. What fails is named,
+    (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; it is kept while model,
+    options and data are the same, so an interrupted call goes on where it was. What fails is named,
     does not stop the rest, and makes the exit code 1.
     """
     from evaluation.suite.suite import SuiteConfig
@@ -207,10 +212,10 @@ def suite(
     device: Device = None,
     workers: Workers = None,
 ) -> int:
-    """Evaluate models, also those of open_clip and transformers.
+    """Evaluate models, also of open_clip and transformers.
 
     Prints recall and foils of captioned shards, and zero-shot accuracy of labelled ones, a column
-    for each model. OUT keeps what is done, as of `vlp evaluate all`.
+    for each model. OUT keeps finished results, as in `vlp evaluate all`.
     """
     from evaluation.suite.suite import suite_of
 

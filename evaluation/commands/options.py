@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def usable_device(name: str) -> str:
-    """Return a device's name, once a tensor was made on it."""
+    """Return the name of a device that works here."""
     import torch
 
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise typer.BadParameter(f"{name!r} is no device; cpu or cuda is one") from error
+    # A name may be valid while its driver or card is missing: only a tensor shows it.
     try:
         torch.empty(1, device=device)
     # A build without CUDA says so by an AssertionError.
@@ -72,6 +73,7 @@ class EvaluationCommand(Command):
         from vlp.io import redacted
 
         logging.basicConfig(level=logging.WARNING)
+        # The environment's rank, as errors may come before the process group.
         rank = os.environ.get("RANK", "0")
         try:
             with distributed.process_group():
@@ -84,6 +86,7 @@ class EvaluationCommand(Command):
             message = redacted(str(error))
             if distributed.lost_peer(error):
                 message = "lost another rank; that one's message says why"
+            # Any other RuntimeError is a defect, whose traceback is needed.
             elif isinstance(error, RuntimeError):
                 raise
             print(f"error on rank {rank}: {message}", file=sys.stderr)

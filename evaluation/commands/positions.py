@@ -32,7 +32,7 @@ def _grid(text: str) -> tuple[int, int]:
 
 @positions_app.command("list", cls=EvaluationCommand)
 def list_all(plugin: Plugin = None) -> None:
-    """List all encodings: where they act, what they are."""
+    """List all encodings with the places where they act."""
     from evaluation.probes.position_card import position_list
     from vlp.config import load_plugins
 
@@ -63,6 +63,7 @@ def show(
     from evaluation.probes.position_card import draw_map, position_card
     from vlp.config import load_plugins, parse_yaml
 
+    # Plugins register their encodings before any name is looked up.
     load_plugins(plugin or ())
     parts = [argument.partition("=") for argument in options or ()]
     if wrong := next((key for key, equals, _ in parts if not equals), None):

@@ -59,14 +59,14 @@ def predict(
 ) -> None:
     """Write predictions, also for data without labels.
 
-    Shards give a file: what the benchmark's server takes (official), or one JSON object a sample
-    (jsonl). Image files and a text print the label, answer or caption with its probability. A
-    folder that was not fine-tuned for a task chooses boxes of expressions, or says whether text
+    Shards give a file in the format of the benchmark's server (official), or with a JSON object a
+    sample (jsonl). Image files and a text print the label, answer or caption with its probability.
+    A folder that was not fine-tuned for a task chooses boxes of expressions, or says whether text
     and image match.
 
     \b
       vlp evaluate predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
-      vlp evaluate predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
+      vlp evaluate predict --model runs/vqa_v2/best --image a.jpg --text "is there a dog?"
     """
     from evaluation.downstream.predict import predict as predict_shards
     from evaluation.downstream.predict import predict_item, write_official
@@ -78,6 +78,7 @@ def predict(
         raise typer.BadParameter("give either --shards and --out, or --image and --text")
     if bool(shards) != (out is not None):
         raise typer.BadParameter("--shards and --out go together")
+    # Defaults are None, so that an option of the other form is noticed.
     if image:
         for name, value in (
             ("format", format),
@@ -107,6 +108,7 @@ def predict(
         try:
             write_official(out, predictions)
         except EvaluationError as error:
+            # Predictions took hours, the format is checked last: they must not be lost.
             rows_file = out.with_name(f"{out.name}.rows.jsonl")
             write_lines(rows_file, predictions.rows)
             raise EvaluationError(f"{error}; what was predicted is in {rows_file}") from error

@@ -34,7 +34,7 @@ def card(
 ) -> None:
     """Write the model card of a model folder for the hub.
 
-    Its README.md holds the configuration, the parameters, what the run trained on (where the folder
+    Its README.md holds the configuration, the parameters, the run's training data (where the folder
     lies in its run) and the tables of its evaluations. A card written by hand is left alone.
     """
     from vlp.models.pretrained.local_copy import local_folder
@@ -146,6 +146,7 @@ def report(
         (markdown, lambda: "\n".join(table.markdown() for table in tables)),
         (latex, lambda: in_latex(tables)),
     ]
+    # Each is made when its turn comes: a page with cases takes minutes.
     for path, text in outputs:
         if path is not None:
             write_text(path, text(), error=EvaluationError)
@@ -167,9 +168,9 @@ def serve_app(
 ) -> None:
     """Serve a local page to try a model.
 
-    It offers search, questions, captions, grounding and anchors. What the page offers depends on
-    what the folder was fine-tuned for; searching needs --shards. Only this machine reaches the
-    page, unless --host says otherwise.
+    It offers search, questions, captions, grounding and anchors, as far as the folder was
+    fine-tuned for them; search needs --shards. Only this machine reaches the page, unless --host
+    says otherwise.
 
     \b
       vlp app --model runs/ace/model --shards shards/scenes/val
@@ -178,7 +179,8 @@ def serve_app(
     from evaluation.page.session import ModelSession
 
     require_single_process("the page is served by one process, without torchrun")
-    gradio_module()  # before minutes are spent on images
+    # A missing package is noticed before minutes are spent on images.
+    gradio_module()
     session = ModelSession(model, shards or (), limit=limit, device=device)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
     serve(session, host, port)

@@ -50,7 +50,8 @@ class CaptionEvaluation(TaskEvaluation):
             raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
 
     def joined(self, rows: list[Row]) -> list[Row]:
-        """Return one row for each image: its first caption, against all that people wrote."""
+        """Return one row for each image: its first prediction with all reference captions."""
+        # Data sets with a sample per caption predict an image several times; the first one counts.
         by_image: dict[Any, Row] = {}
         for index, row in enumerate(rows):
             has_id = row["image_id"] is not None
@@ -72,12 +73,13 @@ class CaptionEvaluation(TaskEvaluation):
     def score(
         self, task: CaptionTask, rows: Sequence[Row], resamples: int, **options: Any
     ) -> Scored:
-        """Compute the figures; samples that show the same image are one unit of the intervals."""
+        """Compute the figures; intervals resample images."""
         # Once on one rank: Java takes its time, and the tokeniser writes into its program folder.
         (scores,) = Ranks.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, by_caption, notes = scores
         figures = clustered_figures(by_caption, [row["image"] for row in rows], {}, resamples)
         keep_scores(rows, by_caption)
+        # BLEU and METEOR are no means over captions, so they have no interval.
         figures |= {name: Figure(corpus[name], corpus[name], corpus[name], 0.0) for name in corpus}
         return Scored(figures, tuple(notes))
 
@@ -110,6 +112,7 @@ def _scores(
         "CIDEr goes up to 1000 here.",
     ]
     if java:
+        # SPICE needs a download of its own: without it, the other figures stand.
         try:
             by_caption["spice"] = spice_scores(captions, references)
         except CaptionToolError as error:

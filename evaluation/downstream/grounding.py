@@ -59,6 +59,7 @@ class GroundingEvaluation(TaskEvaluation):
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
     ) -> EvaluatedItems:
         """Choose boxes for the expressions of shards."""
+        # Only rows are used, so the intervals need no resamples.
         result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
         return EvaluatedItems(result.predictions or [], result.skipped)
 

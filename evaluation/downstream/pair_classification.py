@@ -73,6 +73,7 @@ class PairEvaluation(TaskEvaluation):
         right = np.array([row["label"] == row["prediction"] for row in rows])
         values = {"accuracy": right, **dict.fromkeys(classes, right)}
         masks = {name: truth == number for number, name in enumerate(classes)}
+        # A class without samples has no accuracy.
         for name in [name for name in classes if not masks[name].any()]:
             del values[name]
         frequent = np.bincount(truth)
@@ -83,6 +84,7 @@ class PairEvaluation(TaskEvaluation):
         notes = [f"Chance of accuracy: always `{classes[int(frequent.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
             sentences = [sentence_of(row) for row in rows]
+            # A sentence recurs with several image pairs; one wrong answer makes it inconsistent.
             unique = sorted(set(sentences))
             numbers = {sentence: number for number, sentence in enumerate(unique)}
             wrong = np.bincount([numbers[text] for text in sentences], ~right, len(unique)) > 0
@@ -108,6 +110,7 @@ class PairEvaluation(TaskEvaluation):
         """Return all classes; images are whole, before any cut into panels."""
         _, parts = self.image_count(task)
         shown = [part for image in images for part in panels(image, parts)]
+        # The label -1 is not read: only logits are.
         pixels = task.prepare(shown, text, 0, None)[None]
         valid = torch.ones(1, dtype=torch.bool)
         batch = PairBatch(pixels, *task.text([text]), torch.tensor([-1]), valid).to(device)

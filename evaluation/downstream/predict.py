@@ -47,6 +47,7 @@ def predict(
         task = load_for_evaluation(folder)
         kind = task.kind
         rows, skipped = get_evaluation(kind).predictions(task, shards, options)
+    # Without the truth, which test sets lack, and scores that depend on it.
     hidden = (*get_evaluation(kind).hidden, "scores")
     return Predictions(kind, without(rows, hidden), skipped)
 
@@ -71,14 +72,13 @@ def write_official(path: Path, predictions: Predictions) -> None:
 
 
 def _unique_ids(rows: Sequence[Row]) -> list[Row]:
-    """Replace identifiers shared by several rows by their keys, where these differ.
-
-    The evaluator of NLVR v1 reads such a key, `dev-1572-0-3`. Repeated samples stay repeated.
-    """
+    """Replace identifiers shared by several rows by their keys, where these differ."""
+    # NLVR v1 repeats a statement with permuted images: its evaluator reads the key, `dev-1572-0-3`.
     counts = Counter(row.get("identifier", "") for row in rows)
 
     def with_key(row: Row) -> Row:
         identifier = row.get("identifier", "")
+        # Samples that the shards repeat keep the identifier, and are refused as repeated.
         shared = identifier and counts[identifier] > 1 and str(identifier) in row["key"]
         return {**row, "identifier": row["key"]} if shared else row
 
@@ -102,8 +102,8 @@ def _without_head(
         raise EvaluationError(" ".join(str(error).split())) from error
 
 
+# Kind of the predictions of a folder without a task: match scores.
 MATCH = "match"
-"""Prediction kind of match scores."""
 
 
 class Answers(NamedTuple):

@@ -11,8 +11,8 @@ from importlib import import_module
 from evaluation.downstream.task_evaluation import PageAction, TaskEvaluation
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_module
 
+# Kind of predictions that a model folder without a task gives.
 WITHOUT_HEAD = "grounding"
-"""Kind of predictions that a model folder without a task gives."""
 
 _registered: dict[str, TaskEvaluation] = {}
 
@@ -26,6 +26,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
     """Return the evaluation of a kind, importing its module on first use."""
     if kind not in _registered and task_module(kind):
         import_module(f"evaluation.downstream.{task_module(kind)}")
+    # A plugin's task is imported with its evaluation, and an unknown kind is an error here.
     if kind not in _registered:
         get_task(kind)
     if kind not in _registered:

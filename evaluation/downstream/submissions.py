@@ -75,10 +75,9 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     """Write boxes of referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
 
     Rows are {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
-    `sent_id` names an expression, `ref_id` an object, for files with one expression each, as
-    ALBEF's. RefCOCO has no evaluation server.
     """
     rows = list(rows)
+    # `sent_id` names an expression, `ref_id` an object: for files with one expression each (ALBEF).
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
     ready = []
     for row in rows:

@@ -24,12 +24,10 @@ from vlp.tasks.downstream.task import Downstream, load_task
 
 
 def sentence_of(row: Mapping[str, Any]) -> str:
-    """Return the sentence identity for consistency, as the official evaluators.
-
-    NLVR2's identifiers are split-set-pair-sentence, NLVR v1's sentence-image; equal words in two
-    sets are two sentences. Without an identifier, the words.
-    """
+    """Return a sentence's identity for consistency, as the official evaluators; else its text."""
     parts = str(row.get("identifier") or "").split("-")
+    # NLVR2: split-set-pair-sentence. NLVR v1: sentence-image. Equal texts in two sets are two
+    # sentences.
     if len(parts) == 4:
         return "-".join((parts[0], parts[1], parts[3]))
     return f"{parts[0]}: {row['text']}" if len(parts) == 2 else str(row["text"])
@@ -59,34 +57,32 @@ class Scored(NamedTuple):
 
 
 class PageAction(NamedTuple):
-    """A tab of the interactive page.
-
-    name: of the interface, `/answer`. verb: as in "cannot answer questions". button, output, tab:
-    labels. text: label of the text field, None where the task reads no text.
-    """
+    """A tab of the interactive page, with the labels of its parts."""
 
     tab: str
+    # Of the HTTP interface, `/answer`.
     name: str
+    # As in "cannot answer questions".
     verb: str
     button: str
     output: str
+    # None where the task reads no text.
     text: str | None = None
 
 
 class TaskEvaluation:
-    """Base of the evaluations; a subclass adds `row` and `score`, or overrides `evaluate`.
-
-    title: of its table in reports. columns: first figures of that table, which then keeps runs as
-    rows. truth: annotated field of scorable rows; no_truth: error words without any. hidden: fields
-    that are not saved. options: further options of `evaluate`, configured by `job`.
-    """
+    """Base of the evaluations; a subclass adds `row` and `score`, or overrides `evaluate`."""
 
     kind: str
     title: str
+    # First figures of the report's table, which then has runs as rows.
     columns: ClassVar[tuple[str, ...]] = ()
+    # Annotated field of rows that can be scored, and the error where no row has it.
     truth: ClassVar[str] = "label"
     no_truth: ClassVar[str] = "no sample has a label"
+    # Fields that are not saved.
     hidden: ClassVar[tuple[str, ...]] = ()
+    # Further options of `evaluate`, configured by `job`.
     options: ClassVar[tuple[str, ...]] = ()
     job: ClassVar[type[Job]] = Job
     submission: Submission | None = None
@@ -117,8 +113,9 @@ class TaskEvaluation:
     ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
-        Items without truth are predicted and not counted. `own` are the class's `options`.
+        Items without truth are predicted and not counted. kwargs: the class's `options`.
         """
+        # Hours of prediction are in vain where a tool is missing afterwards.
         self.require_tools(task)
         rows, skipped = self.predictions(task, shards, options, **kwargs)
         folders = tuple(map(str, shards))
@@ -126,6 +123,7 @@ class TaskEvaluation:
         figures, notes = self.score(task, annotated, options.resamples, **kwargs)
         if unlabelled := len(rows) - len(annotated):
             notes = (*notes, f"{unlabelled} of the items have no truth: predicted, and not judged.")
+        # Allowed, as for a look at the training error, but noted under the table.
         if overlap := trained_on(task, folders):
             notes = (*notes, f"Careful: the model was trained on {', '.join(overlap)}.")
         return Result(

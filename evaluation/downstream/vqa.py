@@ -25,9 +25,8 @@ from vlp.tasks.vqa.task import Predict, Vqa
 class VqaEvaluation(TaskEvaluation):
     """`accuracy` as VQA counts it, `exact`, and accuracy by question type.
 
-    Exact is the share equal to a most frequent human answer, both normalised. Chance always gives
-    the most frequent answer. Options: `predict` (`rank` or `generate`) and `version` of the
-    evaluator; None is as the task is configured.
+    Exact is the share equal to a most frequent human answer, both normalised. Options: `predict`
+    (`rank` or `generate`) and `version` of the evaluator; None is as the task is configured.
     """
 
     kind = "vqa"
@@ -59,6 +58,7 @@ class VqaEvaluation(TaskEvaluation):
         """Compute the figures, those by type with `answer: ` or `question: ` before the type."""
         version = options.get("version") or task.config.accuracy
         values = np.array([_accuracy(row["answer"], row, version) for row in rows])
+        # Chance: the answer that people give most often, to every question.
         frequent = _most_frequent(rows)
         chance = float(np.mean([_accuracy(frequent, row, version) for row in rows]))
         figures = {"accuracy": values, "exact": np.array([_exact(row) for row in rows])}
@@ -79,6 +79,7 @@ class VqaEvaluation(TaskEvaluation):
         self, task: Vqa, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return the answer; its probability is that of all its word pieces and its end."""
+        # A question without answers: only the fields that `remember` reads are filled.
         none = torch.zeros(0, dtype=torch.int64)
         batch = VqaBatch(
             task.prepare(images, text, 0, None),
@@ -108,6 +109,7 @@ def _most_frequent(rows: Sequence[Row]) -> str:
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["answers"])
+    # Ties by the alphabet, so that the order of shards changes no figure.
     return min(counts, key=lambda answer: (-counts[answer], answer))
 
 

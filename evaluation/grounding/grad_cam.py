@@ -16,8 +16,8 @@ from vlp.layers.blocks import CrossLayer
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 
+# Each map switches its layer's attention over, and back.
 _ONE_AT_A_TIME = threading.Lock()
-"""Each map switches its layer's attention over, and back."""
 
 
 def grad_cam(
@@ -29,12 +29,11 @@ def grad_cam(
     the match log-odds y (the difference of both ITM logits, which alone moves the predicted
     probability): mean over heads of relu(dy/dA) * A, without the column of the image's [CLS]
     (Selvaraju et al. 2017, on attention as ALBEF does for grounding). Maps are float32 or better,
-    at least 0; row 0 ([CLS]) is the map of the whole text, padding is 0. They are unscaled, so
-    words of a pair compare. In the last layer only [CLS] has a non-zero row, as no later token
-    reads another.
+    at least 0; row 0 ([CLS]) is the map of the whole text, padding is 0. In the last layer only
+    [CLS] has a non-zero row.
 
-    layer: cross-modal layer from 0, negative from the end; None is the middle, the third of six, as
-    in ALBEF. Modes, hooks and gradients of the model are restored.
+    layer: cross-modal layer from 0, negative from the end; None is the middle. Modes, hooks and
+    gradients of the model are restored.
     """
     number = layer_number(model, layer)
     grid = model.config.image.grid
@@ -57,6 +56,7 @@ def grad_cam(
         (attention,) = leaves
         # Pairs do not touch each other, so the sum gives each pair its own gradient.
         (gradient,) = torch.autograd.grad(odds.sum(), attention)
+    # bf16 would round the products. Maps stay unscaled, so that words of a pair compare.
     exact = torch.promote_types(attention.dtype, torch.float32)
     maps = (gradient.to(exact).relu() * attention.detach().to(exact)).mean(1)[..., 1:]
     return maps.unflatten(-1, grid) * text.attention_mask[..., None, None]
@@ -67,6 +67,7 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
     count = len(model.cross_encoder.layers)
     if count == 0:
         raise ValueError("the model has no cross-modal layer to take a Grad-CAM map of")
+    # The third of six, as in ALBEF.
     if layer is None:
         return (count - 1) // 2
     if not -count <= layer < count:
@@ -78,11 +79,9 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
 
 @contextmanager
 def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
-    """Collect the text stream's attention probabilities as leaves that require gradients.
-
-    A leaf cuts the graph, so only later layers are differentiated, even with frozen parameters.
-    Calls in other threads, and of the image stream, are unaffected.
-    """
+    """Collect the text stream's attention probabilities as leaves that require gradients."""
+    # A leaf cuts the graph: only later layers are differentiated, even with frozen parameters.
+    # Other threads may use the model at the same time, and get their own results.
     thread = threading.get_ident()
     leaves: list[Tensor] = []
     is_text_stream = False
@@ -98,6 +97,7 @@ def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
         leaves.append(probabilities.detach().requires_grad_())
         return leaves[-1]
 
+    # Fused attention never holds its probabilities.
     fused = attention.fused
     hooks = [
         attention.register_forward_pre_hook(note_stream, with_kwargs=True),

@@ -64,13 +64,14 @@ def evaluate_grounding(
     Args:
         by: source of the map. None is the folder's, with its layer and head as defaults, after
             fine-tuning for grounding, else Grad-CAM.
-        head: number of first word pieces that make the map, as only the language tells which object
-            is meant: in English "the circle left of the square" the first. None: all words.
+        head: number of first word pieces that make the map; None: all words. In English the first
+            noun is the object: "the circle left of the square".
     """
     settings = map_of(loaded.folder)
     by = by or settings.by
     if by == "similarity" and layer is not None:
         raise EvaluationError("layer is of Grad-CAM, and the map is made by similarity")
+    # A folder's layer and head were chosen for its own kind of map.
     if by == settings.by:
         layer = settings.layer if layer is None else layer
         head = settings.head if head is None else head
@@ -186,12 +187,13 @@ def _maps(
         words = real = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
         with inference(device, precision):
-            maps = grad_cam(model, image, text, layer)  # (B, N, rows, columns)
-        # ALBEF's: the mean over all tokens of the text, [CLS] among them.
+            maps = grad_cam(model, image, text, layer)
+        # (B, N, rows, columns). ALBEF's: the mean over all tokens of the text, [CLS] among them.
         counted = real[..., None, None]
         heat = (maps * counted).sum(1) / counted.sum(1).clamp(min=1)
     else:
-        cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)  # (B, M, N)
+        # (B, M, N), float64: rounding must not make two patches equal.
+        cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
         heat = mean.unflatten(-1, model.config.image.grid)
     result: NDArray[np.float64] = heat.double().cpu().numpy()
@@ -202,6 +204,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     annotation = item.raw.annotation
     expression = (annotation.expressions or [])[item.part]
     inside = patches_in_box(expression.box, heat.shape, size).reshape(heat.shape)
+    # Equal maxima count as a hit only where all of them lie in the box.
     best = np.argwhere(heat == heat.max())
     y, x = best[0]
     centre = ((x + 0.5) * size[0] / heat.shape[1], (y + 0.5) * size[1] / heat.shape[0])
@@ -222,7 +225,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     if annotation.proposals:
         proposals = np.array(annotation.proposals, dtype=np.float64)
         overlap = intersection_over_union(proposals, expression.box)
-        # What is unlike counts nothing, unless nothing is alike.
+        # Negative cosines count nothing in a box's sum, unless the whole map is negative.
         positive = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
         best_proposal = int(box_scores(positive, proposals, size).argmax())
         right = overlap >= RIGHT_IOU

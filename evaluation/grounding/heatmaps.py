@@ -21,8 +21,8 @@ from vlp.models.folder import Loaded
 SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
 BOX_COLOUR = "#19d419"
 
+# A box [x, y, width, height] in pixels of the image, and a colour.
 Frame = tuple[Sequence[float], str]
-"""A box [x, y, width, height] in pixels of the image, and a colour."""
 
 
 def anchors_over(
@@ -42,6 +42,7 @@ def heat_over(
     """Draw a map (rows, columns), scaled by its strongest patch; the weaker, the clearer."""
     strongest = float(heat.max()) if strongest is None else strongest
     scaled = heat / strongest if strongest > 0 else heat
+    # The square root keeps weak patches visible.
     return overlay(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
 
 
@@ -49,19 +50,20 @@ def framed(image: Image.Image, boxes: Sequence[Frame] = (), side: int = 240) -> 
     """Draw frames on the image, its longer side `side` pixels."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    # Patches and shapes of a small image are to keep their edges.
+    # Patches and shapes of a small image keep their edges.
     resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     canvas = image.convert("RGB").resize(size, resampling)
     pen = ImageDraw.Draw(canvas)
     for (x, y, width, height), colour in boxes:
         frame = [x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1]
+        # Boxes of less than a pixel have no frame, which PIL refuses.
         if frame[2] > frame[0] and frame[3] > frame[1]:
             pen.rectangle(frame, outline=colour, width=max(2, side // 80))
     return canvas
 
 
 def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
-    """Return an address that holds the image; by default in the shorter of two formats."""
+    """Return a `data:` URI of the image; by default in the shorter of two formats."""
     if kind is None:
         return min((data_uri(image, "PNG"), data_uri(image, "JPEG")), key=len)
     file = BytesIO()

@@ -33,13 +33,11 @@ Box = tuple[float, ...]
 
 
 class WordMap(NamedTuple):
-    """One word and, for each patch (rows, columns), the share of channel groups that anchor it.
-
-    boxes: of objects that the word may name, in pixels of the image, where known.
-    """
+    """One word and, for each patch (rows, columns), the share of channel groups that anchor it."""
 
     word: str
     heat: NDArray[np.float32]
+    # Of objects that the word may name, in pixels of the image, where known.
     boxes: Sequence[Box] = ()
 
 
@@ -53,28 +51,26 @@ class AnchorMap(NamedTuple):
 
 
 class AnchorDetail(NamedTuple):
-    """Maps of one image and caption: W words, G channel groups, patches (rows, columns).
-
-    words: the tokenizer's; boxes: in pixels of the image, of objects that a word may name, where
-    known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.
-    path (W, G, rows, columns): P of Eq. 7, at least 1, 0 where not reachable, mean over pieces that
-    reach the patch; reachable marks it. Without ACE-RPE, G is 0 in path and reachable. gradcam (W,
-    rows, columns) and gradcam_caption (rows, columns), the map of [CLS]: of cross-modal layer
-    number `layer` out of `layers`, unscaled. match: log-odds that the caption describes the image.
-    """
+    """Maps of one image and caption: W words, G channel groups, patches (rows, columns)."""
 
     image: Image.Image
     caption: str
+    # Words of the tokenizer, and boxes of objects that they may name, in pixels of the image.
     words: list[str]
     boxes: list[Sequence[Box]]
+    # (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.
     anchors: NDArray[np.float32]
+    # (W, G, rows, columns), G = 0 without ACE-RPE: P of Eq. 7, at least 1, mean over pieces that
+    # reach the patch; 0 where not reachable.
     path: NDArray[np.float32]
     reachable: NDArray[np.bool_]
+    # (W, rows, columns) and, of [CLS], (rows, columns): unscaled, of cross-modal layer `layer`.
     gradcam: NDArray[np.float32]
     gradcam_caption: NDArray[np.float32]
     threshold: float
     layer: int
     layers: int
+    # Log-odds that the caption describes the image.
     match: float
 
 
@@ -88,7 +84,7 @@ def anchor_maps(
     """Compute anchor maps of the first caption of the first `count` usable samples.
 
     An anchor is a patch, word and channel group with a similarity S (Eq. 3) of at least the model's
-    threshold (Eq. 4). A word of several pieces has the mean of their maps.
+    threshold (Eq. 4).
     """
     samples = first_samples(shards, count)
     with evaluating(loaded.model, device) as torch_device:
@@ -150,8 +146,10 @@ def map_caption(
     with torch.no_grad():
         image = features or encode_image(loaded, sample.image, device)
         text = _encoded_caption(loaded, sample, device)
-        share = _anchors(model, image, text).mean(1).cpu().numpy()  # (N, rows, columns)
+        # Mean over channel groups: (N, rows, columns).
+        share = _anchors(model, image, text).mean(1).cpu().numpy()
     pieces, boxes = loaded.text.words(caption), _boxes(sample)
+    # A word of several pieces has the mean of their maps.
     words = [
         WordMap(word_text(pieces, tokens), share[list(tokens)].mean(axis=0), boxes.get(index, ()))
         for index, tokens in enumerate(word_positions(pieces))
@@ -201,11 +199,9 @@ def _encoded_caption(loaded: Loaded, sample: CaptionedSample, device: torch.devi
 
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
-    """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1.
-
-    Models without ACE-RPE, or with constant paths, use the features that it would read.
-    """
+    """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1."""
     field = model.anchors(image, text)
+    # Models without ACE-RPE, or with constant paths, have anchors in the features it would read.
     if field is not None and "anchor" in model.config.cross.position:
         similarity = field.similarity[0]
     else:

@@ -24,8 +24,10 @@ from evaluation.grounding.heatmaps import (
 )
 from evaluation.probes.anchor_maps import AnchorDetail, AnchorMap, Box
 
-PANEL = 1.25  # inches
-SIDE = 400  # pixels of an image's longer side; a panel has fewer
+# Inches.
+PANEL = 1.25
+# Pixels of an image's longer side; a panel has fewer.
+SIDE = 400
 
 
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
@@ -78,6 +80,7 @@ def draw_anchor_detail(
     titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(shown))]
     for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
         panel.set_title(title, fontsize=8, pad=3)
+    # One scale for all words, so that their maps compare; a path of 1 everywhere still has one.
     strongest, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         first, second, *others = axes[row + 1]
@@ -103,6 +106,7 @@ def draw_anchor_detail(
         f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1}) · "
         f"{shown} of {detail.path.shape[1]} groups; dots: anchors, clear: not reachable"
     )
+    # A letter of the title is about 0.075 inches wide.
     letters = int(size[0] / 0.075)
     caption = textwrap.wrap(detail.caption, letters, max_lines=2, placeholder=" …")
     # A caption may hold dollar signs, which are no formula.

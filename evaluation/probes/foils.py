@@ -24,8 +24,8 @@ from vlp.data.text.foils import FOIL_KINDS, make_foils
 from vlp.models.folder import Loaded
 
 SCORERS = ("match", "dual")
+# Pairs of one call of the cross-modal encoder.
 PAIRS = 128
-"""Pairs of one call of the cross-modal encoder."""
 
 
 class FoiledImage(NamedTuple):
@@ -83,7 +83,8 @@ def evaluate_foils(
 
 
 def examples(result: Result, count: int) -> Iterator[str]:
-    """Yield the first pairs of each kind with their scores, each from another image."""
+    """Yield pairs of each kind with their scores."""
+    # Each from another image, as captions of one image give much the same foils.
     for kind in FOIL_KINDS:
         rows: dict[str, dict[str, Any]] = {}
         for row in result.predictions or ():

@@ -26,8 +26,8 @@ from vlp.positions import (
 
 WIDTH, HEADS = 64, 2
 CONTENTS = 64
+# Random numbers that a table starts from are smaller.
 SMALL = 0.1
-"""Random numbers that a table starts from are smaller."""
 ON_CONTENTS = ("cope", "sape")
 HOOKS = {
     "tokens": "on the tokens, once at the input",
@@ -89,12 +89,12 @@ def position_map(
     """Compute the map of one encoding: one query patch against all patches.
 
     For token encodings the cosine of their vectors (Fig. 2 of Li et al. 2021), for rotations the
-    mean logit of equal random contents, for biases the bias itself; tables that start at zero or
-    near it are drawn from N(0, 1), so that shared rows show, as in Figs 5-9 of Wu et al. 2021. CoPE
-    and SaPE depend on contents: an image of two regions, a disc on a ground.
+    mean logit of equal random contents, for biases the bias itself. CoPE and SaPE depend on
+    contents: an image of two regions, a disc on a ground.
     """
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
+    # A map is the same in every call.
     torch.manual_seed(0)
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double().eval()
@@ -106,6 +106,7 @@ def position_map(
     elif "rotate" in encoding.hooks:
         values, kind = _rotated(encoding, grid, query_patch), "logit"
     else:
+        # Tables from N(0, 1) show which patches share a row, as in Figs 5-9 of Wu et al. 2021.
         for parameter in encoding.parameters():
             # Zeros and small random numbers are not yet a bias; a start that an option sets is.
             constant = bool(parameter.any()) and parameter.min() == parameter.max()

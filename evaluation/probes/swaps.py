@@ -74,8 +74,7 @@ def evaluate_swaps(
 ) -> SwapResult:
     """Score every swap; the same for any number of ranks.
 
-    view: the images; `shuffled`, their patches in random order, so that places are lost; `blank`,
-    the same grey for both: only text is left.
+    view: `image`; `shuffled`, patches in random order, without positions; `blank`, the same grey.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)
@@ -112,8 +111,7 @@ def evaluate_swaps(
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     """Compute Winoground's figures of scores (..., image 2, caption 2), where i and i match.
 
-    Returns (..., 4): text, image and group score, 0 or 1, and share of right comparisons. Ties and
-    NaN are wrong.
+    Returns (..., 4): text, image and group score, 0 or 1, and share of right comparisons.
     """
     matching = np.diagonal(scores, axis1=-2, axis2=-1)
     # Image i prefers caption i, and caption i prefers image i.
@@ -121,6 +119,7 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     by_image = matching > np.diagonal(scores[..., ::-1, :], axis1=-2, axis2=-1)
     text, image = by_caption.all(-1), by_image.all(-1)
     pair = np.concatenate([by_caption, by_image], axis=-1).mean(-1)
+    # Comparisons with NaN are false, so wrong, and so are ties.
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
 
 
@@ -186,6 +185,7 @@ def _score(
     texts = model.encode_text(*(part.to(device) for part in tokens))
     image = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
     caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
+    # Under autocast the cosines would be bf16, with many ties.
     with torch.autocast(device.type, enabled=False):
         dual = (images.feature[image].double() * texts.feature[caption].double()).sum(-1)
     scores = [dual.float(), model.match(images.select(image), texts.select(caption)).float()]

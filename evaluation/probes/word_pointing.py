@@ -56,8 +56,8 @@ CONTROLS = ("image attention", "mean box", "centre")
 def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
     """Collect the mean attention of [CLS] in the last block of a timm transformer, over heads.
 
-    Without a [CLS], the mean over patch queries. Fusion is off meanwhile. The list gets one (B,
-    rows * columns) a call, averaged to `grid`; it stays empty without timm attention.
+    The list gets one (B, rows * columns) a call, averaged to `grid`; it stays empty without timm
+    attention.
     """
     maps: list[Tensor] = []
     layers = [
@@ -75,14 +75,17 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
         module.fused_attn = False  # type: ignore[assignment]
 
     def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        (weights,) = inputs  # (B, heads, prefix + patches, as many)
+        # (B, heads, prefix + patches, prefix + patches); a tower's grid may be finer than `grid`.
+        (weights,) = inputs
         factor = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
         fine = grid[0] * factor, grid[1] * factor
         prefix = weights.shape[-1] - fine[0] * fine[1]
+        # Without a [CLS], the mean over patch queries.
         query_weights = weights[:, :, 0] if prefix else weights.mean(2)
         patches = query_weights.mean(1)[:, prefix:].float().unflatten(-1, fine)
         maps.append(avg_pool2d(patches[:, None], factor).flatten(1))
 
+    # timm computes no probabilities in fused attention.
     fused = attention.fused_attn
     hooks = [
         attention.register_forward_pre_hook(unfuse),
@@ -102,7 +105,7 @@ def word_maps(
     """Return maps (captions, M, N) of one image's captions by the cross-modal encoder.
 
     `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is of
-    the middle layer, missing if that is the last, where only [CLS] has a map.
+    the middle layer.
     """
     maps: dict[str, NDArray[np.floating]] = {}
     if field is not None:
@@ -110,6 +113,7 @@ def word_maps(
         inverse = torch.where(field.reachable, 1 / path.clamp(min=1), 0)
         maps["path"] = inverse.mean(-1).cpu().numpy()
     layers = len(model.cross_encoder.layers)
+    # In the last layer only [CLS] has a map.
     if layers and layer_number(model) < layers - 1:
         rows = torch.zeros(len(texts.states), dtype=torch.long, device=texts.states.device)
         heat = grad_cam(model, image.select(rows), texts)
@@ -124,10 +128,8 @@ def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
 
 
 def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> float:
-    """Return the share of the best patches that lie in `own`, the named box; shapes are (M,).
-
-    Ties share the point, and a constant map points like chance.
-    """
+    """Return the share of the best patches that lie `inside` the word's boxes; shapes are (M,)."""
+    # Ties share the point, so that a constant map points like chance.
     best = scores == np.nanmax(scores, initial=-np.inf)
     return float(inside[best].mean()) if best.any() else 0.0
 
@@ -135,13 +137,14 @@ def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> fl
 def mean_box_shares(
     masks: Sequence[NDArray[np.bool_]], scenes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Return `share_of_best` of the mean mask of all other images, each counted once.
+    """Return `share_of_best` of the mean mask of all other images.
 
     `masks` are (M,) of each word, the patches of its box; `scenes` the numbers of their images.
     """
     _, image_index = np.unique(scenes, return_inverse=True)
     counts = np.bincount(image_index)
     means = np.zeros((len(counts), len(masks[0])))
+    # Every image counts once, however many words it has.
     np.add.at(means, image_index, np.stack(masks) / counts[image_index, None])
     others = means.sum(0) - means
     return np.array([share_of_best(others[image], mask) for image, mask in zip(image_index, masks)])
@@ -157,6 +160,7 @@ def pointer_figures(
     """
     shares = {name: np.array([word[name] for word in word_shares]) for name in word_shares[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
+    # The control is chosen on the same words, which is in its favour.
     best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
     chances = dict.fromkeys(values, chance)
     for name in POINTERS:
@@ -176,33 +180,32 @@ CONTROL_NOTES = (
 
 
 class KindFigures(NamedTuple):
-    """Figures of one kind of word; shares between 0 and 1.
+    """Figures of one kind of word; shares between 0 and 1."""
 
-    words: number. pointing: the most similar patch lies in the named object's box. some_object:
-    expected `pointing` into the box of a random object. any_object: the most similar patch lies in
-    any object's box. anchors: share of a word's anchors (patch and channel group with S at least
-    the threshold) inside its box, over words with any; else None. controls: accuracies of requested
-    pointers and controls (`pointer_figures`).
-    """
-
+    # Number of words.
     words: int
+    # The most similar patch lies in the named object's box.
     pointing: Figure
+    # Expected `pointing` into the box of a random object.
     some_object: float
+    # The most similar patch lies in any object's box.
     any_object: Figure
+    # Share of a word's anchors (patch and channel group with S >= threshold) inside its box, over
+    # words with anchors.
     anchors: Figure | None
+    # Accuracies of requested pointers and controls (`pointer_figures`).
     controls: dict[str, Figure] | None = None
 
 
 class PathFigures(NamedTuple):
-    """Statistics of ACE-RPE over all words and patches, means over channel groups.
+    """Statistics of ACE-RPE over all words and patches, means over channel groups."""
 
-    anchors: share of entries (patch, word) with S at least the threshold. reachable: share with a
-    path. spread: standard deviation of a word's path over reached patches, in patches and tokens;
-    near 0 the path carries no position.
-    """
-
+    # Share of entries (patch, word) with S >= threshold.
     anchors: float
+    # Share of entries with a path.
     reachable: float
+    # Standard deviation of a word's path over reached patches, in patches and tokens; near 0 the
+    # path carries no position.
     spread: float
 
 
@@ -288,8 +291,8 @@ class PointingResult(Result):
         return {"kinds": kinds, "paths": None if self.paths is None else self.paths._asdict()}
 
 
+# Image share below which an object's box is small: few such objects lie in the centre.
 SMALL = 0.1
-"""Image share below which an object's box is small: few such objects lie in the centre."""
 
 
 class _Scene(NamedTuple):
@@ -305,7 +308,7 @@ class _Scene(NamedTuple):
 class WordPointing(NamedTuple):
     """Pointing results of one word.
 
-    own: (M,), the patches of its boxes; shares: of other pointers' best patches in them, by name.
+    inside: (M,), patches of its boxes; shares: of other pointers' best patches in them, by name.
     """
 
     scene: int
@@ -422,7 +425,7 @@ def _score_scenes(
         with torch.autocast(device.type, enabled=False):
             cosine = (_unit(patches[row]) @ _unit(pieces).transpose(-2, -1)).float().cpu().numpy()
             similarity = group_similarity(patches[row].float(), pieces.float(), groups)
-        # (captions, M, N) groups that anchor
+        # (captions, M, N): number of groups that anchor.
         anchor = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
         field = None
         if "anchor" in model.config.cross.position:
@@ -449,7 +452,8 @@ def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) 
     assert field is not None
     return anchor_sums(
         field.similarity,
-        model.anchor_threshold.clamp(min=1e-3),  # as the paths' own
+        # Clamped as in the computation of the paths.
+        model.anchor_threshold.clamp(min=1e-3),
         field.path[:, 1:],
         field.reachable,
         texts.word_mask,
@@ -480,9 +484,6 @@ def score_words(
 ) -> list[WordPointing]:
     """Score all named words of one image.
 
-    A word of several pieces has the mean of their cosines. Ties count against the model: all most
-    similar patches must lie in the box. Words cut off by the tokenizer are left out.
-
     Args:
         size: width and height in pixels.
         pieces: word pieces of each caption, with [CLS] and [SEP].
@@ -503,9 +504,11 @@ def score_words(
     in_any_box = np.logical_or.reduce(objects, axis=0)
     scored = []
     for word in words:
+        # A word that the tokenizer cut off has no tokens.
         positions = _positions(word, pieces[word.caption])
         if positions is None:
             continue
+        # Several pieces: the mean. Ties count against the model: all best patches must lie inside.
         scores = cosine[word.caption][:, positions].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
         in_box = np.logical_or.reduce([patches_of[box] for box in word.boxes])
@@ -518,6 +521,7 @@ def score_words(
                 any_hit=bool(best.size and in_any_box[best].all()),
                 share=float(in_box.mean()),
                 any_share=float(in_any_box.mean()),
+                # Expected hit in the box of a random object: overlapping boxes count in part.
                 bar=float(np.mean([(in_box & other).sum() / other.sum() for other in objects])),
                 anchors=int(anchor_counts.sum()),
                 anchors_inside=int(anchor_counts[in_box].sum()),
@@ -559,7 +563,8 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
         expected = (chance * weight).sum() / weight.sum()
         figures.append(Figure(float(mean), float(low[0]), float(high[0]), float(expected)))
     pointing, any_object, anchors = figures
-    assert pointing is not None  # every word has weight 1 in the first two
+    # Every word has weight 1 in the first two figures.
+    assert pointing is not None
     assert any_object is not None
     controls = None
     if words[0].shares:

@@ -17,8 +17,8 @@ from vlp.data.shards.sample_files import SkippedSample
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 
+# Pairs of one call: a fifth quicker on two cores than one by one, or than all at once.
 _TOGETHER = 4
-"""Pairs of one call: a fifth quicker on two cores than one by one, or than all at once."""
 
 
 class Hit(NamedTuple):
@@ -79,6 +79,7 @@ class Gallery:
                 odds = self._matches(chunk, query)
                 hits += [Hit(n, float(scores[n]), y) for n, y in zip(chunk, odds, strict=True)]
             temperature = float(model.temperature())
+        # Images without a match score stay behind: their order is that of the similarity alone.
         hits.sort(key=lambda hit: -(hit.similarity / temperature + (hit.match or 0.0)))
         hits += [Hit(number, float(scores[number]), None) for number in order[rerank:]]
         return hits[:top]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from evaluation.retrieval.rerank import similarity
 
+# Rows of either side at a time.
 CANDIDATES, QUERIES = 1024, 8192
-"""Rows of either side at a time."""
 
 
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
@@ -23,6 +23,7 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     (candidates,) float32, in units of the similarity.
     """
     count = torch.tensor(float(len(bank))).log()
+    # The mean, not the sum: the log-mass does not grow with the bank.
     masses = []
     for chunk in candidate.split(CANDIDATES):
         parts = [
@@ -37,6 +38,7 @@ def normalised_sides(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return features (., d + 1) with products of similarities less the candidates' log-mass."""
+    # One more channel subtracts the log-mass, so that search needs no other change.
     ones = query.new_ones(len(query), 1)
     mass = log_mass(candidate, bank, temperature).to(candidate)
     return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)

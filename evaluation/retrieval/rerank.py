@@ -20,24 +20,20 @@ CANDIDATE_CHUNK = 8192
 
 
 class Search(NamedTuple):
-    """Results of a dual encoder for each query.
+    """Results of a dual encoder for each query."""
 
-    ranks: (queries,) int64, wrong candidates scored at least as high as the best right one.
-    nearest: (queries, top) int64, candidates by falling score, ties by index; scores: their
-    similarities, (queries, top) float32.
-    """
-
+    # (queries,): wrong candidates scored at least as high as the best right one.
     ranks: NDArray[np.int64]
+    # (queries, top): candidates by falling score, ties by index.
     nearest: NDArray[np.int64]
+    # (queries, top): their similarities.
     scores: NDArray[np.float32]
 
 
 def similarity(query: Tensor, candidate: Tensor) -> Tensor:
-    """Return similarities (queries, candidates) in float32, under autocast too.
-
-    Summed in float64 and rounded once: last bits of a float32 product depend on a column's place,
-    so ranks would depend on the chunks. Under autocast `@` would be bfloat16, with many ties.
-    """
+    """Return similarities (queries, candidates) in float32, under autocast too."""
+    # Summed in float64 and rounded once: last bits of a float32 product depend on a column's place,
+    # so ranks would depend on the chunks. Under autocast `@` would be bfloat16, with many ties.
     with torch.autocast(query.device.type, enabled=False):
         return (query.double() @ candidate.double().T).float()
 
@@ -79,10 +75,11 @@ def _search_chunk(
 ) -> tuple[NDArray, NDArray, NDArray]:
     best = _best_right(query, candidate, right)
     before = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    # One integer holds score and index, so that the order of equal scores is settled.
+    # One integer holds score and index, so that equal scores have one order on every device.
     keys = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
     for start in range(0, len(candidate), step):
         scores = similarity(query, candidate[start : start + step])
+        # Ties and NaN count against the model.
         wrong_before = ~(scores < best[:, None])
         column = right - start
         row, slot = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
@@ -99,7 +96,7 @@ def _search_chunk(
 
 
 def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
-    """Score of the best right candidate; -inf where all are NaN, behind everything."""
+    """Return the score of the best right candidate, -inf where all are NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
     for column in range(right.shape[1]):
         features = candidate[right[:, column].clamp(min=0)]
@@ -110,8 +107,10 @@ def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
 
 
 def _keys(scores: Tensor, index: Tensor) -> Tensor:
-    """Score and index as one int64 that sorts by score, then by earlier index; NaN comes last."""
-    scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0  # + 0.0 turns -0.0 into 0.0
+    """Return score and index as one int64 that sorts by score, then by earlier index; NaN last."""
+    # + 0.0 turns -0.0 into 0.0, which is equal to it.
+    scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0
+    # Bits of negative floats are inverted to sort like integers.
     bits = scores.contiguous().view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (0xFFFFFFFF - index)
@@ -140,6 +139,7 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePair
             (image * len(text) + image_to_text.nearest).ravel(),
         ]
     )
+    # A pair that is near in both directions is scored once.
     unique = np.unique(codes)
     return CandidatePairs(unique // max(len(text), 1), unique % max(len(text), 1))
 
@@ -165,6 +165,7 @@ def match_pairs(
     ranks = ranks or Ranks.current()
     sorted_pairs = np.lexsort((order, group))
     ends = np.flatnonzero(np.diff(group[sorted_pairs])) + 1
+    # Batches of a group are cut evenly: a last one of a few pairs would waste a call.
     batches = [
         part
         for run in np.split(sorted_pairs, ends)
@@ -202,8 +203,7 @@ def reranked_ranks(
 ) -> NDArray[np.int64]:
     """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
 
-    Others keep their order behind them: a query without a right candidate among its nearest keeps
-    its rank. Ties and NaN count against the model. positives: (queries, most), -1 pads.
+    Ties and NaN count against the model. positives: (queries, most), -1 pads.
     """
     right = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
@@ -212,19 +212,19 @@ def reranked_ranks(
         axis=1, keepdims=True, initial=-np.inf
     )
     before = (~(scores < best) & ~right).sum(axis=1)
+    # Other candidates keep their order behind the nearest, and so a right one keeps its rank there.
     return np.where(right.any(axis=1), before, dual.ranks)
 
 
+# Images of one pass over the buckets.
 IMAGES_HELD = 512
+# Text tokens of a bucket, padding counted; a gibibyte of prepared states at width 768.
 TOKENS_HELD = 2**18
-"""Text tokens, padding counted; a gibibyte of prepared states at width 768."""
 
 
 def match_batch_for(device: torch.device, batch: int | None = None) -> int:
-    """Return the most pairs of one call: as given, else 64 on a CPU and 1,024 elsewhere.
-
-    A GPU computes 64 pairs in less time than the host takes to start a call.
-    """
+    """Return the most pairs of one call: `batch`, else 64 on a CPU and 1,024 elsewhere."""
+    # A GPU computes 64 pairs in less time than the host takes to start a call.
     if batch is not None:
         return batch
     return 64 if device.type == "cpu" else 1024
@@ -278,7 +278,8 @@ class PairScorer:
 
     def _prepared_image(self, image: int) -> Any:
         if self._image[0] != image:
-            self._image = (-1, None)  # before the next one is made
+            # Freed before the next one is prepared, so that only one is in memory.
+            self._image = (-1, None)
             block, row = self.collection.image_location[image]
             features = self.encoded.images[int(block)].features
             image_features = features.select(torch.tensor([row], device=self.encoded.device))

@@ -82,6 +82,8 @@ def ranks_of_right(
                 all_ranks["match", direction] = reranked_ranks(
                     searches[direction], new, positives[direction]
                 )
+            # ITM negatives are drawn in proportion to exp(similarity / temperature), so the sum of
+            # both terms is the log-odds against all candidates.
             if temperature is not None:
                 new = new + searches[direction].scores.astype(np.float64) / temperature
             all_ranks["rerank", direction] = reranked_ranks(
@@ -140,7 +142,8 @@ class StoredSamples(Samples):
         if self._stored is None:
             return super()._image(position, data, where, least)
         folder, shard, sample, _ = self._items.place(position)
-        self._stored[folder].views(shard, sample, False, where)  # says where there is no image
+        # Raises BadSample for a sample whose image could not be encoded.
+        self._stored[folder].views(shard, sample, False, where)
         return self._stored[folder].read(shard, sample, view=0)
 
 
@@ -241,9 +244,7 @@ def evaluate_retrieval(
 
     Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
     ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the score alone as stage
-    `match`. ITM negatives are drawn in proportion to exp(similarity / temperature), so its log-odds
-    add to the similarity, and the sum is the log-odds against all candidates. The result notes an
-    untrained match head.
+    `match`. The result notes an untrained match head.
 
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
@@ -272,6 +273,7 @@ def evaluate_retrieval(
     for store in stored:
         require_tower(store, loaded.model)
     samples = StoredSamples(shards, options.limit, stored, loaded.preprocess)
+    # Token states are kept only where pairs are re-ranked.
     quiet = not (options.progress and ranks.first)
     with evaluating(loaded.model, options.device) as torch_device:
         encoder = Encoder(loaded, samples, options, torch_device, memory if rerank else 0)
@@ -368,6 +370,7 @@ def _figures(
     }
     figures: dict[tuple[str, str, str], Figure] = {}
     for stage in dict.fromkeys(stage for stage, _ in all_ranks):
+        # Hits and queries per image: all captions of an image are resampled together.
         hits, queries = [], []
         for direction in DIRECTIONS:
             for k in RECALL_AT:
