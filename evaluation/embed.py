@@ -59,9 +59,9 @@ class FeatureFiles:
         refers: name -> name of the file that its row numbers point into.
         """
         ranks = self._ranks
-        written = ranks.map_blocks(ranks.world_size, lambda _: self._rows)
-        ranks.map_blocks(1, lambda _: self._join(written, refers or {}))
-        return {name: sum(rows[name] for rows in written) for name in self._names}
+        rows_of_ranks = ranks.map_blocks(ranks.world_size, lambda _: self._rows)
+        ranks.map_blocks(1, lambda _: self._join(rows_of_ranks, refers or {}))
+        return {name: sum(rows[name] for rows in rows_of_ranks) for name in self._names}
 
     def _files(self, name: str, rank: int) -> tuple[Path, Path]:
         return self._parts / f"{name}.{rank}.raw", self._parts / f"{name}.{rank}.lines"
@@ -77,9 +77,9 @@ class FeatureFiles:
                 f"--out {self._out}: cannot be written ({error.strerror})"
             ) from error
 
-    def _join(self, written: Sequence[dict[str, int]], refers: Mapping[str, str]) -> None:
+    def _join(self, rows_of_ranks: Sequence[dict[str, int]], refers: Mapping[str, str]) -> None:
         for name in self._names:
-            shape = sum(rows[name] for rows in written), self._width
+            shape = sum(rows[name] for rows in rows_of_ranks), self._width
             with (
                 (self._parts / f"{name}.npy").open("wb") as data,
                 (self._parts / f"{name}.jsonl").open("w", encoding="utf-8") as lines,
@@ -87,29 +87,29 @@ class FeatureFiles:
                 header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(data, header)
                 # Ranks count rows from 0 each, so that references are moved by the rows before.
-                before = 0
-                for rank, rows in enumerate(written):
+                offset = 0
+                for rank, rows in enumerate(rows_of_ranks):
                     parts = self._files(name, rank)
                     if parts[0].is_file():
                         with parts[0].open("rb") as part:
                             shutil.copyfileobj(part, data, 2**20)
                         with parts[1].open(encoding="utf-8") as part_lines:
                             for line in part_lines:
-                                lines.write(_moved(line, refers.get(name), before))
+                                lines.write(_shift_reference(line, refers.get(name), offset))
                     parts[0].unlink(missing_ok=True)
                     parts[1].unlink(missing_ok=True)
-                    before += rows[refers[name]] if name in refers else 0
+                    offset += rows[refers[name]] if name in refers else 0
         # An empty folder may be there; the rename makes all files appear at once.
         if self._out.is_dir():
             self._out.rmdir()
         self._parts.rename(self._out)
 
 
-def _moved(line: str, reference: str | None, before: int) -> str:
+def _shift_reference(line: str, reference: str | None, offset: int) -> str:
     if reference is None:
         return line
     row = parse_json(line)
-    row[reference] += before
+    row[reference] += offset
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -150,18 +150,18 @@ def _read_images(
     samples: Samples, preprocess: Callable[[Any], Tensor], batch: int, block: int
 ) -> _ReadImages:
     """Read and prepare the images of a block, in any process."""
-    images, good, skipped = [], [], []
+    images, usable, skipped = [], [], []
     for position in range(len(samples))[_rows(block, batch)]:
         sample = samples.read(position)
         if isinstance(sample, CaptionedSample):
             image: Any = sample.image
             images.append(image if isinstance(image, Tensor) else preprocess(image))
-            good.append(
+            usable.append(
                 SampleInfo(sample.identity, sample.key, position, sample.captions, sample.digest)
             )
         else:
             skipped.append(sample)
-    return _ReadImages(torch.stack(images) if images else None, good, skipped)
+    return _ReadImages(torch.stack(images) if images else None, usable, skipped)
 
 
 class Encoder:
@@ -295,8 +295,8 @@ def _global(features: Any) -> NDArray[np.float32]:
 
 def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
     """Count texts longer than a model reads; 0 if the tokenizer does not report it."""
-    counted = getattr(text, "count_cut", None)
-    return counted(texts) if counted else 0
+    counter = getattr(text, "count_cut", None)
+    return counter(texts) if counter else 0
 
 
 def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:

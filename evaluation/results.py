@@ -234,8 +234,8 @@ def _pointing(content: Mapping[str, Any]) -> Saved:
 NEVER_MATCHED = "its cross-modal encoder was never trained to match (no ITM)"
 
 
-def untrained_match_notes(trained: bool, what: str) -> tuple[str, ...]:
+def untrained_match_notes(trained: bool, subject: str) -> tuple[str, ...]:
     """Return the note that `what` comes from an untrained match score, empty for a trained one."""
     if trained:
         return ()
-    return (f"The match score was never trained (no ITM): {what} says nothing.",)
+    return (f"The match score was never trained (no ITM): {subject} says nothing.",)

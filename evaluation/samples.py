@@ -62,7 +62,7 @@ class Samples:
         """Open the folders' indices; `limit` keeps the first samples."""
         self._items = Items(folders, limit=limit)
         self.folders = list(self._items.folders)
-        self._sources = [_place_of(folder) for folder in self.folders]
+        self._sources = [_canonical_folder(folder) for folder in self.folders]
 
     def __len__(self) -> int:
         return len(self._items)
@@ -106,14 +106,14 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
     words = []
     for word in sample.annotation.words:
         if word.caption not in numbers:
-            place = f"{'/'.join(sample.identity)}: word {word.word!r} of caption {word.caption}"
-            return SkippedSample("bad annotation", f"{place}, which is blank or not there")
+            location = f"{'/'.join(sample.identity)}: word {word.word!r} of caption {word.caption}"
+            return SkippedSample("bad annotation", f"{location}, which is blank or not there")
         words.append(word.model_copy(update={"caption": numbers.index(word.caption)}))
-    counted = annotation.model_copy(update={"captions": sample.captions, "words": words})
-    return sample._replace(annotation=counted)
+    without_blanks = annotation.model_copy(update={"captions": sample.captions, "words": words})
+    return sample._replace(annotation=without_blanks)
 
 
-def _place_of(folder: str) -> str:
+def _canonical_folder(folder: str) -> str:
     """Return the same for every spelling of a folder."""
     return folder if is_url(folder) else str(Path(folder).resolve())
 

@@ -52,8 +52,8 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
     lines = [line.split("\t", 1) for line in _lines(classes)]
     labels = tuple(line[0].strip() for line in lines)
     if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise EvaluationError(f"{classes}: the class {twice!r} comes twice")
+        repeated = next(label for label in labels if labels.count(label) > 1)
+        raise EvaluationError(f"{classes}: the class {repeated!r} comes twice")
     if len(labels) < 2:
         raise EvaluationError(f"{classes}: one class leaves nothing to choose")
     prompts = PLAIN if templates is None else tuple(_lines(templates))
@@ -115,7 +115,7 @@ class JoinedImages:
         return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
 
 
-MANY, SHOWN = 20, 10
+MOST_CLASSES, ENDS = 20, 10
 _PAIRS = 256
 
 
@@ -130,11 +130,11 @@ class ZeroShotResult(Result):
         table = super().table()
         classes = list(self.classes.items())
         notes = list(table.notes)
-        if len(classes) > MANY:
+        if len(classes) > MOST_CLASSES:
             # A table of a thousand classes tells less than its two ends.
             ordered = sorted(classes, key=lambda item: item[1].value)
-            classes = [*ordered[:SHOWN], *ordered[-SHOWN:]]
-            notes.append(f"Classes: the worst {SHOWN} and the best {SHOWN} of {len(ordered)}.")
+            classes = [*ordered[:ENDS], *ordered[-ENDS:]]
+            notes.append(f"Classes: the worst {ENDS} and the best {ENDS} of {len(ordered)}.")
         rows = [[f"class {name}", figure.percent(), ""] for name, figure in classes]
         return table._replace(rows=[*table.rows, *rows], notes=notes)
 
@@ -273,9 +273,9 @@ def _result(
 ) -> ZeroShotResult:
     classes = len(prompts.labels)
     ranks = {name: np.array([row["ranks"][name] for row in rows]) for name in rows[0]["ranks"]}
-    *before, final = ranks
+    *earlier, final = ranks
     values, chances = {}, {}
-    for stage in (final, *before):
+    for stage in (final, *earlier):
         for k in (1, 5):
             if k < classes:
                 name = f"top-{k}" if stage == final else f"top-{k}, dual encoder"

@@ -138,14 +138,14 @@ def predict_item(
         raise EvaluationError(
             f"{folder}: {NEVER_MATCHED}; `vlp evaluate retrieval` and `vlp anchors` work without it"
         )
-    opened = [read_pair(path, "").image for path in images]
+    files = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
     with torch.no_grad(), evaluating(model, device) as run_device, inference(run_device, precision):
         if isinstance(source, Loaded):
-            features = encode_image(source, opened[0], run_device)
+            features = encode_image(source, files[0], run_device)
             return Answers(MATCH, match_of(source, features, text or ""))
         evaluation = get_evaluation(source.kind)
-        answers = evaluation.predict_item(source, opened, text or "", run_device)
+        answers = evaluation.predict_item(source, files, text or "", run_device)
         return Answers(source.kind, answers)
 
 

@@ -101,8 +101,8 @@ class TaskEvaluation:
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
-        predicted: list[str] = task.predict(batch)
-        return predicted
+        predictions: list[str] = task.predict(batch)
+        return predictions
 
     def evaluate(
         self,

@@ -71,7 +71,7 @@ class VqaEvaluation(TaskEvaluation):
             (
                 f"Accuracy as the evaluator {version!r} counts; its chance: always `{frequent}`.",
                 "Exact: equal to an answer that most people gave, both normalised.",
-                f"Answers by: {_way(task, options.get('predict'))}.",
+                f"Answers by: {_decoding(task, options.get('predict'))}.",
             ),
         )
 
@@ -122,12 +122,12 @@ def _by_type(types: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.bool_]]
     }
 
 
-def _way(task: Vqa, predict: Predict | None) -> str:
+def _decoding(task: Vqa, predict: Predict | None) -> str:
     config = task.config
     if (predict or config.predict) == "generate":
         return f"writing, {config.beams} beams"
-    tried = "all that can win" if config.candidates is None else f"{config.candidates} candidates"
-    return f"ranking {len(task.answers)} answers, {tried}"
+    pool = "all that can win" if config.candidates is None else f"{config.candidates} candidates"
+    return f"ranking {len(task.answers)} answers, {pool}"
 
 
 register_evaluation(VqaEvaluation())

@@ -189,8 +189,8 @@ def _maps(
         with inference(device, precision):
             maps = grad_cam(model, image, text, layer)
         # (B, N, rows, columns). ALBEF's: the mean over all tokens of the text, [CLS] among them.
-        counted = real[..., None, None]
-        heat = (maps * counted).sum(1) / counted.sum(1).clamp(min=1)
+        weights = real[..., None, None]
+        heat = (maps * weights).sum(1) / weights.sum(1).clamp(min=1)
     else:
         # (B, M, N), float64: rounding must not make two patches equal.
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)

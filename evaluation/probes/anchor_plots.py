@@ -65,11 +65,11 @@ def draw_anchor_detail(
     channel groups that anchor each patch, its Grad-CAM map (scaled by the words' largest), and the
     anchor paths of the first `groups` groups: dots are anchors, clear patches are not reachable.
     """
-    shown = min(groups, detail.path.shape[1])
+    path_groups = min(groups, detail.path.shape[1])
     width, height = detail.image.size
     # Very long images would leave panels without width or height.
     tall = PANEL * min(max(height / width, 0.4), 2.5)
-    rows, columns = 1 + len(detail.words), 2 + shown
+    rows, columns = 1 + len(detail.words), 2 + path_groups
     size = PANEL * columns + 1.2, (tall + 0.2) * rows + 1.6
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -77,15 +77,15 @@ def draw_anchor_detail(
         panel.axis("off")
     axes[0, 0].imshow(framed(detail.image, side=SIDE))
     _draw_gradcam(axes[0, 1], detail, detail.gradcam_caption, detail.gradcam_caption.max())
-    titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(shown))]
+    titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(path_groups))]
     for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
         panel.set_title(title, fontsize=8, pad=3)
     # One scale for all words, so that their maps compare; a path of 1 everywhere still has one.
     strongest, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         first, second, *others = axes[row + 1]
-        place = {"transform": first.transAxes, "ha": "right", "va": "center"}
-        first.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **place)
+        text_style = {"transform": first.transAxes, "ha": "right", "va": "center"}
+        first.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **text_style)
         share = detail.anchors[row].mean(0)
         first.imshow(anchors_over(detail.image, share, _frames(boxes), SIDE))
         _draw_gradcam(second, detail, detail.gradcam[row], strongest, boxes)
@@ -95,7 +95,7 @@ def draw_anchor_detail(
         ("anchors", SHARE_COLOURS, 0, 1, slice(1)),
         ("Grad-CAM", GRADCAM_COLOURS, 0, 1, slice(1, 2)),
     ]
-    scales += [("path P (Eq. 7)", PATH_COLOURS, 1, longest, slice(2, None))] if shown else []
+    scales += [("path P (Eq. 7)", PATH_COLOURS, 1, longest, slice(2, None))] if path_groups else []
     for name, colours, low, high, column in scales:
         scale = ScalarMappable(Normalize(low, high), colours)
         bar = figure.colorbar(scale, ax=axes[:, column], location="bottom", fraction=0.03)
@@ -104,7 +104,7 @@ def draw_anchor_detail(
     facts = (
         f"match log-odds {detail.match:+.1f} · S ≥ {detail.threshold:.2f} · "
         f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1}) · "
-        f"{shown} of {detail.path.shape[1]} groups; dots: anchors, clear: not reachable"
+        f"{path_groups} of {detail.path.shape[1]} groups; dots: anchors, clear: not reachable"
     )
     # A letter of the title is about 0.075 inches wide.
     letters = int(size[0] / 0.075)

@@ -50,7 +50,7 @@ def evaluate_foils(
     encoders' features. Kinds: `all` and the kinds of `vlp.data.text.foils.make_foils`.
     """
     items = Items(shards, limit=options.limit)
-    make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
+    make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
     def score_block(examples: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
         with torch.no_grad(), inference(torch_device, options.precision):
@@ -95,7 +95,7 @@ def examples(result: Result, count: int) -> Iterator[str]:
             yield f"{kind}\n  {row['caption']}\n  {row['foil']}\n  {marks}"
 
 
-def _foiled(
+def _prepare(
     preprocess: Callable[[Any], torch.Tensor],
     patch_size: int,
     view: View,

@@ -160,8 +160,8 @@ def position_list() -> str:
             for hook in PositionEncoding.HOOKS
             if getattr(kind, hook) is not getattr(PositionEncoding, hook)
         ]
-        place = "image-text " if name in CROSS_MODAL else ""
-        lines.append(f"{name:<18} {place + ', '.join(hooks):<31} {_summary(kind)}")
+        prefix = "image-text " if name in CROSS_MODAL else ""
+        lines.append(f"{name:<18} {prefix + ', '.join(hooks):<31} {_summary(kind)}")
     return "\n".join(lines)
 
 

@@ -77,7 +77,7 @@ def evaluate_swaps(
     view: `image`; `shuffled`, patches in random order, without positions; `blank`, the same grey.
     """
     items = Items(shards, limit=options.limit)
-    make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)
+    make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view)
     head = word_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
 
@@ -123,7 +123,7 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
 
 
-def _prepared(
+def _prepare(
     preprocess: Callable[[Any], torch.Tensor], patch_size: int, view: View, item: Item, number: int
 ) -> Swap:
     """Read and prepare a swap, in any process."""
@@ -210,8 +210,8 @@ def _word_scores(
     masked = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
     # Masked words still count as words, to be predicted from the image.
-    crossed = model.cross(images.select(image), texts.select(caption), need_image=False)
+    states = model.cross(images.select(image), texts.select(caption), need_image=False)
     embedding = model.text_encoder.word_table
-    logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
+    logits = head.to(device)(states.text, embedding).float().log_softmax(-1)
     log_p = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
     return (log_p * mask.to(device)[caption]).sum(-1)

@@ -341,9 +341,9 @@ def evaluate_pointing(
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
         read = reader[block]
-        good = [scene for scene in read if isinstance(scene, _Scene)]
+        usable = [scene for scene in read if isinstance(scene, _Scene)]
         with torch.no_grad(), inference(torch_device, options.precision):
-            scored, sums = _score_scenes(loaded, good, torch_device, controls)
+            scored, sums = _score_scenes(loaded, usable, torch_device, controls)
         bar.update(len(read))
         return scored, sums, [skip for skip in read if isinstance(skip, SkippedSample)]
 
@@ -411,10 +411,10 @@ def _score_scenes(
     """Score all words of the scenes, and sum over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
     grid, groups = model.config.image.grid, model.config.cross.anchor.groups
-    scored: list[WordPointing] = []
+    words: list[WordPointing] = []
     sums = torch.zeros(5, groups, dtype=torch.float64)
     if not scenes:
-        return scored, sums
+        return words, sums
     pixels = torch.stack([scene.pixels for scene in scenes])
     with last_attention(model.image_encoder, grid) if controls else nullcontext() as attention_maps:
         images = model.encode_image(pixels.to(device))
@@ -443,8 +443,8 @@ def _score_scenes(
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
         names = [loaded.text.words(caption) for caption in scene.captions]
         image_facts = scene.annotation, scene.size
-        scored += score_words(scene.number, *image_facts, names, cosine, anchor, grid, maps)
-    return scored, sums
+        words += score_words(scene.number, *image_facts, names, cosine, anchor, grid, maps)
+    return words, sums
 
 
 def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) -> torch.Tensor:
@@ -522,7 +522,7 @@ def score_words(
                 share=float(in_box.mean()),
                 any_share=float(in_any_box.mean()),
                 # Expected hit in the box of a random object: overlapping boxes count in part.
-                bar=float(np.mean([(in_box & other).sum() / other.sum() for other in objects])),
+                bar=float(np.mean([(in_box & box).sum() / box.sum() for box in objects])),
                 anchors=int(anchor_counts.sum()),
                 anchors_inside=int(anchor_counts[in_box].sum()),
                 inside=in_box,

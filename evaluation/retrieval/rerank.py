@@ -82,8 +82,8 @@ def _search_chunk(
         # Ties and NaN count against the model.
         wrong_before = ~(scores < best[:, None])
         column = right - start
-        row, slot = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
-        wrong_before[row, column[row, slot]] = False
+        row, entry = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
+        wrong_before[row, column[row, entry]] = False
         before += wrong_before.sum(dim=1)
         if top:
             index = torch.arange(start, start + scores.shape[1], device=query.device)
@@ -179,9 +179,9 @@ def match_pairs(
         step(len(rows))
         return scores
 
-    scored = ranks.map_blocks(len(batches), score)
+    batch_scores = ranks.map_blocks(len(batches), score)
     result = np.empty(len(sorted_pairs), dtype=np.float32)
-    for rows, scores in zip(batches, scored):
+    for rows, scores in zip(batches, batch_scores):
         result[rows] = scores
     return result
 

@@ -104,7 +104,7 @@ def _rerank_scores(
     texts = len(collection.text)
     with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
         scorer = PairScorer(encoded, collection)
-        matched = match_pairs(
+        odds = match_pairs(
             pairs,
             scorer,
             scorer.groups(pairs),
@@ -113,13 +113,14 @@ def _rerank_scores(
             ranks=ranks,
             step=bar.update,
         )
-    matched = finite(matched)
-    near_image, near_text = searches["text_to_image"].nearest, searches["image_to_text"].nearest
-    text_index = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
-    image_index = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
+    odds = finite(odds)
+    images = searches["text_to_image"].nearest
+    captions = searches["image_to_text"].nearest
+    text_index = np.broadcast_to(np.arange(texts)[:, None], images.shape)
+    image_index = np.broadcast_to(np.arange(len(captions))[:, None], captions.shape)
     return {
-        "text_to_image": look_up(pairs, matched, texts, near_image, text_index),
-        "image_to_text": look_up(pairs, matched, texts, image_index, near_text),
+        "text_to_image": look_up(pairs, odds, texts, images, text_index),
+        "image_to_text": look_up(pairs, odds, texts, image_index, captions),
     }
 
 
@@ -309,10 +310,10 @@ def evaluate_retrieval(
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if queries is None else queries.skipped
     if bank:
-        left_out = kinds_in_words(bank_skipped) if bank_skipped else "none"
+        skipped_text = kinds_in_words(bank_skipped) if bank_skipped else "none"
         notes.append(
             f"Similarities are normalised by the queries of {', '.join(map(str, bank))} at "
-            f"temperature {bank_temperature:g}; skipped there: {left_out}."
+            f"temperature {bank_temperature:g}; skipped there: {skipped_text}."
         )
     if shared:
         notes.append(
@@ -320,8 +321,8 @@ def evaluate_retrieval(
             "is higher than that of unseen pairs."
         )
     images_of_text, texts = collection.right_answers()[0], len(collection.text)
-    if equal := int((images_of_text[:, 1:2] != NOTHING).sum()):
-        notes.append(f"{equal} captions are equal to one of another image, and right for both.")
+    if copies := int((images_of_text[:, 1:2] != NOTHING).sum()):
+        notes.append(f"{copies} captions are equal to one of another image, and right for both.")
     if collection.copies:
         notes.append(
             f"{collection.copies} of the images have no image_id and the bytes of an earlier one: "
