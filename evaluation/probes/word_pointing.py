@@ -522,7 +522,7 @@ def score_words(
                 share=float(in_box.mean()),
                 any_share=float(in_any_box.mean()),
                 # Expected hit in the box of a random object: overlapping boxes count in part.
-                bar=float(np.mean([(in_box & box).sum() / box.sum() for box in objects])),
+                bar=float(np.mean([(in_box & mask).sum() / mask.sum() for mask in objects])),
                 anchors=int(anchor_counts.sum()),
                 anchors_inside=int(anchor_counts[in_box].sum()),
                 inside=in_box,

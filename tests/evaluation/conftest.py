@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def scene_shards(tmp_path_factory):
-    """21 scenes in three shards."""
     folder = tmp_path_factory.mktemp("scenes")
     with ShardWriter(folder, samples_per_shard=8) as writer:
         for number, scene in enumerate(distinct_scenes(0, SCENES)):
@@ -128,12 +127,8 @@ def tiny_ablation(tmp_path, class_folders):
             {
                 "title": "Table 1",
                 "figures": {"top-1": "top1", "loss": "loss"},
-                "paper": ["top-1"],
                 "reference": "none",
-                "rows": [
-                    {"label": "None", "variant": "none", "paper": [70.0]},
-                    {"label": "APE", "variant": "ape", "paper": [87.41]},
-                ],
+                "rows": [{"label": "None", "variant": "none"}, {"label": "APE", "variant": "ape"}],
             }
         ],
     }

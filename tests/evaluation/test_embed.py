@@ -1,6 +1,5 @@
 """Features as files: equal to the model's, in shard order, from any number of ranks, never half."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,16 +17,13 @@ import vlp
 from evaluation.__main__ import main
 from evaluation.embed import FeatureFiles, embed
 from evaluation.options import EvalOptions
+from evaluation.results import read_lines
 from evaluation.samples import EvaluationError, Samples
 from evaluation.work_sharding import Ranks
 from vlp.data.schema import Annotation
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("captions.jsonl", "captions.npy", "images.jsonl", "images.npy")
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards, tmp_path):
@@ -37,8 +33,8 @@ def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards,
     captions = np.load(tmp_path / "out" / "captions.npy", mmap_mode="r")
     assert (len(images), len(captions)) == (found.images, found.captions)
     assert images.dtype == np.float32
-    said = lines(tmp_path / "out" / "captions.jsonl")
-    assert [row["key"] for row in lines(tmp_path / "out" / "images.jsonl")] == [
+    said = read_lines(tmp_path / "out" / "captions.jsonl")
+    assert [row["key"] for row in read_lines(tmp_path / "out" / "images.jsonl")] == [
         f"{number:05d}" for number in range(21)
     ]
     row = 0
@@ -64,7 +60,12 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     assert (found.images, found.captions) == (3, 4)
     assert found.skipped == {"unreadable image": 1}
     assert np.load(tmp_path / "out" / "images.npy").dtype == np.float16
-    assert [row["images"] for row in lines(tmp_path / "out" / "captions.jsonl")] == [1, 1, 2, 2]
+    assert [row["images"] for row in read_lines(tmp_path / "out" / "captions.jsonl")] == [
+        1,
+        1,
+        2,
+        2,
+    ]
     plain = write_shards(tmp_path / "plain", samples[:1])
     embed(loaded, [plain], tmp_path / "none")
     assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)
@@ -98,7 +99,7 @@ def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
     written = [one._rows for one in ranks]
     ranks[0]._join(written, {"b": "a"})
     assert np.load(tmp_path / "out" / "a.npy")[:, 0].tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
-    assert [row["a"] for row in lines(tmp_path / "out" / "b.jsonl")] == [1, 3, 5, 7]
+    assert [row["a"] for row in read_lines(tmp_path / "out" / "b.jsonl")] == [1, 3, 5, 7]
     assert not (tmp_path / "out.tmp").exists()
 
 

@@ -105,7 +105,6 @@ def folder(name, model_folder, task_folders):
 
 @pytest.fixture(scope="module")
 def evaluate(name, folder):
-    """Evaluate shards with options."""
     case = CASES[name]
     model = load_task(folder) if case.data == "claims" else vlp.load(folder)
 

@@ -23,12 +23,6 @@ def test_blocks_are_shared_once_and_evenly(count, world_size):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_one_process_runs_all_blocks_and_raises_what_fails():
-    assert Ranks().map_blocks(4, lambda block: block**2) == [0, 1, 4, 9]
-    with pytest.raises(ZeroDivisionError):
-        Ranks().map_blocks(2, lambda block: 1 // block)
-
-
 def launch(world_size, code):
     """Run `python code...` as torchrun would, each rank a process."""
     with socket.socket() as free:

@@ -40,31 +40,27 @@ def folders(task_folders):
     return {name: str(folder) for name, folder in task_folders.items()}
 
 
-def predicted(folders, kind, shards, out, *more):
-    command = ["predict", "--model", folders[kind], "--shards", str(shards), "--out", str(out)]
-    return main([*command, *more])
+def predicted(model, shards, out, *more):
+    return main(["predict", "--model", model, "--shards", str(shards), "--out", str(out), *more])
 
 
-def test_vqa_results_of_questions_that_nobody_answered(folders, tmp_path):
-    test = [
-        (photo(colour), Annotation(questions=[question(7 + n, "is it red?", {})]))
-        for n, colour in enumerate(("red", "blue"))
-    ]
-    shards = write_shards(tmp_path / "test", test)
-    assert predicted(folders, "vqa", shards, tmp_path / "out" / "results.json") == 0
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [row["question_id"] for row in rows] == [7, 8]
-    assert all(set(row) == {"question_id", "answer"} for row in rows)
-    assert predicted(folders, "vqa", shards, tmp_path / "rows.jsonl", "--format", "jsonl") == 0
-    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [line["answer"] for line in lines] == [row["answer"] for row in rows]
-    assert set(lines[0]) == {"key", "question_id", "question", "answer", "image"}
+def submission(model, shards, out, *more):
+    assert predicted(model, shards, out, *more) == 0
+    lines = out.read_text().splitlines()
+    if out.suffix == ".csv":
+        return [line.split(",") for line in lines]
+    return json.loads(lines[0]) if out.suffix == ".json" else list(map(json.loads, lines))
 
 
-def test_captions_of_images_without_any(folders, tmp_path):
-    shards = write_shards(tmp_path / "test", [(photo(), Annotation(image_id="000042"))])
-    assert predicted(folders, "caption", shards, tmp_path / "c.json") == 0
-    (row,) = json.loads((tmp_path / "c.json").read_text())
+def test_unlabelled_questions_and_images_are_answered_and_captioned(folders, tmp_path):
+    asked = {"image_id": "000042", "questions": [question(7, "is it red?", {})]}
+    shards = write_shards(tmp_path / "test", [(photo(), Annotation(**asked))])
+    (row,) = submission(folders["vqa"], shards, tmp_path / "out" / "results.json")
+    assert row == {"question_id": 7, "answer": row["answer"]}
+    (line,) = submission(folders["vqa"], shards, tmp_path / "r.jsonl", "--format", "jsonl")
+    assert line["answer"] == row["answer"]
+    assert set(line) == {"key", "question_id", "question", "answer", "image"}
+    (row,) = submission(folders["caption"], shards, tmp_path / "c.json")
     assert row["image_id"] == 42
     assert isinstance(row["caption"], str)
 
@@ -72,8 +68,7 @@ def test_captions_of_images_without_any(folders, tmp_path):
 def test_snli_ve_and_nlvr2(folders, tmp_path):
     pairs = [Annotation(hypothesis="a red circle", pairID=f"{n}.jpg#0r1c") for n in range(3)]
     shards = annotated_shards(tmp_path / "pairs", pairs, IMAGE)
-    assert predicted(folders, "snli_ve", shards, tmp_path / "test.jsonl") == 0
-    rows = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    rows = submission(folders["snli_ve"], shards, tmp_path / "test.jsonl")
     assert [row["pairID"] for row in rows] == [one.pairID for one in pairs]
     own = predict(folders["snli_ve"], [shards]).rows
     assert [row["label"] for row in rows] == [row["prediction"] for row in own]
@@ -82,8 +77,7 @@ def test_snli_ve_and_nlvr2(folders, tmp_path):
         for n in range(3):
             said = Annotation(statement="two red circles", identifier=f"test1-0-0-{n}")
             writer.write(f"{n}", IMAGE, "png", said, IMAGE)
-    assert predicted(folders, "nlvr2", shards, tmp_path / "test.csv") == 0
-    lines = [line.split(",") for line in (tmp_path / "test.csv").read_text().splitlines()]
+    lines = submission(folders["nlvr2"], shards, tmp_path / "test.csv")
     assert [line[0] for line in lines] == [f"test1-0-0-{n}" for n in range(3)]
     assert {line[1] for line in lines} <= {"True", "False"}
 
@@ -94,16 +88,14 @@ def test_boxes_of_expressions_need_no_task(folders, tmp_path, capsys):
     proposals = [[0.0, 0, 8, 8], [8.0, 8, 8, 8]]
     asked = [Annotation(expressions=says, proposals=proposals)]
     shards = annotated_shards(tmp_path / "asked", asked, IMAGE)
-    assert predicted(folders, "plain", shards, tmp_path / "boxes.json") == 0
-    rows = json.loads((tmp_path / "boxes.json").read_text())
+    rows = submission(folders["plain"], shards, tmp_path / "boxes.json")
     assert [row["sent_id"] for row in rows] == [30, 31]
     assert all(row["box"] in proposals for row in rows)
     asked = [Annotation(expressions=says)]
     shards = annotated_shards(tmp_path / "no_proposals", asked, IMAGE)
-    assert predicted(folders, "plain", shards, tmp_path / "none.json") == 2
+    assert predicted(folders["plain"], shards, tmp_path / "none.json") == 2
     assert "has no proposals to choose from" in capsys.readouterr().err
-    assert predicted(folders, "plain", shards, tmp_path / "none.jsonl", "--format", "jsonl") == 0
-    first = json.loads((tmp_path / "none.jsonl").read_text().splitlines()[0])
+    first, _ = submission(folders["plain"], shards, tmp_path / "n.jsonl", "--format", "jsonl")
     assert (first["ref_id"], first["box"]) == (5, None)
 
 
@@ -252,9 +244,7 @@ def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):
                 identifier = key.split("-", 1)[1].rsplit("-", 1)[0]
                 said = Annotation(statement="a red circle", identifier=identifier)
                 writer.write(key, strip.read_bytes(), "png", said)
-        out = tmp_path / "out.csv"
-        assert predicted({"model": folder}, "model", shards, out) == 0
-        return [line.split(",")[0] for line in out.read_text().splitlines()]
+        return [row[0] for row in submission(folder, shards, tmp_path / "out.csv")]
 
     assert submitted("dev-1572-0-0", "dev-1573-0-0") == ["1572-0", "1573-0"]
     # As lil-lab/nlvr's nlvr/metrics_images.py reads them: split-identifier-permutation.
@@ -282,13 +272,11 @@ def test_nlvr2_as_the_official_script_reads_it(shared, tmp_path):
     assert read == {row["identifier"]: row["label"] for row in official}
 
 
-def test_refcoco_and_captions(tmp_path):
+def test_refcoco_by_expression_or_object(tmp_path):
     write_refcoco(tmp_path / "s.json", [{"sent_id": "3", "ref_id": 1, "box": (1, 2, 3.5, 4)}])
     assert json.loads((tmp_path / "s.json").read_text()) == [{"sent_id": 3, "box": [1, 2, 3.5, 4]}]
     write_refcoco(tmp_path / "r.json", [{"ref_id": 1, "box": [0, 0, 1, 1]}])
     assert json.loads((tmp_path / "r.json").read_text()) == [{"ref_id": 1, "box": [0, 0, 1, 1]}]
-    write_captions(tmp_path / "c.json", [{"image_id": "000042", "caption": "a dog"}])
-    assert json.loads((tmp_path / "c.json").read_text()) == [{"image_id": 42, "caption": "a dog"}]
 
 
 BOX = [0, 0, 1, 1]
@@ -299,7 +287,6 @@ BOX = [0, 0, 1, 1]
     [
         (write_vqa, [{"question_id": "a-1", "answer": "no"}], "'a-1' is no number"),
         (write_vqa, [{"question_id": True, "answer": "no"}], "True is no number"),
-        (write_vqa, [{"question_id": 1.5, "answer": "no"}], "1.5 is no number"),
         (write_vqa, [{"question_id": "²", "answer": "no"}], "'²' is no number"),
         (write_vqa, [{"question_id": 1, "answer": None}], "answer None is no text"),
         (write_vqa, [{"answer": "no"}], "without question_id"),
@@ -312,7 +299,6 @@ BOX = [0, 0, 1, 1]
         (write_nlvr2, [{"identifier": "a", "label": True}] * 2, "more than once: identifier a"),
         (write_snli_ve, [{"pairID": "a", "label": "-"}], "label '-' of a is not entailment"),
         (write_snli_ve, [{"pairID": "a", "label": "neutral"}] * 2, "more than once: pairID a"),
-        (write_refcoco, [{"ref_id": 1, "box": [1, 2, 3]}], "of ref_id 1 is not [x, y, width"),
         (write_refcoco, [{"ref_id": 1, "box": [1, 2, 0, 3]}], "of ref_id 1 is not"),
         (write_refcoco, [{"ref_id": 1, "box": [1, 2, float("nan"), 3]}], "of ref_id 1 is not"),
         (write_refcoco, [{"ref_id": 1, "box": None}], "box None of ref_id 1"),

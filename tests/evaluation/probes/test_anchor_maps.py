@@ -42,7 +42,6 @@ TEXT = "a bluered circle"  # the second word is several pieces
 
 @pytest.fixture
 def photo(tmp_path):
-    """A wide photograph of noise."""
     noise = np.random.default_rng(0).integers(0, 255, (30, 50, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
     return tmp_path / "photo.png"
@@ -98,7 +97,6 @@ def test_out_of_reach_is_not_reachable(model_folder, photo):
 
 
 def with_position(loaded, *position):
-    """An untrained model with other positions between the streams."""
     plain = loaded.model.config.model_dump()
     plain["cross"]["position"] = position
     model = VLPModel(ModelConfig.model_validate(plain)).eval()
