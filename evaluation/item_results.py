@@ -110,7 +110,7 @@ def clustered_figures(
 ) -> dict[str, Figure]:
     """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
 
-    clusters: image of each item. counted: items of each figure, or their weights; default all.
+    clusters: image of each item. item_weights: (items,) by figure, such as a mask; default ones.
     """
     numbers: dict[Hashable, int] = {}
     index = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])

@@ -1,4 +1,4 @@
-"""Zero-shot classification: which class's prompts lie nearest to an image (CLIP, section 3.1)?"""
+"""Zero-shot classification by the class prompts nearest to an image (CLIP, section 3.1)."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _PAIRS = 256
 
 @dataclass(frozen=True)
 class ZeroShotResult(Result):
-    """`classes`: accuracy of the final stage by class, of those that there are images of."""
+    """Zero-shot figures; `classes` has the final stage's accuracy of each class with images."""
 
     classes: dict[str, Figure] = field(default_factory=dict)
 

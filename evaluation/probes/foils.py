@@ -1,4 +1,4 @@
-"""Foils: is an image's caption scored above the same caption with one thing exchanged?"""
+"""Foils: captions scored against the same captions with one thing exchanged."""
 
 from __future__ import annotations
 

@@ -243,20 +243,20 @@ class Encoded(Protocol):
 
 
 class PairScorer:
-    """Log-odds of pairs of one image and texts of one shelf, from encoded blocks."""
+    """Log-odds of pairs of one image and texts of one bucket, from encoded blocks."""
 
     def __init__(self, encoded: Encoded, collection: Collection) -> None:
         self.encoded, self.collection = encoded, collection
         block, row = collection.text_location.T
         # Captions are sorted by length before they are cut into blocks: this is that order.
         self._position, self._width = block * encoded.batch + row, encoded.text_widths[block]
-        self._bucket_of_block = buckets(encoded.text_widths, encoded.batch, TOKENS_HELD)
+        self._bucket_of_block = assign_buckets(encoded.text_widths, encoded.batch, TOKENS_HELD)
         self._bucket_of_text = self._bucket_of_block[block]
         self._bucket: tuple[int, Any] = (-1, None)
         self._image: tuple[int, Any] = (-1, None)
 
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
-        """Return group numbers of pairs that may share a call: one image and one shelf of texts."""
+        """Return group numbers of pairs that may share a call: one image, one bucket of texts."""
         text_buckets = 1 + self._bucket_of_block.max(initial=0)
         bucket = pairs.image // IMAGES_HELD * text_buckets + self._bucket_of_text[pairs.text]
         return bucket * len(self.collection.image) + pairs.image
@@ -287,7 +287,7 @@ class PairScorer:
         return self._image[1]
 
     def _prepared_texts(self, bucket: int) -> tuple[int, Any]:
-        """Return the place of a shelf's first text, and all its texts."""
+        """Return the position of a bucket's first text, and all its texts."""
         if self._bucket[0] != bucket:
             self._bucket = (-1, None)
             blocks = np.flatnonzero(self._bucket_of_block == bucket)
@@ -298,10 +298,10 @@ class PairScorer:
         return self._bucket[1]
 
 
-def buckets(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return the shelf of each block of texts, numbers rising from 0.
+def assign_buckets(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
+    """Return the bucket of each block of texts, numbers rising from 0.
 
-    widths: (blocks,) tokens of each block's texts, not falling. tokens: most tokens of a shelf,
+    widths: (blocks,) tokens of each block's texts, not falling. tokens: most tokens of a bucket,
     padded to its widest block; one block always fits.
     """
     bucket = np.zeros(len(widths), dtype=np.int64)

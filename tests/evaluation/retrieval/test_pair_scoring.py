@@ -12,7 +12,7 @@ from evaluation.retrieval.rerank import (
     CandidatePairs,
     PairScorer,
     Search,
-    buckets,
+    assign_buckets,
     look_up,
     match_batch_for,
     match_pairs,
@@ -96,7 +96,7 @@ def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, sm
     real = encoder.itm_scorer.prepare_image
     encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
     scores(encoder, collection, pairs)
-    on_bucket = buckets(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
+    on_bucket = assign_buckets(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
     assert on_bucket > 1
     assert len(prepared) == len(collection.image) * on_bucket
 
@@ -104,7 +104,7 @@ def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, sm
 @given(st.lists(st.integers(3, 12), max_size=30), st.integers(1, 5), st.integers(1, 200))
 def test_buckets_are_full_but_not_too_full(widths, rows, tokens):
     widths = np.sort(np.array(widths, dtype=np.int64))
-    bucket = buckets(widths, rows, tokens)
+    bucket = assign_buckets(widths, rows, tokens)
     assert len(bucket) == len(widths)
     assert set(np.diff(bucket)) <= {0, 1}
     for number in range(bucket.max(initial=-1) + 1):
