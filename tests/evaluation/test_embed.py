@@ -60,12 +60,8 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     assert (found.images, found.captions) == (3, 4)
     assert found.skipped == {"unreadable image": 1}
     assert np.load(tmp_path / "out" / "images.npy").dtype == np.float16
-    assert [row["images"] for row in read_lines(tmp_path / "out" / "captions.jsonl")] == [
-        1,
-        1,
-        2,
-        2,
-    ]
+    captions = read_lines(tmp_path / "out" / "captions.jsonl")
+    assert [row["images"] for row in captions] == [1, 1, 2, 2]
     plain = write_shards(tmp_path / "plain", samples[:1])
     embed(loaded, [plain], tmp_path / "none")
     assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)

@@ -1,7 +1,5 @@
 """Grids of runs: their plan, what is refused, and runs that are stopped, resumed, done once."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -88,13 +86,11 @@ def test_what_cannot_be_is_named(change, message):
 
 @pytest.mark.parametrize("flags", [[], ["--plan"]])
 def test_the_last_variants_mistake_is_named_before_the_first_is_trained(flags, tmp_path, capsys):
-    settings = PLAIN | {
-        "output": str(tmp_path / "out"),
-        "training": {"config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")},
-        "variants": PLAIN["variants"] | {"wrong": {"overrides": {"task.model.absolut": "keep"}}},
-    }
+    training = {"config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")}
+    variants = PLAIN["variants"] | {"wrong": {"overrides": {"task.model.absolut": "keep"}}}
+    settings = {"output": str(tmp_path / "out"), "training": training, "variants": variants}
     file = tmp_path / "x.yaml"
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml.safe_dump(PLAIN | settings))
     assert main(["ablate", "--config", str(file), *flags]) == 2
     said = "variant wrong: its overrides: unknown key 'task.model.absolut'"
     assert said in capsys.readouterr().err
@@ -129,7 +125,7 @@ def test_runs_have_the_threads_of_the_outer_openmp_level(tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tiny_ablation):
     config = load_config(tiny_ablation, AblationConfig)
-    said: list[str] = []
+    said = []
     done = run_ablation(config, tiny_ablation, ["none"], said.append)
     assert said[0] == "2 runs, 0 of them done"
     assert set(done) == {("none", 0), ("none", 1)}
@@ -150,25 +146,22 @@ def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tin
 
 @pytest.mark.nightly
 def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
-    scenes = tmp_path / "scenes"
+    scenes, vocabulary = tmp_path / "scenes", str(tmp_path / "scenes" / "vocabulary")
+    train = f"data vocabulary --shards {scenes}/train --size 256 --out {vocabulary}"
     overrides = {
         "model.text.width": 16, "model.image.width": 16, "model.text.layers": 1,
         "model.image.layers": 1, "model.cross.layers": 1, "model.image.image_size": 32,
         "training.batch": 16, "training.steps": 3, "training.optimiser.warmup_steps": 1,
         "objectives.itm.group": 8, "model.embed_dim": 16,
         "data.sources": [{"path": str(scenes / "train")}],
-        "data.vocabulary": str(scenes / "vocabulary"),
+        "data.vocabulary": vocabulary,
     }  # fmt: skip
     sizes = "--train 64 --val 8 --swaps 8 --image-size 32"
     plain = {
         "output": str(tmp_path / "out"),
         "prepare": [
             {"run": f"data scenes --out {scenes} {sizes}"},
-            {
-                "run": f"data vocabulary --shards {scenes}/train --size 256 --out "
-                f"{scenes}/vocabulary",
-                "makes": str(scenes / "vocabulary"),
-            },
+            {"run": train, "makes": vocabulary},
         ],
         "scenes": str(scenes),
         "seeds": [0, 1],
@@ -268,7 +261,7 @@ def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path):
     script.write_text(FAILING)
     runs = [Run(f"run {n}", out / str(n), [sys.executable, str(script), str(out / str(n))])
             for n in range(4)]  # fmt: skip
-    said: list[str] = []
+    said = []
     started = time.monotonic()
     with pytest.raises(ConfigError, match="0 ended with code 3; see ") as error:
         do_runs(runs, 2, dict, say=said.append)
