@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from evaluation.encoder import count_cut, finite
+from evaluation.encoder import count_cut, require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import Ranks, evaluating, inference
@@ -219,7 +219,7 @@ def _images(
 ) -> NDArray[np.float32]:
     with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_image(pixels.to(device, non_blocking=True)).feature
-    return finite(feature.float().cpu().numpy())
+    return require_finite(feature.float().cpu().numpy())
 
 
 def _texts(
@@ -228,4 +228,4 @@ def _texts(
     tokens = (part.to(device) for part in loaded.text(texts))
     with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_text(*tokens).feature
-    return finite(feature.float().cpu().numpy())
+    return require_finite(feature.float().cpu().numpy())

@@ -32,8 +32,8 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 
-# Column of right answers where a query has fewer than others.
-NOTHING = -1
+# Index in rows of right answers that are shorter than the longest.
+PADDING = -1
 GIBIBYTE = 2**30
 
 
@@ -116,7 +116,7 @@ class Collection(NamedTuple):
                 images[text] = owners
             for owner in owners:
                 of_image[owner] += equal
-        return _filled(images), _filled(map(sorted, of_image))
+        return _padded(images), _padded(map(sorted, of_image))
 
     @property
     def copies(self) -> int:
@@ -125,8 +125,8 @@ class Collection(NamedTuple):
         return len(digests) - len(set(digests))
 
 
-def _filled(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
-    padded = list(zip_longest(*rows, fillvalue=NOTHING))
+def _padded(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    padded = list(zip_longest(*rows, fillvalue=PADDING))
     return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
 
 
@@ -290,7 +290,7 @@ def _global(features: Any) -> NDArray[np.float32]:
     """Return the (rows, d) unit features of a block, empty without a valid sample."""
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
-    return finite(features.feature.float().cpu().numpy())
+    return require_finite(features.feature.float().cpu().numpy())
 
 
 def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
@@ -299,7 +299,7 @@ def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str])
     return counter(texts) if counter else 0
 
 
-def finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
+def require_finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
     """Require that features or scores are finite."""
     # NaN has no rank: it would change a figure without a word.
     if not np.isfinite(features).all():

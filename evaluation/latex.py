@@ -36,19 +36,19 @@ def latex(tables: Sequence[Table]) -> str:
 
 def latex_table(table: Table) -> str:
     """Format one floating table; a rule separates the paper's rows."""
-    head = " & ".join(escaped(cell) for cell in table.head)
+    head = " & ".join(escape(cell) for cell in table.head)
     body: list[str] = []
     for number, row in enumerate(table.rows):
         if number and _is_paper(row) and not _is_paper(table.rows[number - 1]):
             body.append(r"\midrule")
         # A row that begins with [ would be an option of the line break before it.
-        body.append("{}" + " & ".join(escaped(cell) for cell in row) + r" \\")
-    notes = [_typed(note) for note in table.notes]
+        body.append("{}" + " & ".join(escape(cell) for cell in row) + r" \\")
+    notes = [_typeset(note) for note in table.notes]
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{escaped(table.title)}. {' '.join(notes)}}}",
+            rf"\caption{{{escape(table.title)}. {' '.join(notes)}}}",
             rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.title.lower()).strip('-')}}}",
             r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
@@ -63,19 +63,19 @@ def latex_table(table: Table) -> str:
     )
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escape LaTeX's special characters."""
     return "".join(_SPECIAL.get(sign, sign) for sign in text)
 
 
-def _typed(note: str) -> str:
+def _typeset(note: str) -> str:
     """Set a note; text between backticks as code."""
     parts = note.split("`")
     # An unpaired backtick is a character.
     if len(parts) % 2 == 0:
-        return escaped(note)
+        return escape(note)
     return "".join(
-        rf"\texttt{{{escaped(part)}}}" if number % 2 else escaped(part)
+        rf"\texttt{{{escape(part)}}}" if number % 2 else escape(part)
         for number, part in enumerate(parts)
     )
 

@@ -43,14 +43,14 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """Lay out for the terminal."""
-        lines = aligned([self.head, *self.rows])
+        lines = align([self.head, *self.rows])
         lines.insert(1, "-" * max(map(len, lines)))
         return "\n".join([self.title, "", *lines, "", *self.notes])
 
     def markdown(self) -> str:
         """Lay out for a file or a pull request."""
-        align = ["---", *["---:"] * (len(self.head) - 1)]
-        lines = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
+        rule = ["---", *["---:"] * (len(self.head) - 1)]
+        lines = [f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows)]
         return "\n".join([f"**{self.title}**", "", *lines, "", *self.notes]) + "\n"
 
 
@@ -64,7 +64,7 @@ def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield note if len(names) == len(notes) else f"{', '.join(names)}: {note}"
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
     """Pad cells to columns, the first to the left and all others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return [

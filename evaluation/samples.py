@@ -187,7 +187,7 @@ class BlockReader(Generic[Value]):
         loader: DataLoader[_Parcel] = DataLoader(
             _Blocks(self._read, blocks),
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self._pin,
             # A loader draws a seed: from its own generator, so that the global one is unchanged.
             generator=torch.Generator(),
@@ -280,7 +280,7 @@ class _Blocks(Dataset[_Parcel]):
             return _Parcel.of(_FailedRead(error))
 
 
-def _as_it_is(parcel: Any) -> Any:
+def _identity(parcel: Any) -> Any:
     return parcel
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.encoder import GIBIBYTE, Block, BlockCache, finite
+from evaluation.encoder import GIBIBYTE, Block, BlockCache, require_finite
 from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
@@ -175,7 +175,7 @@ def evaluate_zeroshot(
         pixels = torch.stack([item for _, item in examples]).to(torch_device)
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
-        similarity = finite(image.feature.double().cpu().numpy()) @ features.T
+        similarity = require_finite(image.feature.double().cpu().numpy()) @ features.T
         # Unit features in float64: ties are equal prompts, not rounding.
         stages = {"dual": similarity}
         if top:
@@ -184,7 +184,7 @@ def evaluate_zeroshot(
                 odds = _log_odds(model, image, nearest, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, nearest, 1) / temperature
-            stages["match"] = reordered(similarity, nearest, odds)
+            stages["match"] = reorder(similarity, nearest, odds)
         return [
             _row(item, {name: scores[row] for name, scores in stages.items()}, prompts)
             for row, (item, _) in enumerate(examples)
@@ -196,7 +196,7 @@ def evaluate_zeroshot(
         )
         features = class_features(
             prompts,
-            lambda texts: finite(encode(texts).feature.double().cpu().numpy()),
+            lambda texts: require_finite(encode(texts).feature.double().cpu().numpy()),
             Ranks.current(),
         )
         rows, skipped = evaluate_blocks(
@@ -208,7 +208,7 @@ def evaluate_zeroshot(
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
 
-def reordered(
+def reorder(
     scores: NDArray[np.floating], nearest: NDArray[np.int64], new_scores: NDArray[np.floating]
 ) -> NDArray[np.float64]:
     """Return (images, classes) scores with the best few in a new order before all others.

@@ -14,7 +14,7 @@ import torch
 
 import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
-from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
+from evaluation.downstream.task_evaluation import Row, drop_fields, load_for_evaluation
 from evaluation.encoder import encode_image
 from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
@@ -49,7 +49,7 @@ def predict(
         rows, skipped = get_evaluation(kind).predictions(task, shards, options)
     # Without the truth, which test sets lack, and scores that depend on it.
     hidden = (*get_evaluation(kind).hidden, "scores")
-    return Predictions(kind, without(rows, hidden), skipped)
+    return Predictions(kind, drop_fields(rows, hidden), skipped)
 
 
 def write_official(path: Path, predictions: Predictions) -> None:

@@ -33,7 +33,7 @@ def sentence_of(row: Mapping[str, Any]) -> str:
     return f"{parts[0]}: {row['text']}" if len(parts) == 2 else str(row["text"])
 
 
-def with_truth(
+def select_annotated(
     rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], message: str
 ) -> list[dict[str, Any]]:
     """Return the rows with an annotated field `truth`."""
@@ -119,7 +119,7 @@ class TaskEvaluation:
         self.require_tools(task)
         rows, skipped = self.predictions(task, shards, options, **kwargs)
         folders = tuple(map(str, shards))
-        annotated = with_truth(rows, self.truth, folders, self.no_truth)
+        annotated = select_annotated(rows, self.truth, folders, self.no_truth)
         figures, notes = self.score(task, annotated, options.resamples, **kwargs)
         if unlabelled := len(rows) - len(annotated):
             notes = (*notes, f"{unlabelled} of the items have no truth: predicted, and not judged.")
@@ -131,7 +131,7 @@ class TaskEvaluation:
             counts={"items": len(rows)},
             shards=folders,
             figures=figures,
-            predictions=without(rows, self.hidden),
+            predictions=drop_fields(rows, self.hidden),
             skipped=skipped,
             notes=notes,
         )
@@ -201,7 +201,7 @@ def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
     return [folder for folder in folders if os.path.abspath(folder) in train_folders]
 
 
-def without(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
+def drop_fields(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:
     """Return rows without some fields."""
     return [{name: value for name, value in row.items() if name not in fields} for row in rows]
 

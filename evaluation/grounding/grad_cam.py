@@ -17,7 +17,7 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 
 # Each map switches its layer's attention over, and back.
-_ONE_AT_A_TIME = threading.Lock()
+_HOOK_LOCK = threading.Lock()
 
 
 def grad_cam(
@@ -47,7 +47,7 @@ def grad_cam(
     cross_layer = model.cross_encoder.layers[number]
     assert isinstance(cross_layer, CrossLayer)
     with (
-        _ONE_AT_A_TIME,
+        _HOOK_LOCK,
         evaluating(model, image.states.device),
         _text_probabilities(cross_layer.cross_attention) as leaves,
         torch.enable_grad(),

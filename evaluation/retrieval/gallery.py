@@ -18,7 +18,7 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 
 # Pairs of one call: a fifth quicker on two cores than one by one, or than all at once.
-_TOGETHER = 4
+_MATCH_BATCH = 4
 
 
 class Hit(NamedTuple):
@@ -74,8 +74,8 @@ class Gallery:
             scores = similarity(query.feature, self.collection.image)[0]
             order = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
             candidates, hits = order[:rerank], []
-            for start in range(0, len(candidates), _TOGETHER):
-                chunk = candidates[start : start + _TOGETHER]
+            for start in range(0, len(candidates), _MATCH_BATCH):
+                chunk = candidates[start : start + _MATCH_BATCH]
                 odds = self._matches(chunk, query)
                 hits += [Hit(n, float(scores[n]), y) for n, y in zip(chunk, odds, strict=True)]
             temperature = float(model.temperature())

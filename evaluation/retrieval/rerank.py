@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.encoder import NOTHING, BlockCache, Collection
+from evaluation.encoder import PADDING, BlockCache, Collection
 from evaluation.work_sharding import Ranks, inference
 from vlp.config import Precision
 from vlp.models.itm_scorer import ITMScorer
@@ -101,7 +101,7 @@ def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
     for column in range(right.shape[1]):
         features = candidate[right[:, column].clamp(min=0)]
         scores = (query.double() * features.double()).sum(dim=1).float()
-        scores = scores.masked_fill((right[:, column] == NOTHING) | scores.isnan(), -torch.inf)
+        scores = scores.masked_fill((right[:, column] == PADDING) | scores.isnan(), -torch.inf)
         best = torch.maximum(best, scores)
     return best
 
@@ -207,7 +207,7 @@ def reranked_ranks(
     """
     right = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
-        right |= (dual.nearest == column[:, None]) & (column[:, None] != NOTHING)
+        right |= (dual.nearest == column[:, None]) & (column[:, None] != PADDING)
     best = np.where(right & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )

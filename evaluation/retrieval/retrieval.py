@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from evaluation.encoder import GIBIBYTE, NOTHING, Collection, Encoder, finite
+from evaluation.encoder import GIBIBYTE, PADDING, Collection, Encoder, require_finite
 from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
 from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
@@ -113,7 +113,7 @@ def _rerank_scores(
             ranks=ranks,
             step=bar.update,
         )
-    odds = finite(odds)
+    odds = require_finite(odds)
     images = searches["text_to_image"].nearest
     captions = searches["image_to_text"].nearest
     text_index = np.broadcast_to(np.arange(texts)[:, None], images.shape)
@@ -321,7 +321,7 @@ def evaluate_retrieval(
             "is higher than that of unseen pairs."
         )
     images_of_text, texts = collection.right_answers()[0], len(collection.text)
-    if copies := int((images_of_text[:, 1:2] != NOTHING).sum()):
+    if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
         notes.append(f"{copies} captions are equal to one of another image, and right for both.")
     if collection.copies:
         notes.append(
@@ -364,7 +364,7 @@ def _figures(
     """Compute recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image), len(collection.text)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
-    right = [(answers != NOTHING).sum(axis=1) for answers in collection.right_answers()]
+    right = [(answers != PADDING).sum(axis=1) for answers in collection.right_answers()]
     chances = {
         "text_to_image": [chance_recall(right[0], images, k) for k in RECALL_AT],
         "image_to_text": [chance_recall(right[1], texts, k) for k in RECALL_AT],

@@ -82,7 +82,7 @@ def run_plan(
     json_file: Path | None = None,
 ) -> int:
     """Print the plan of a pretraining; return 0 if the GPUs can train it, else 2."""
-    from evaluation.results import aligned
+    from evaluation.results import align
     from vlp.config import ConfigError, load_config
     from vlp.io import write_json
     from vlp.training.config import PretrainConfig
@@ -128,7 +128,7 @@ def run_plan(
         ]
         for stage, memory in stages.items()
     ]
-    print("\n".join(aligned(head + rows)))
+    print("\n".join(align(head + rows)))
     print("Activations, batches, buckets of gradients and gathered weights come on top.\n")
     print(f"steps: {'unknown, give --pairs' if steps is None else f'{steps:,}'}")
     if pairs_per_second is None:

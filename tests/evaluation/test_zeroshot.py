@@ -8,7 +8,7 @@ from question_shards import COLOURS, photo
 import vlp
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
-from evaluation.zeroshot import Prompts, evaluate_zeroshot, read_prompts, reordered
+from evaluation.zeroshot import Prompts, evaluate_zeroshot, read_prompts, reorder
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
@@ -106,7 +106,7 @@ def test_the_best_classes_are_scored_again(loaded, shards, by):
 def test_reordered_scores_keep_the_rest_behind():
     scores = np.array([[0.9, 0.1, 0.5, 0.4], [0.2, 0.3, 0.1, 0.0]])
     near = np.array([[0, 2], [1, 0]])
-    found = reordered(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
+    found = reorder(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
     assert np.argsort(-found, axis=1).tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
 
 
