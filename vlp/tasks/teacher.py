@@ -250,14 +250,14 @@ class MomentumTeacher:
         step: int,
         training: bool,
     ) -> TeacherOutput:
-        fresh, queue = gathered(), self.queue
+        batch_keys, queue = gathered(), self.queue
         if step != self._keys_step:  # keys of a step that was skipped are not pushed
             self.forget()
         if training:
             self._keys_step = step
-            self._new_keys.append(fresh)
+            self._new_keys.append(batch_keys)
         # A queue that fills would make a held-out loss rise, whatever the model learns.
-        keys = Keys(*map(torch.cat, zip(fresh, queue.keys()))) if training else fresh
+        keys = Keys(*map(torch.cat, zip(batch_keys, queue.keys()))) if training else batch_keys
         settings = self.settings
         share = soft_target_share(step, SOFT_SHARE, settings.warmup_steps)
         alpha = share if training else 0.0

@@ -134,10 +134,10 @@ def _writable(module: Any) -> Iterator[None]:
     if os.access(file.parent, os.W_OK):
         yield
         return
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         for other in file.parent.iterdir():
-            (Path(place) / other.name).symlink_to(other)
-        module.__file__ = str(Path(place) / file.name)
+            (Path(folder) / other.name).symlink_to(other)
+        module.__file__ = str(Path(folder) / file.name)
         try:
             yield
         finally:
@@ -145,8 +145,8 @@ def _writable(module: Any) -> Iterator[None]:
 
 
 def _scorer(module: str, name: str) -> Any:
-    place = module if "." in module else f"{module}.{module}"
-    return getattr(importlib.import_module(f"pycocoevalcap.{place}"), name)
+    path = module if "." in module else f"{module}.{module}"
+    return getattr(importlib.import_module(f"pycocoevalcap.{path}"), name)
 
 
 PARSER = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")

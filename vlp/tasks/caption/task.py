@@ -86,10 +86,10 @@ class CaptionTask(WritingTask):
                 places=batch.places,
             )
         nats = -output.log_probability.where(batch.valid, 0)
-        right, tokens = (part.where(batch.valid, 0).sum() for part in (output.right, output.tokens))
+        hits, tokens = (part.where(batch.valid, 0).sum() for part in (output.right, output.tokens))
         return self.step_output(
             {"words": Loss(nats.sum(), tokens)},
-            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+            statistics={"token_accuracy": hits / tokens.clamp(min=1)},
         )
 
     @torch.no_grad()

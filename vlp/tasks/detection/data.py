@@ -242,7 +242,7 @@ class CocoImages:
     def _by_image(
         self, annotations: Iterable[_Object], faults: dict[str, list[str]]
     ) -> dict[Any, list[tuple[_Object, Corners]]]:
-        """Return the objects of each image id with what lies in the image of their box."""
+        """Return the objects of each image id with their boxes, clipped to the image."""
         sizes = {image.id: (image.width, image.height) for image in self._images}
         objects = defaultdict(list)
         for row in annotations:
@@ -400,11 +400,11 @@ class DetectionDataConfig(MapDatasetConfig):
         DETR_SIZES, min_length=1, description="shorter side in pixels, one is drawn for each visit"
     )
     test_sizes: tuple[PositiveInt, ...] = Field(
-        (), description="shorter sides that are judged; empty is the largest of `sizes`"
+        (), description="shorter sides of the evaluation; empty is the largest of `sizes`"
     )
     longest: int = Field(1333, ge=1, description="longer side in pixels at most")
     multiple: int = Field(
-        32, ge=1, description="sides are multiples of so many pixels: the backbone's stride"
+        32, ge=1, description="sides are multiples of this number of pixels, the backbone's stride"
     )
     hflip: bool = Field(True, description="left and right, every other time")
     crop: float = Field(0.0, ge=0, le=1, description="probability of a random crop; DETR: 0.5")
@@ -499,10 +499,10 @@ def fit_size(
     """
     # Multiples of a feature map's cell also leave few shapes, so that more images share one.
     scale = min(shortest / min(width, height), longest / max(width, height))
-    most = max(longest // multiple, 1)
-    sides = (min(max(round(scale * side / multiple), 1), most) for side in (width, height))
-    wide, high = (side * multiple for side in sides)
-    return wide, high
+    limit = max(longest // multiple, 1)
+    sides = (min(max(round(scale * side / multiple), 1), limit) for side in (width, height))
+    fitted_width, fitted_height = (side * multiple for side in sides)
+    return fitted_width, fitted_height
 
 
 class DetectionSamples:
@@ -585,7 +585,7 @@ def _crop(
     sides: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Crop an image at random; boxes (shares) are cut to what lies in it."""
+    """Crop an image at random and clip its boxes, which are shares of the image."""
     full = np.array(image.size)
     crop = np.maximum(np.rint(full * rng.uniform(*sides, 2)), 1).astype(int)
     start = rng.integers(full - crop + 1)

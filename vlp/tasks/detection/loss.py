@@ -53,17 +53,17 @@ def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
 
     Each result (objects,) holds the queries, all different, of objects 0, 1, ....
     """
-    assigned = []
+    assignments = []
     for cost in costs:
         queries, objects = cost.shape
         if objects > queries:
             raise ValueError(f"{objects} objects are more than {queries} queries")
         finite = torch.nan_to_num(cost, IMPOSSIBLE, IMPOSSIBLE, -IMPOSSIBLE).double().cpu().numpy()
         query, number = linear_sum_assignment(finite)
-        chosen = np.empty(objects, dtype=np.int64)
-        chosen[number] = query
-        assigned.append(chosen)
-    return assigned
+        assignment = np.empty(objects, dtype=np.int64)
+        assignment[number] = query
+        assignments.append(assignment)
+    return assignments
 
 
 # A `Loss` has an integer count, so the weight of 'no object' counts in thousandths.
@@ -114,7 +114,7 @@ def set_losses(
             logits[:, number], boxes[:, number], labels[number], objects[number], cost
         ).cpu()
     ]
-    chosen = [torch.from_numpy(assignment) for assignment in match(costs)]
+    assignments = [torch.from_numpy(assignment) for assignment in match(costs)]
     label = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
     target = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
     image = torch.arange(images).repeat_interleave(
@@ -122,7 +122,7 @@ def set_losses(
     )
     out = []
     for layer in range(layers):
-        query = torch.cat([chosen[n * layers + layer] for n in range(images)] or [image])
+        query = torch.cat([assignments[n * layers + layer] for n in range(images)] or [image])
         index = image.to(logits.device), query.to(logits.device)
         target_classes = torch.full((images, queries), classes - 1, device=logits.device)
         target_classes[index] = label

@@ -53,7 +53,7 @@ def coco_figures(
         ) from error
     if len(truth) != len(detections):
         raise ValueError(f"{len(truth)} images, but detections in {len(detections)}")
-    label_arrays = [image.labels for image in (*truth, *detections)]
+    label_arrays = [image.labels for image in truth] + [image.labels for image in detections]
     labels = np.concatenate(label_arrays or [np.zeros(0, dtype=np.int64)])
     if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")

@@ -36,9 +36,11 @@ class ResNetConfig(Config):
         "trained, whose statistics depend on the ranks; group: group norm, for training from "
         "scratch",
     )
-    stage: int = Field(4, ge=1, le=4, description="whose output is used: 4 has stride 32, 3 has 16")
+    stage: int = Field(
+        4, ge=1, le=4, description="stage of the features: 4 has stride 32, 3 has 16"
+    )
     frozen_stages: int = Field(
-        0, ge=0, le=4, description="the stem and so many stages keep their weights; DETR: 1"
+        0, ge=0, le=4, description="stages that are frozen with the stem; DETR: 1"
     )
 
 
@@ -92,11 +94,11 @@ def _group_norm(channels: int, **options: Any) -> GroupNorm:
     return GroupNorm(channels, math.gcd(32, channels), **options)
 
 
-Place = Callable[[Tensor], Tensor]
+AddPosition = Callable[[Tensor], Tensor]
 
 
-def unplaced(states: Tensor) -> Tensor:
-    """Return the states (B, T, width) as they are."""
+def no_position(states: Tensor) -> Tensor:
+    """Return the states (B, T, width) unchanged."""
     return states
 
 
@@ -104,20 +106,20 @@ def unplaced(states: Tensor) -> Tensor:
 class QueryKeyContext(PositionContext):
     """A context that also gives the states (B, T, width) their places, for queries and for keys."""
 
-    place_query: Place = unplaced
-    place_key: Place = unplaced
+    query_position: AddPosition = no_position
+    key_position: AddPosition = no_position
 
 
-class QueryKeyPlaces(PositionEncoding):
+class QueryKeyPositions(PositionEncoding):
     """Encoding that asks the context for positions and has no parameters, so layers share one."""
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (B, T, width) with their places, values as they are."""
+        """Return queries and keys (B, T, width) with positions, and unchanged values."""
         if not isinstance(context, QueryKeyContext):
             raise TypeError(f"a QueryKeyContext is needed, not {type(context).__name__}")
-        return context.place_query(query), context.place_key(key), value
+        return context.query_position(query), context.key_position(key), value
 
 
 class DetrConfig(Config):
@@ -214,12 +216,12 @@ class Detr(nn.Module):
         """Detect objects in images of one size (B, 3, height, width)."""
         features = self.project(self.backbone(pixels))
         context = PositionContext((features.shape[-2], features.shape[-1]))
-        memory, place = self.encode(features.flatten(2).transpose(1, 2), context)
+        memory, key_position = self.encode(features.flatten(2).transpose(1, 2), context)
         target = memory.new_zeros(len(memory), self.queries.num_embeddings, memory.shape[-1])
-        place_query = _AddPlaces(self.queries(_numbers(self.queries)))
+        query_position = _AddQueries(self.queries(_numbers(self.queries)))
         states = []
         for layer in self.decoder:
-            target = layer(target, memory, place_query, place)
+            target = layer(target, memory, query_position, key_position)
             states.append(self.decoder_norm(target))
         out = torch.stack(states)
         logits, boxes = self.classify(out), self.locate(out)
@@ -227,15 +229,15 @@ class Detr(nn.Module):
         exact = torch.promote_types(boxes.dtype, torch.float32)
         return Detections(logits.to(exact), boxes.to(exact).sigmoid())
 
-    def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, Place]:
+    def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, AddPosition]:
         """Encode a grid's tokens (B, T, width) -> memory (B, T, width), and its keys' places."""
-        place: Place = partial(self._placed, context=context)
+        add: AddPosition = partial(self._add_positions, context=context)
         if self.place == "input":
-            tokens, place = place(tokens), unplaced
-        layer_context = QueryKeyContext(context.grid, place_query=place, place_key=place)
+            tokens, add = add(tokens), no_position
+        layer_context = QueryKeyContext(context.grid, query_position=add, key_position=add)
         for layer in self.encoder:
             tokens = layer(tokens, layer_context)
-        return tokens, place
+        return tokens, add
 
     def require_grid(self, height: int, width: int) -> None:
         """Require that the position encodings can encode an image of this many pixels."""
@@ -243,10 +245,10 @@ class Detr(nn.Module):
         like = self.project.weight
         tokens = like.new_zeros(1, rows * columns, like.shape[0])
         with torch.no_grad():
-            _, place = self.encode(tokens, PositionContext((rows, columns)))
-            place(tokens)
+            _, add = self.encode(tokens, PositionContext((rows, columns)))
+            add(tokens)
 
-    def _placed(self, tokens: Tensor, context: PositionContext) -> Tensor:
+    def _add_positions(self, tokens: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
             tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
         return tokens
@@ -258,7 +260,7 @@ class DetrEncoderLayer(nn.Module):
     def __init__(self, config: DetrConfig, positions: Sequence[PositionEncoding]) -> None:
         super().__init__()
         self.attention = Attention(
-            config.width, config.heads, positions=[QueryKeyPlaces(), *positions]
+            config.width, config.heads, positions=[QueryKeyPositions(), *positions]
         )
         self.attention_norm = nn.LayerNorm(config.width)
         self.feed_forward = _feed_forward(config)
@@ -278,31 +280,33 @@ class DetrDecoderLayer(nn.Module):
     def __init__(self, config: DetrConfig) -> None:
         super().__init__()
         width, heads = config.width, config.heads
-        self.attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.attention = Attention(width, heads, positions=[QueryKeyPositions()])
         self.attention_norm = nn.LayerNorm(width)
-        self.cross_attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.cross_attention = Attention(width, heads, positions=[QueryKeyPositions()])
         self.cross_norm = nn.LayerNorm(width)
         self.feed_forward = _feed_forward(config)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, target: Tensor, memory: Tensor, query: Place, key: Place) -> Tensor:
+    def forward(
+        self, target: Tensor, memory: Tensor, query: AddPosition, key: AddPosition
+    ) -> Tensor:
         """Decode target (B, queries, width) with memory (B, T, width) -> (B, queries, width)."""
-        self_context = QueryKeyContext(place_query=query, place_key=query)
+        self_context = QueryKeyContext(query_position=query, key_position=query)
         attended = self.attention(target, context=self_context)
         target = self.attention_norm(target + self.dropout(attended))
-        cross_context = QueryKeyContext(place_query=query, place_key=key)
+        cross_context = QueryKeyContext(query_position=query, key_position=key)
         crossed = self.cross_attention(target, memory, context=cross_context)
         target = self.cross_norm(target + self.dropout(crossed))
         return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
 
 
-class _AddPlaces:
-    def __init__(self, places: Tensor) -> None:
-        self.places = places
+class _AddQueries:
+    def __init__(self, embeddings: Tensor) -> None:
+        self.embeddings = embeddings
 
     def __call__(self, states: Tensor) -> Tensor:
-        return states + self.places.to(states.dtype)
+        return states + self.embeddings.to(states.dtype)
 
 
 def _feed_forward(config: DetrConfig) -> nn.Sequential:

@@ -135,8 +135,9 @@ def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
     if data.shapes_differ:
         shapes += [(size, data.longest), (data.longest, size)]
     for height, width in shapes:
-        wide, high = fit_size(width, height, size, data.longest, data.multiple)
+        fitted = fit_size(width, height, size, data.longest, data.multiple)
         try:
-            model.require_grid(high, wide)
+            model.require_grid(fitted[1], fitted[0])
         except ValueError as error:
-            raise ConfigError(f"images of {wide} x {high} px (size {size}): {error}") from error
+            shape = f"{fitted[0]} x {fitted[1]}"
+            raise ConfigError(f"images of {shape} px (size {size}): {error}") from error

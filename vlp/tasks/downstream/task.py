@@ -245,8 +245,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     if "anchor" in config.cross.position and model.anchor_threshold == 0:
         model.anchor_threshold.fill_(DELTA)
     text = TextProcessor.load(folder, config.text.max_tokens)
-    before = Preprocessing.load(folder)
-    preprocess = Preprocessing(config.image.image_size, before.mean, before.std)
+    stored = Preprocessing.load(folder)
+    preprocess = Preprocessing(config.image.image_size, stored.mean, stored.std)
     return Loaded(model, text, preprocess, heads, folder), report
 
 
@@ -296,8 +296,8 @@ class WritingTask(Downstream):
         """Write a text for each row of the decoder's memory."""
         text = self.text
         # Special tokens are never generated, but for the end.
-        silent = tuple(token for token in text.special_ids if token != text.sep_id)
-        marks = Marks(text.cls_id, text.sep_id, silent)
+        suppressed = tuple(token for token in text.special_ids if token != text.sep_id)
+        marks = Marks(text.cls_id, text.sep_id, suppressed)
         embedding = self.model.text_encoder.embedding
         ids = generate(self.decoder, memory, embedding, marks, self.max_tokens - 1, beams, penalty)
         rows = [

@@ -30,7 +30,7 @@ class GridPair(NamedTuple):
 
 
 class ArcTask(NamedTuple):
-    """One rule, shown by `train` pairs and asked for by `test` pairs."""
+    """One rule, with `train` pairs as examples and `test` pairs as questions."""
 
     name: str
     train: tuple[GridPair, ...]
@@ -148,12 +148,12 @@ class Symmetry(Config):
         # A rule that allows two turns allows both; and an orbit is one only where all are named.
         probe = np.arange(6).reshape(2, 3)
         results = {turn: TURNS[turn](probe).tolist() for turn in TURNS}
-        needed = {"identity"}
+        required = {"identity"}
         for first in turns:
             for second in turns:
-                both = TURNS[second](TURNS[first](probe)).tolist()
-                needed |= {turn for turn, result in results.items() if result == both}
-        if missing := sorted(needed - set(turns)):
+                composed = TURNS[second](TURNS[first](probe)).tolist()
+                required |= {turn for turn, result in results.items() if result == composed}
+        if missing := sorted(required - set(turns)):
             raise ValueError(f"turns {', '.join(turns)} together are also {', '.join(missing)}")
         return turns
 
@@ -209,14 +209,14 @@ def held_out_variants(
 
 def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
     """Return a key that is equal for grids which are variants of each other, and for no others."""
-    free = set(symmetry.colours)
+    exchangeable = set(symmetry.colours)
     keys = []
     for turn in symmetry.turns:
         turned = TURNS[turn](grid)
         # Free colours are numbered, above the others, in the order in which they come.
         names: dict[int, int] = {}
         cells = [
-            names.setdefault(colour, COLOURS + len(names)) if colour in free else colour
+            names.setdefault(colour, COLOURS + len(names)) if colour in exchangeable else colour
             for colour in turned.flatten().tolist()
         ]
         keys.append((turned.shape, bytes(cells)))
@@ -226,9 +226,9 @@ def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
 def _draw(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
     turn = symmetry.turns[int(rng.integers(len(symmetry.turns)))]
     colours = list(range(COLOURS))
-    drawn = rng.permutation(list(symmetry.colours)).astype(int).tolist()
-    for before, after in zip(symmetry.colours, drawn, strict=True):
-        colours[before] = after
+    permutation = rng.permutation(list(symmetry.colours)).astype(int).tolist()
+    for old, new in zip(symmetry.colours, permutation, strict=True):
+        colours[old] = new
     return GridVariant(turn, tuple(colours))
 
 

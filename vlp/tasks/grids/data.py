@@ -171,24 +171,24 @@ def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
 def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
     """Return the tasks of a configuration, with all test pairs fitting its size."""
     tasks = read_tasks(config.path, [task.name for task in config.tasks])
-    for number, chosen in enumerate(config.tasks):
-        where, task = f"data.tasks.{number}: task {chosen.name}", tasks[chosen.name]
+    for number, task_config in enumerate(config.tasks):
+        where, task = f"data.tasks.{number}: task {task_config.name}", tasks[task_config.name]
         largest = max(max(*pair.input.shape, *pair.output.shape) for pair in task.test)
         if largest > config.size:
             raise ConfigError(
                 f"{where} has test grids of {largest} rows or columns, data.size is {config.size}"
             )
-        if chosen.source == "rule" and chosen.name not in RULES:
+        if task_config.source == "rule" and task_config.name not in RULES:
             raise ConfigError(
                 f"{where} has no known rule; those with one are {', '.join(RULES)}; with "
                 "source: pairs its given pairs are used"
             )
-        if chosen.source == "pairs" and not _usable(task, chosen.allowed, config.size):
+        if task_config.source == "pairs" and not _usable(task, task_config.allowed, config.size):
             raise ConfigError(
                 f"{where} has no train pair that fits data.size {config.size} and is no "
                 "test input or variant of one"
             )
-        _require_symmetry(where, task, chosen)
+        _require_symmetry(where, task, task_config)
     return tasks
 
 
@@ -202,9 +202,10 @@ class GridSamples:
 
     def __init__(self, tasks: Mapping[str, ArcTask], config: GridDataConfig) -> None:
         self.config = config
-        self._tasks = [tasks[chosen.name] for chosen in config.tasks]
+        self._tasks = [tasks[task_config.name] for task_config in config.tasks]
         self._tests = [
-            orbits_of_tests(task, chosen.allowed) for task, chosen in zip(self._tasks, config.tasks)
+            orbits_of_tests(task, task_config.allowed)
+            for task, task_config in zip(self._tasks, config.tasks)
         ]
 
     def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
@@ -212,23 +213,23 @@ class GridSamples:
         index = number % len(self._tasks)
         variant = draw_variant(self.config.tasks[index].allowed, rng_for("variant"))
         pair = self._pair(index, rng_for("pair"))
-        changed = GridPair(variant(pair.input), variant(pair.output))
+        varied = GridPair(variant(pair.input), variant(pair.output))
         try:
-            return grid_sample(changed, index, self.config.size)
+            return grid_sample(varied, index, self.config.size)
         except ValueError as error:
             raise BadSample("grid too large", f"{self._tasks[index].name} ({error})") from error
 
     def _pair(self, index: int, rng: np.random.Generator) -> GridPair:
-        task, chosen = self._tasks[index], self.config.tasks[index]
+        task, task_config = self._tasks[index], self.config.tasks[index]
         # Small tasks draw test inputs by chance; a bounded number of tries keeps a run alive.
         for _ in range(_TRIES):
-            if chosen.source == "rule":
+            if task_config.source == "rule":
                 rule = RULES[task.name]
                 grid = rule.draw(rng, min(self.config.size, rule.largest))
                 pair = GridPair(grid, rule.answer(grid))
             else:
                 pair = task.train[int(rng.integers(len(task.train)))]
-            if orbit(pair.input, chosen.allowed) not in self._tests[index]:
+            if orbit(pair.input, task_config.allowed) not in self._tests[index]:
                 return pair
         raise BadSample("test inputs alone", task.name)
 
@@ -273,18 +274,18 @@ def _usable(task: ArcTask, symmetry: Symmetry, size: int) -> bool:
     )
 
 
-def _require_symmetry(where: str, task: ArcTask, chosen: GridTaskConfig) -> None:
+def _require_symmetry(where: str, task: ArcTask, task_config: GridTaskConfig) -> None:
     """Refuse changes that turn a known rule into another one on the given pairs."""
-    if chosen.name not in RULES or chosen.symmetry is None:
+    if task_config.name not in RULES or task_config.symmetry is None:
         return
-    answer = RULES[chosen.name].answer
+    answer = RULES[task_config.name].answer
     rng = np.random.default_rng(0)
     for pair in task.train:
-        variants = [GridVariant(turn=turn) for turn in chosen.symmetry.turns]
-        variants += [draw_variant(chosen.symmetry, rng) for _ in range(20)]
+        variants = [GridVariant(turn=turn) for turn in task_config.symmetry.turns]
+        variants += [draw_variant(task_config.symmetry, rng) for _ in range(20)]
         for variant in variants:
             if not np.array_equal(answer(variant(pair.input)), variant(pair.output)):
                 raise ConfigError(
                     f"{where}: its rule is another one after {variant.turn} with colours "
-                    f"{list(variant.colours)}; its symmetry is {RULES[chosen.name].symmetry}"
+                    f"{list(variant.colours)}; its symmetry is {RULES[task_config.name].symmetry}"
                 )

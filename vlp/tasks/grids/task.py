@@ -44,8 +44,8 @@ class Grids(VisionTask):
         count = torch.tensor(batch.outputs.numel(), device=nats.device)
         statistics = {}
         if len(batch.outputs):
-            right = logits.argmax(1) == batch.outputs
-            statistics = {"cells": right.float().mean(), "exact": right.all(-1).float().mean()}
+            correct = logits.argmax(1) == batch.outputs
+            statistics = {"cells": correct.float().mean(), "exact": correct.all(-1).float().mean()}
         return self.step_output({"cells": Loss(nats, count)}, statistics=statistics)
 
 

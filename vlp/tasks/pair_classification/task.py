@@ -76,7 +76,7 @@ class Nlvr2Config(PairClassificationConfig):
         1,
         ge=1,
         le=16,
-        description="each image is cut into so many parts of one width, from left to right, and "
+        description="number of parts of one width, from left to right, that an image is cut into; "
         "each is read as an image of its own, with its own tag",
     )
 
@@ -92,7 +92,7 @@ class Nlvr2Config(PairClassificationConfig):
 
 
 class Nlvr2AssignmentConfig(PairClassificationConfig):
-    """Text assignment, which prepares for NLVR2: which of two images a caption tells of."""
+    """Text assignment, which prepares for NLVR2: the image of a caption among two."""
 
     kind: Literal["nlvr2_assignment"] = Field("nlvr2_assignment", description="selects this class")
 
@@ -162,8 +162,8 @@ class PairClassification(Distilled):
             soft = functional.cross_entropy(logits, target.soft, reduction="none")
             nats = (1 - target.alpha) * nats + target.alpha * soft
         losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
-        right = (logits.argmax(-1) == batch.labels).float().mean()
-        return self.step_output(losses, statistics={"accuracy": right})
+        correct = (logits.argmax(-1) == batch.labels).float().mean()
+        return self.step_output(losses, statistics={"accuracy": correct})
 
     @torch.no_grad()
     def predict(self, batch: PairBatch) -> list[str]:

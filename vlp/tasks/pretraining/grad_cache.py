@@ -29,7 +29,7 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def select(whole: Rows, rows: slice) -> Rows:
-    """Return rows of every tensor in a named tuple; its other fields as they are."""
+    """Return rows of every tensor in a named tuple; its other fields stay."""
     return whole._make(field[rows] if isinstance(field, Tensor) else field for field in whole)
 
 

@@ -350,18 +350,18 @@ class ImageTextMatching(Objective):
         if settings.listwise is None:
             wrong_labels = torch.zeros_like(anchor_rows)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
-            counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
-            right = (logits.detach().argmax(-1) == labels) & counted
-            step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
-            return {"itm": Term(itm_loss(logits, labels, counted), settings.weight, anchors)}
+            mask = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
+            hits = (logits.detach().argmax(-1) == labels) & mask
+            step.statistics["itm_accuracy"] = hits.sum() / mask.sum().clamp(min=1)
+            return {"itm": Term(itm_loss(logits, labels, mask), settings.weight, anchors)}
         # Two lists a row: its image with wrong texts, its text with wrong images.
         odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(anchor_rows)])
         matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, count))
-        has = torch.cat([negatives.has_text, negatives.has_image])[::count]
-        has = has & batch.valid.repeat(2)
-        correct = (matched > wrong.amax(1)).detach() & has
-        step.statistics["itm_accuracy"] = correct.sum() / has.sum().clamp(min=1)
-        return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight, anchors)}
+        mask = torch.cat([negatives.has_text, negatives.has_image])[::count]
+        mask = mask & batch.valid.repeat(2)
+        correct = (matched > wrong.amax(1)).detach() & mask
+        step.statistics["itm_accuracy"] = correct.sum() / mask.sum().clamp(min=1)
+        return {"itm": Term(listwise_itm_loss(matched, wrong, mask), settings.weight, anchors)}
 
 
 class MaskedLanguageModelling(Objective):

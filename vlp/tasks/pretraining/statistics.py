@@ -293,12 +293,12 @@ def move_threshold(
     A threshold of 0 becomes the quantile, later ones are running means; a batch without words
     changes nothing. Every rank must call it. Shapes are as in `similarity_quantile`.
     """
-    now = similarity_quantile(similarity, word_mask, valid, quantile)
-    threshold.copy_(_moved(threshold, now, momentum))
+    batch_quantile = similarity_quantile(similarity, word_mask, valid, quantile)
+    threshold.copy_(_moved(threshold, batch_quantile, momentum))
 
 
 @region
-def _moved(threshold: Tensor, now: Tensor, momentum: float) -> Tensor:
-    moved = torch.lerp(now, threshold, momentum)
-    new = torch.where(threshold > 0, moved, now)
-    return torch.where(torch.isfinite(new), new, threshold)
+def _moved(threshold: Tensor, batch_quantile: Tensor, momentum: float) -> Tensor:
+    moved = torch.lerp(batch_quantile, threshold, momentum)
+    updated = torch.where(threshold > 0, moved, batch_quantile)
+    return torch.where(torch.isfinite(updated), updated, threshold)

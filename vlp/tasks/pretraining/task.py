@@ -189,7 +189,7 @@ class Pretraining(PlainTask):
         return [] if self.teacher is None else [self.teacher.average.module]
 
     def after_skip(self) -> None:
-        """Forget the teacher's keys of a step that was not applied."""
+        """Drop the teacher's keys of a step that was not applied."""
         if self.teacher is not None:
             self.teacher.forget()
 

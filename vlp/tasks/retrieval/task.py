@@ -42,7 +42,7 @@ class PairsDataConfig(DataConfig):
     validation_limit: int | None = Field(
         None,
         ge=1,
-        description="only the first so many samples of `validation`; of grounding, expressions",
+        description="number of first samples of `validation`; of grounding, of expressions",
         json_schema_extra={"resume": "tolerated"},
     )
 

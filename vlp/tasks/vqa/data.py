@@ -39,7 +39,7 @@ def answers_of(question: Question) -> dict[str, int]:
     return dict(counts)
 
 
-def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...]:
+def frequent_answers(folders: Sequence[str | Path], limit: int) -> tuple[str, ...]:
     """Return the most frequent answers of shards, the most frequent first."""
     counts: Counter[str] = Counter()
     for folder in folders:
@@ -52,7 +52,7 @@ def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...
             f"{', '.join(map(str, folders))}: no question in these shards is answered"
         )
     by_count = sorted(counts, key=lambda answer: (-counts[answer], answer))
-    return tuple(by_count[:most])
+    return tuple(by_count[:limit])
 
 
 def read_answers(file: str | Path) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ def read_answers(file: str | Path) -> tuple[str, ...]:
     # The published list of 3,129 for VQA v2 begins with a blank answer.
     path = Path(file)
     try:
-        listed = parse_json(path.read_bytes()) if path.suffix == ".json" else lines_of(path)
+        content = parse_json(path.read_bytes()) if path.suffix == ".json" else lines_of(path)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: this list of answers cannot be read ({error})") from error
-    if not isinstance(listed, list) or not all(isinstance(answer, str) for answer in listed):
+    if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
         raise ConfigError(f"{path}: a list of answers is a JSON list of texts, or a text a line")
-    answers = _distinct(listed)
+    answers = _distinct(content)
     if not answers:
         raise ConfigError(f"{path}: this list of answers is empty")
     return answers
@@ -76,7 +76,7 @@ def _distinct(answers: Iterable[str]) -> tuple[str, ...]:
 
 
 class VqaDataConfig(DownstreamDataConfig):
-    """Shards with `questions`, and what may be answered."""
+    """Shards with `questions`, and the answers to choose from."""
 
     max_answer: int = Field(
         12, ge=3, description="tokens of a padded answer, [CLS] and [SEP] in; longer ones are cut"

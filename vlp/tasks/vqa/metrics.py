@@ -96,9 +96,9 @@ def vqa_accuracy(
     if people == 1:
         return float(agree)
     enough = min(ENOUGH, people - 1)
-    by_those = min(1.0, max(agree - 1, 0) / enough)
-    by_others = min(1.0, agree / enough)
-    return (agree * by_those + (people - agree) * by_others) / people
+    agreeing_score = min(1.0, max(agree - 1, 0) / enough)
+    other_score = min(1.0, agree / enough)
+    return (agree * agreeing_score + (people - agree) * other_score) / people
 
 
 def _trimmed(answer: str) -> str:

@@ -141,12 +141,12 @@ class Vqa(Distilled, WritingTask):
                 alpha=alpha,
                 places=batch.places,
             )
-        counted = batch.valid[batch.owners]
-        nats = -(output.log_probability * batch.shares).where(counted, 0)
-        right, tokens = (part.where(counted, 0).sum() for part in (output.right, output.tokens))
+        mask = batch.valid[batch.owners]
+        nats = -(output.log_probability * batch.shares).where(mask, 0)
+        hits, tokens = (part.where(mask, 0).sum() for part in (output.right, output.tokens))
         return self.step_output(
             {"answers": Loss(nats.sum(), batch.valid.sum())},
-            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+            statistics={"token_accuracy": hits / tokens.clamp(min=1)},
         )
 
     @torch.no_grad()
@@ -165,8 +165,8 @@ class Vqa(Distilled, WritingTask):
     def ranking(self) -> AnswerRanking:
         """Return a ranking of the listed answers, on the device of the model."""
         words = self.model.text_encoder.embedding
-        listed = torch.tensor(list(self._by_ids), device=words.word.weight.device)
-        return AnswerRanking(self.decoder, listed, words, self.text.pad_id, self.config.candidates)
+        ids = torch.tensor(list(self._by_ids), device=words.word.weight.device)
+        return AnswerRanking(self.decoder, ids, words, self.text.pad_id, self.config.candidates)
 
     def _as_listed(self, text: str) -> str:
         """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""
@@ -179,21 +179,21 @@ def build(
 ) -> tuple[Vqa, OrderedData]:
     """Build the task and its training data."""
     data = config.data
-    if strange := sorted(data.folder_weights.keys() - set(data.train)):
-        raise ConfigError(f"task.data.folder_weights: {strange[0]} is no folder of `train`")
+    if unknown := sorted(data.folder_weights.keys() - set(data.train)):
+        raise ConfigError(f"task.data.folder_weights: {unknown[0]} is no folder of `train`")
     answers = (
         frequent_answers(data.train, data.most_answers)
         if data.answers is None
         else read_answers(data.answers)
     )
     task = Vqa(config, parts, answers, precision)
-    lost = len(answers) - len(task.answers)
-    if lost and distributed.rank() == 0:
+    duplicates = len(answers) - len(task.answers)
+    if duplicates and distributed.rank() == 0:
         example = next(answer for answer in answers if answer not in task.answers)
         logger.warning(
             "%d of %d answers have the word pieces of an earlier one (spelled alike, cut at "
             "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
-            *(lost, len(answers), data.max_answer, example),
+            *(duplicates, len(answers), data.max_answer, example),
         )
     task.start_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)

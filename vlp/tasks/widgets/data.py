@@ -244,7 +244,7 @@ def _texts(screens: Screens) -> Iterator[str]:
 
 
 def read_tokenizer(text: str) -> Tokenizer:
-    """Return a tokenizer from what `WidgetText.to_json` gave."""
+    """Return the tokenizer of `WidgetText.to_json`."""
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
@@ -313,15 +313,15 @@ class EncodedScreen(NamedTuple):
 
 
 def encode_screen(
-    screen: Screen, text: WidgetText, spoken: Sequence[tuple[int, str]], max_widgets: int
+    screen: Screen, text: WidgetText, targets: Sequence[tuple[int, str]], max_widgets: int
 ) -> EncodedScreen:
     """Return a screen's tensors.
 
     Args:
-        spoken: number of a widget, and its caption; may be repeated.
+        targets: number of a widget, and its caption; may be repeated.
         max_widgets: limit: widgets with a caption stay, then the first in pre-order.
     """
-    captioned = dict.fromkeys(number for number, _ in spoken)
+    captioned = dict.fromkeys(number for number, _ in targets)
     if not screen.widgets or len(captioned) > max_widgets:
         raise BadSample("no widgets" if not screen.widgets else "too many widgets", screen.name)
     others = [number for number in range(len(screen.widgets)) if number not in captioned]
@@ -335,9 +335,9 @@ def encode_screen(
         torch.stack([text.words(widget.text) for widget in widgets]),
         torch.stack([text.words(widget.resource) for widget in widgets]),
         torch.tensor([widget.tree for widget in widgets]),
-        torch.tensor([rows[number] for number, _ in spoken], dtype=torch.int64),
-        torch.stack([text.caption(caption) for _, caption in spoken])
-        if spoken
+        torch.tensor([rows[number] for number, _ in targets], dtype=torch.int64),
+        torch.stack([text.caption(caption) for _, caption in targets])
+        if targets
         else torch.zeros(0, text.max_caption + 2, dtype=torch.int64),
     )
 
@@ -356,11 +356,11 @@ class WidgetSamples:
         screen = self.screens.read(number)
         if not screen.captions:
             raise BadSample("no captions", screen.name)
-        most = min(self.config.max_targets, self.config.max_widgets)
-        order = rng_for("widgets").permutation(list(screen.captions)).tolist()[:most]
+        limit = min(self.config.max_targets, self.config.max_widgets)
+        order = rng_for("widgets").permutation(list(screen.captions)).tolist()[:limit]
         rng = rng_for("caption")
-        spoken = [(widget, str(rng.choice(screen.captions[widget]))) for widget in order]
-        return encode_screen(screen, self.text, spoken, self.config.max_widgets)
+        targets = [(widget, str(rng.choice(screen.captions[widget]))) for widget in order]
+        return encode_screen(screen, self.text, targets, self.config.max_widgets)
 
 
 def widget_data(

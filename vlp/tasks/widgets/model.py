@@ -110,8 +110,8 @@ class ScreenEncoder(nn.Module):
         # The embedding is passed in, so that one module has the parameter.
         context = PositionContext(coordinates=batch.boxes)
         parts = [
-            self._spoken(batch.words, words),
-            self._spoken(batch.resources, words),
+            self._pooled_words(batch.words, words),
+            self._pooled_words(batch.resources, words),
             self.kinds(batch.kinds),
             self.clickable(batch.clickable),
         ]
@@ -122,21 +122,21 @@ class ScreenEncoder(nn.Module):
             parts.append(torch.stack(tables).sum(0))
         concatenates = self.config.combine == "concat"
         if concatenates and len(self.positions):
-            parts.append(self._place(torch.zeros_like(parts[0]), context))
+            parts.append(self._add_positions(torch.zeros_like(parts[0]), context))
         states = self.content(torch.cat(parts, -1)).relu()
         if not concatenates:
-            states = self._place(states, context)
+            states = self._add_positions(states, context)
         states = self.dropout(states)
         for layer in self.layers:
             states = layer(states, batch.real, context)
         return self.norm(states)
 
-    def _place(self, states: Tensor, context: PositionContext) -> Tensor:
+    def _add_positions(self, states: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
             states = through_call(encoding, PositionEncoding.tokens, states, context)
         return states
 
-    def _spoken(self, ids: Tensor, words: nn.Embedding) -> Tensor:
+    def _pooled_words(self, ids: Tensor, words: nn.Embedding) -> Tensor:
         """Return channel maxima over words, (B, W, N) -> (B, W, width), 0 without words."""
         real = (ids != self.pad_id)[..., None]
         largest = words(ids).masked_fill(~real, -torch.inf).amax(-2)
@@ -167,7 +167,7 @@ class WidgetCaptioner(nn.Module):
                 f"model.width {width}"
             )
         self.start, self.end = start, end
-        self.silent = tuple(token for token in special_ids if token != end)
+        self.suppressed = tuple(token for token in special_ids if token != end)
         self.words = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.words.weight, std=0.1)
         self.encoder = ScreenEncoder(config, pad_id)
@@ -216,12 +216,12 @@ class WidgetCaptioner(nn.Module):
             beams: see `beam_search`; the public code has 4.
         """
         states = self.widgets(batch)
-        silent = list(self.silent)
+        suppressed = list(self.suppressed)
 
         def step(ids: Tensor, parents: Tensor) -> Tensor:
             repeated = states.repeat_interleave(len(ids) // len(states), 0)
             logits = self.decode(repeated, ids)[:, -1].float()
-            logits[:, silent] = -torch.inf
+            logits[:, suppressed] = -torch.inf
             return logits.log_softmax(-1)
 
         return beam_search(

@@ -99,13 +99,13 @@ def read_screen(
     by_number: dict[int, tuple[str, ...]] = {}
     for visit in _walk(root, name):
         box = _share(_bounds(visit.node, name, visit.path), size)
-        spoken = tuple(c for caption in captions.get(visit.path, ()) if (c := caption.strip()))
-        shown = (
+        stripped = tuple(c for caption in captions.get(visit.path, ()) if (c := caption.strip()))
+        visible = (
             bool(visit.node.get("visible-to-user", True)) and box[2] > box[0] and box[3] > box[1]
         )
-        if spoken:
-            by_number[len(widgets)] = spoken
-        elif not shown or (nodes == "leaves" and not visit.leaf):
+        if stripped:
+            by_number[len(widgets)] = stripped
+        elif not visible or (nodes == "leaves" and not visit.leaf):
             continue
         widgets.append(_widget(visit, box))
     paths = {widgets[number].path for number in by_number}
@@ -142,10 +142,10 @@ def _walk(root: Mapping[str, Any], name: str) -> Iterator[_Visit]:
 
 def _widget(visit: _Visit, box: tuple[float, float, float, float]) -> Widget:
     node = visit.node
-    classes = [node.get("class"), *_several(node.get("ancestors"))]
+    classes = [node.get("class"), *_as_list(node.get("ancestors"))]
     names = [str(name).rpartition(".")[2].lower() for name in classes]
     kind = next((KINDS.index(name) for name in names if name in KINDS), 0)
-    texts = [node.get("text"), *_several(node.get("content-desc"))]
+    texts = [node.get("text"), *_as_list(node.get("content-desc"))]
     text = next((" ".join(t.split()) for t in texts if isinstance(t, str) and t.strip()), "")
     resource = str(node.get("resource-id") or "").rpartition("/")[2]
     words = " ".join(word.lower() for word in _WORDS.findall(resource))
@@ -171,7 +171,7 @@ def _share(
     return x0, y0, max(x0, x1), max(y0, y1)
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)

@@ -29,7 +29,7 @@ from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
 
 
 class WidgetsConfig(Config):
-    """Model, screens, and how captions are found and judged."""
+    """Model and screens, generation and scoring of captions."""
 
     kind: Literal["widgets"] = Field("widgets", description="selects this class")
     model: WidgetModelConfig = Field(
