@@ -90,8 +90,8 @@ class Tail(nn.Module):
     def features(self, tokens: Tensor) -> Tensor:
         """Map outputs (B, T, width) of the frozen blocks to outputs of the last norm."""
         x = tokens.float()
-        if hasattr(self.model, "places"):
-            context = self.model.places.write(*self.grid)
+        if hasattr(self.model, "context_store"):
+            context = self.model.context_store.write(*self.grid)
             for encoding in self.model.positions:
                 x = through_call(encoding, PositionEncoding.tokens, x, context)
         normed: Tensor = self.model.norm(self.model.blocks(x))

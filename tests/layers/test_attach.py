@@ -230,9 +230,9 @@ def test_a_copy_writes_its_own_places():
     other = copy.deepcopy(model)
     other(images(16, 32))
     with pytest.raises(ValueError, match="33 tokens"):
-        model.places.read(33)
-    assert all(block.attn.places is other.places for block in other.blocks)
-    assert other.places.read(33).grid == (4, 8)
+        model.context_store.read(33)
+    assert all(block.attn.context_store is other.context_store for block in other.blocks)
+    assert other.context_store.read(33).grid == (4, 8)
 
 
 def test_activation_checkpointing_with_images_of_two_sizes():

@@ -52,7 +52,7 @@ MODELS = {
     "cait_xxs24_224": {"depth": 2},
 }
 IMPOSSIBLE = {
-    "xcit_nano_12_p16_224": "attends between channels, not between places",
+    "xcit_nano_12_p16_224": "attends between channels, not between positions",
     "cait_xxs24_224": "mixes the logits of its heads",
 }
 WATCHED = ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]

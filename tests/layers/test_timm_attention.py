@@ -14,7 +14,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from vlp.layers.attention import Attention, attend
-from vlp.layers.backbones.attention import Places, PositionedAttention, PositionedWindowAttention
+from vlp.layers.backbones.attention import (
+    ContextStore,
+    PositionedAttention,
+    PositionedWindowAttention,
+)
 from vlp.positions import PositionEncoding, attach, create_position
 
 WIDTH, HEADS, GRID, PREFIX = 8, 2, (2, 3), 1
@@ -40,8 +44,8 @@ def positioned(layer, *encodings, fused=None):
     layer = copy.deepcopy(layer)
     layer.__class__ = PositionedAttention
     layer.positions = nn.ModuleList(encodings)
-    layer.places = Places(PREFIX)
-    layer.places.write(*GRID)
+    layer.context_store = ContextStore(PREFIX)
+    layer.context_store.write(*GRID)
     layer.fused = fused
     return layer
 
@@ -129,7 +133,7 @@ def test_encodings_act_as_in_our_attention(on):
             part.bias.copy_(layer.qkv.bias.chunk(3)[index])
     ours.output.load_state_dict(layer.proj.state_dict())
     both = positioned(layer, position)
-    torch.testing.assert_close(both(x), ours(x, context=both.places.read(TOKENS)))
+    torch.testing.assert_close(both(x), ours(x, context=both.context_store.read(TOKENS)))
     assert not torch.allclose(both(x), layer(x))
 
 
@@ -179,7 +183,7 @@ def test_tokens_without_a_place_are_an_error():
     layer = positioned(timm_layer(), encoding())
     with pytest.raises(ValueError, match=r"no image of this model has 5 tokens \(7\)"):
         layer(states(tokens=5))
-    layer.places = Places(PREFIX)
+    layer.context_store = ContextStore(PREFIX)
     with pytest.raises(ValueError, match=r"7 tokens \(none so far\)"):
         layer(states())
 
@@ -221,7 +225,7 @@ def test_windows_add_the_bias_to_their_own(masked, monkeypatch):
     mask = shift_mask(2) if masked else None
     results = [in_windows(layer, position, fused=fused)(x, mask) for fused in (False, True)]
     torch.testing.assert_close(*results)
-    place = Places(0).write(*WINDOW)
+    place = ContextStore(0).write(*WINDOW)
     query = torch.zeros(1, HEADS, 6, WIDTH // HEADS).double()
     table = layer._get_rel_pos_bias() + position("bias", query, query, place)
     monkeypatch.setattr(layer, "_get_rel_pos_bias", lambda: table)
@@ -300,12 +304,12 @@ def test_threads_send_images_of_different_grids():
 
 
 def test_a_thread_that_wrote_nothing_reads_what_was_written_last():
-    places = Places(0)
-    places.write(2, 8)
+    store = ContextStore(0)
+    store.write(2, 8)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(places.read, 16).result().grid == (2, 8)
-        other.submit(places.write, 4, 4).result()
-        assert places.read(16).grid == (2, 8)
-        assert other.submit(places.read, 16).result().grid == (4, 4)
-    for again in (copy.deepcopy(places), pickle.loads(pickle.dumps(places))):
+        assert other.submit(store.read, 16).result().grid == (2, 8)
+        other.submit(store.write, 4, 4).result()
+        assert store.read(16).grid == (2, 8)
+        assert other.submit(store.read, 16).result().grid == (4, 4)
+    for again in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
         assert again.read(16).grid == (4, 4)

@@ -8,7 +8,7 @@ import torch
 from anchor_layers import layer_and_field, outputs_and_gradients
 
 from vlp.positions import create_position
-from vlp.positions.anchor_attention import anchored_attention, contextual_terms, readable_keys
+from vlp.positions.anchor_attention import anchor_attention, contextual_terms, readable_keys
 
 pytest.importorskip("triton")
 from interpreted_triton import interpreted
@@ -141,8 +141,8 @@ def test_half_precision_over_many_keys(words, text_queries, mode, dtype):
 def test_a_batch_that_is_expanded_and_rows_that_are_not_contiguous():
     query, key = torch.randn(1, 3, 8).expand(2, -1, -1), torch.randn(2, 8, 4).mT
     path, table = torch.rand(2, 3, 4, 2), torch.randn(2, 2)
-    out = anchored_attention(query, key, key, path, table, 2)
-    plain = anchored_attention(query.contiguous(), key.contiguous(), key.clone(), path, table, 2)
+    out = anchor_attention(query, key, key, path, table, 2)
+    plain = anchor_attention(query.contiguous(), key.contiguous(), key.clone(), path, table, 2)
     assert torch.equal(out, plain)
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor import embed_path
-from vlp.positions.anchor_field import PathSettings, anchor_field, joined_fields, uniform_field
+from vlp.positions.anchor_field import PathSettings, anchor_field, join_fields, uniform_field
 
 WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
 WORDS = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
@@ -275,7 +275,7 @@ def test_alignment_of_several_images():
     position = alignment([1.0, 2.0])
     joined, *parts = (
         position.bias(text, image, PositionContext(anchors=field))
-        for field in (joined_fields(fields), *fields)
+        for field in (join_fields(fields), *fields)
     )
     torch.testing.assert_close(joined, torch.cat(parts, dim=-1))
     with pytest.raises(ValueError, match="alignment needs similarities in its context"):

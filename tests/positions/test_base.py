@@ -99,7 +99,7 @@ def test_tokens_and_places_that_do_not_fit_are_named():
         with pytest.raises(ValueError, match=r"object is for tokens .* 16\), not "):
             encoding("tokens", torch.zeros(shape), PositionContext(GRID))
     context = PositionContext(GRID, boxes=BOXES.expand(3, -1, -1))
-    with pytest.raises(ValueError, match="object: places of 3 images do not fit a batch of 2"):
+    with pytest.raises(ValueError, match="object: positions of 3 images do not fit a batch of 2"):
         encoding("tokens", torch.zeros(2, 6, WIDTH), context)
     with pytest.raises(ValueError, match="new: width 0"):
         TokenEncoding("new", 0)

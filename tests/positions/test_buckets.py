@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.positions.buckets import bucket_ids, clip_index, piecewise_index, table_size, used_buckets
+from vlp.positions.buckets import (
+    bucket_ids,
+    clip_index,
+    count_used_buckets,
+    piecewise_index,
+    table_size,
+)
 
 METHODS = ("euclidean", "quantization", "cross", "product")
 GRIDS = [(3, 4), (5, 2), (1, 7), (7, 1), (1, 1), (9, 9)]
@@ -112,10 +118,10 @@ def test_the_other_readings_are_those_of_a_loop_over_pairs(method, option):
 )
 def test_bucket_counts_of_table_1(method, ratio, used, rows):
     ids, size = bucket_ids(method, 14, 14, ratio, prefix_tokens=1)
-    assert used_buckets(ids) == used
+    assert count_used_buckets(ids) == used
     assert size == rows
     if method == "cross":
-        assert [used_buckets(table) for table in ids] == [28, 28]
+        assert [count_used_buckets(table) for table in ids] == [28, 28]
 
 
 @settings(deadline=None, max_examples=80)

@@ -7,8 +7,8 @@ from vlp.positions import PositionContext, create_fitting_position
 from vlp.positions.coordinates import (
     patch_boxes,
     patch_centres,
-    places_after_prefix,
     require_grid_tokens,
+    sequence_length,
     token_coordinates,
 )
 
@@ -80,11 +80,11 @@ def test_kind_and_gradient():
 
 
 def test_places_after_the_prefix():
-    assert places_after_prefix("test", tokens(6), PositionContext(prefix_tokens=2)) == 4
+    assert sequence_length("test", tokens(6), PositionContext(prefix_tokens=2)) == 4
     with pytest.raises(ValueError, match="test: 3 prefix tokens are more than the 2 tokens"):
-        places_after_prefix("test", tokens(2), PositionContext(prefix_tokens=3))
+        sequence_length("test", tokens(2), PositionContext(prefix_tokens=3))
     with pytest.raises(ValueError, match=r"test: .* 2 x 3 grid are 8 tokens, not 6"):
-        places_after_prefix("test", tokens(6), PositionContext((2, 3), 2))
+        sequence_length("test", tokens(6), PositionContext((2, 3), 2))
 
 
 @pytest.mark.parametrize(

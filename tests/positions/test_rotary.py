@@ -14,7 +14,7 @@ from vlp.positions.rotary import (
     RotaryMixed,
     RotarySequence,
     axial_angles,
-    grid_places,
+    grid_positions,
     mixed_angles,
     rotate,
     sequence_angles,
@@ -116,7 +116,7 @@ def test_encodings_rotate_every_head_and_leave_the_prefix(form, prefix, layout):
             elif form is RotaryAxial:
                 angles = axial_angles(*grid, 8)
             else:
-                angles = mixed_angles(grid_places(*grid), position.frequency_table)[head]
+                angles = mixed_angles(grid_positions(*grid), position.frequency_table)[head]
             for sample in range(len(old)):
                 expected = turned(old[sample, head, prefix:], angles, layout)
                 found = out[sample, head, prefix:]
@@ -145,7 +145,7 @@ def test_the_middle_of_a_patch_is_that_patch(form):
     spread.load_state_dict(plain.state_dict())
     for grid, position in (((4, 3), plain), ((4, 3), spread), ((2, 6), spread), ((7, 5), spread)):
         query, key = states(prefix + grid[0] * grid[1])
-        place = grid_places(*grid)
+        place = grid_positions(*grid)
         middle = (place + 0.5) / torch.tensor([grid[1], grid[0]])
         box = torch.cat([middle - 0.1, middle + 0.1], -1)
         expected, _ = position("rotate", query, key, PositionContext(grid, prefix))

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # Layers of attention that encodings have no place in, and why.
 IMPOSSIBLE = {
-    "XCA": "attends between channels, not between places, so that there are no pairs of patches",
+    "XCA": "attends between channels, not between positions, so that there are no pairs of patches",
     "TalkingHeadAttn": "mixes the logits of its heads before and after the softmax, which belong "
     "to no head that an encoding could add to",
 }
@@ -160,7 +160,7 @@ class _Encoding:
         self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
         self.parameters = frozenset(_parameters(name))
         # `create_position` checks options itself; a constructor with ** may pass on any name.
-        self.checks = isinstance(name, type) and not _passes_on(name)
+        self.checks = isinstance(name, type) and not _accepts_any_option(name)
         self.options = place_roles(self.name, on, options, self.parameters)
 
     def __call__(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
@@ -194,7 +194,7 @@ def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncodin
     return encoding(weight, layer.training, **sizes)
 
 
-def _passes_on(make: Factory) -> bool:
+def _accepts_any_option(make: Factory) -> bool:
     """Return whether a constructor takes keyword arguments that it does not name."""
     parameters = inspect.signature(make).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

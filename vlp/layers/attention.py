@@ -188,7 +188,7 @@ class Attention(nn.Module):
                 self.scale,
             )
             return out if self.output is None else self.output(out)
-        query, key, value = self._projected(states, source, projected, context)
+        query, key, value = self._project_inputs(states, source, projected, context)
         out = attend(
             self.by_head(query),
             self.by_head(key),
@@ -211,7 +211,7 @@ class Attention(nn.Module):
         states = out.transpose(1, 2).flatten(-2)
         return states if self.output is None else self.output(states)
 
-    def _projected(
+    def _project_inputs(
         self,
         states: Tensor,
         source: Tensor,
@@ -258,9 +258,9 @@ class Attention(nn.Module):
         # SDPA has no need of probabilities either.
         if hooks_of(kernels[0]) == {"inputs"}:
             return False
-        alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
+        only_encoding = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         width = self.query.out_features // self.heads
-        fits = alone and width <= 256 and states.dtype != torch.float64 and has_triton()
+        fits = only_encoding and width <= 256 and states.dtype != torch.float64 and has_triton()
         if not fits:
             _log_explicit(width, len(self.positions), states.dtype)
         return fits

@@ -30,7 +30,7 @@ from vlp.positions.anchor_field import (
     AnchorField,
     PathSettings,
     anchor_field,
-    joined_fields,
+    join_fields,
     uniform_field,
 )
 
@@ -251,7 +251,7 @@ class VLPModel(nn.Module):
         states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
         fields = [self.anchors(image, text) for image in images]
         found = [field for field in fields if field is not None]
-        anchors = joined_fields(found) if found else None
+        anchors = join_fields(found) if found else None
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, anchors, need_image=False
         )

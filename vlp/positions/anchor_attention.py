@@ -90,7 +90,7 @@ def contextual_terms(
     return terms
 
 
-def anchored_attention(
+def anchor_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -250,7 +250,7 @@ class _Inputs:
         heads: int,
         forward: bool = False,
     ) -> None:
-        states = [_rows_contiguous(x) for x in (query, key, value)]
+        states = [_contiguous_rows(x) for x in (query, key, value)]
         mask, *means = [None if x is None else x.contiguous() for x in (mask, query_mean, key_mean)]
         # A kernel without mask or means never reads the tensor that stands in for them.
         placeholder = states[0]
@@ -321,7 +321,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
         )
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
     # Pairs may lie anywhere in memory: an expanded batch is not copied.
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 

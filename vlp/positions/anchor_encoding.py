@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.positions.anchor_attention import anchored_attention, contextual_terms
+from vlp.positions.anchor_attention import anchor_attention, contextual_terms
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.base import PositionContext, PositionEncoding
 
@@ -86,27 +86,27 @@ class AnchorPosition(PositionEncoding):
         query_mean, key_mean = _means(context)
         of_key, of_value = context.projections or (None, None)
         return (
-            self._shifted("query", query, query_mean),
-            self._shifted("key", key, key_mean, of_key),
-            self._shifted("value", value, key_mean, of_value) if self.value_pooled else value,
+            self._add_mean("query", query, query_mean),
+            self._add_mean("key", key, key_mean, of_key),
+            self._add_mean("value", value, key_mean, of_value) if self.value_pooled else value,
         )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
         slopes = self._slopes()
-        bias = torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
+        bias = torch.einsum("bqkg,gh->bhqk", _paths(context).to(slopes.dtype), slopes)
         return bias.expand(-1, self.heads, -1, -1)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
         # By linearity sum_j a_ij E_ij = (sum_j a_ij P_ij) W.
-        path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
+        path = _paths(context).to(attention.dtype)  # (B, Q, K, G)
         # Flattened and back: the gradient of a flattened tensor is copied into the order of the
         # other gradient of the attention. Summed in two orders, they cost as much as the layer.
         attention = attention.flatten(2).unflatten(2, attention.shape[2:])
-        gathered = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
+        path_sum = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
-        return gathered @ table  # (heads, G, head width)
+        return path_sum @ table  # (heads, G, head width)
 
     def attend(
         self,
@@ -122,8 +122,8 @@ class AnchorPosition(PositionEncoding):
         terms = context.kernel_terms
         terms = self.kernel_terms(weights) if terms is None else terms
         means = _means(context) if self.mode == "contextual" else None
-        path, heads = _oriented(context), self.heads
-        return anchored_attention(query, key, value, path, terms, heads, means, mask, scale)
+        path, heads = _paths(context), self.heads
+        return anchor_attention(query, key, value, path, terms, heads, means, mask, scale)
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Compute the terms of `anchored_attention`, which both directions share."""
@@ -142,7 +142,7 @@ class AnchorPosition(PositionEncoding):
         slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
         return slopes * (self.scale / math.sqrt(vectors.shape[-1]))
 
-    def _shifted(
+    def _add_mean(
         self, role: str, states: Tensor, mean: Tensor, weight: Tensor | None = None
     ) -> Tensor:
         if role not in self.roles:
@@ -175,7 +175,7 @@ def _means(context: PositionContext) -> tuple[Tensor, Tensor]:
     return (text_mean, image_mean) if context.text_queries else (image_mean, text_mean)
 
 
-def _oriented(context: PositionContext) -> Tensor:
+def _paths(context: PositionContext) -> Tensor:
     """Return paths as (B, queries, keys, G)."""
     field = _field(context)
     return field.text_path if context.text_queries else field.path

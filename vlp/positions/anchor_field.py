@@ -127,7 +127,7 @@ def field_of_similarity(
     return with_prefix(path, similarity, word_mask, settings.aligned)
 
 
-def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
+def join_fields(fields: Sequence[AnchorField]) -> AnchorField:
     """Join the fields of several images with one text along their tokens.
 
     Each image keeps its prefix token and its paths; a word's mean (Eq. 10) is over all images.

@@ -36,8 +36,8 @@ class PositionContext:
     """Context of the tokens that a hook acts on.
 
     `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
-    place ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after the prefix,
-    C) instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1 where
+    position ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after prefix, C)
+    instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1 where
     C = 4. Where they are patches of images that differ in size, `grids` (B or 1, 2) are each
     image's rows and columns, followed by padding. `boxes` (B, K, 4) are objects on the grid: x, y,
     width, height in cells; a row of width or height 0 is padding. In cross-attention `anchors`
@@ -66,7 +66,7 @@ class PositionEncoding(nn.Module):
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
     UNDECAYED: ClassVar[tuple[str, ...]] = ()
-    """Attributes with parameters exempt from weight decay, such as tables of places."""
+    """Attributes with parameters exempt from weight decay, such as tables of positions."""
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
@@ -217,7 +217,7 @@ class ByModality(PositionEncoding):
     def _dispatch(
         self, hook: Callable[..., Any], context: PositionContext, *tensors: Tensor
     ) -> Any:
-        # Both streams share the cross-modal projections but not places.
+        # Both streams share the cross-modal projections but not positions.
         side = self.text if context.text_queries else self.image
         if side is None or hook.__name__ not in hooks_of(side):
             return hook(self, *tensors, context)
@@ -281,7 +281,7 @@ def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tenso
 class TokenEncoding(PositionEncoding):
     """Base of the encodings that act once, at the token embeddings.
 
-    A subclass's `places` gives a vector for every token after the prefix; prefix tokens get zero.
+    A subclass's `embeddings` gives a vector for every token after the prefix, which gets zeros.
     Vectors are added or, with `mixer`, weighted by two learned vectors of the model's width, which
     scale prefix tokens, too.
 
@@ -300,7 +300,7 @@ class TokenEncoding(PositionEncoding):
         self.alpha = nn.Parameter(torch.ones(width)) if mixer else None
         self.beta = nn.Parameter(torch.ones(width)) if mixer else None
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the tokens after the prefix: (B or 1, T - prefix, width).
 
         Only shape, number type and device of x (B, T, width) count.
@@ -308,18 +308,18 @@ class TokenEncoding(PositionEncoding):
         raise NotImplementedError
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Add or mix in the places: (B, T, width), same shape and number type."""
+        """Add or mix in the positions: (B, T, width), same shape and number type."""
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(
                 f"{self.name} is for tokens (batch, tokens, {self.width}), not {tuple(x.shape)}"
             )
-        places = self.places(x, context)
-        if places.shape[0] not in (1, x.shape[0]):
+        embeddings = self.embeddings(x, context)
+        if embeddings.shape[0] not in (1, x.shape[0]):
             raise ValueError(
-                f"{self.name}: places of {places.shape[0]} images do not fit a batch of "
+                f"{self.name}: positions of {embeddings.shape[0]} images do not fit a batch of "
                 f"{x.shape[0]}"
             )
-        places = functional.pad(places, (0, 0, context.prefix_tokens, 0))
+        embeddings = functional.pad(embeddings, (0, 0, context.prefix_tokens, 0))
         if self.alpha is None or self.beta is None:
-            return x + places.to(x.dtype)
-        return mix(x, places, self.alpha, self.beta)
+            return x + embeddings.to(x.dtype)
+        return mix(x, embeddings, self.alpha, self.beta)

@@ -89,7 +89,7 @@ def bucket_ids(
         method: euclidean, quantization, cross or product.
         ratio: (alpha, beta, gamma) = ratio * (1, 2, 8).
         function: piecewise (Eq. 18) or clip (Eq. 9).
-        prefix_tokens: tokens without a place before the patches; their pairs have the last bucket.
+        prefix_tokens: tokens without a position before the patches; their pairs have the last id.
         pre_round: euclidean only; round the distance before the index function, as the authors'
             code does (papers.md#irpe-i4).
         variant: quantization only; `rank` of the distance (Eq. 21) or `squared`, the squared
@@ -135,7 +135,7 @@ def bucket_ids(
     return functional.pad(ids, (prefix_tokens, 0, prefix_tokens, 0), value=size - 1), size
 
 
-def used_buckets(ids: Tensor) -> int:
+def count_used_buckets(ids: Tensor) -> int:
     """Count the buckets that occur, as Table 1 of iRPE does: (T, T), or (tables, T, T) added up."""
     return sum(table.unique().numel() for table in ids.reshape(-1, *ids.shape[-2:]))
 

@@ -1,7 +1,7 @@
-"""Tables of an encoding that was trained on one grid, for the same encoding on another.
+"""Resizing of the tables of a trained encoding for another grid.
 
 Most tables know no grid and stay. CoPE, SaPE and clipped offsets repeat their last row beyond the
-table, and learned absolute places are resampled as a ViT's. Tables bound to a grid are refused.
+table, and learned absolute positions are resampled as a ViT's. Tables bound to a grid are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def carry_over(
         f"{name} was trained on a {grid_size(trained_grid)} grid and does not carry over to "
         f"{grid_size(grid)}"
     )
-    if reason := _bound(encoding, trained, grid, trained_grid):
+    if reason := _bound_reason(encoding, trained, grid, trained_grid):
         raise ValueError(f"{text}: {reason}")
     targets = dict(encoding.named_parameters())
     resized = {}
@@ -66,14 +66,16 @@ def carry_over(
     return resized
 
 
-def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid) -> str | None:
+def _bound_reason(
+    encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid
+) -> str | None:
     """Return why an encoding's weights do not serve another grid, or None."""
     # On a row, the rank of a distance is the distance, however long the row is.
     rows = max(grid[0], trained_grid[0])
     if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
     if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
-        return "with `rescale`, its places are those of the grid it is made for"
+        return "with `rescale`, its positions are those of the grid it is made for"
     # Only `product` numbers pairs of offsets by a multiple of the reach.
     by_reach = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
     if by_reach and rows > 1 and encoding.reach != trained.reach:
@@ -98,13 +100,13 @@ def _on_other_grid(
             return table
         return table[..., _clipped_rows(encoding, trained.reach), :]
     if isinstance(encoding, ContextualPosition | SemanticPosition):
-        # Places beyond the table share its last row (papers.md#sape-s11).
+        # Positions beyond the table share its last row (papers.md#sape-s11).
         return table[..., torch.arange(target.shape[-2]).clamp(max=table.shape[-2] - 1), :]
     if isinstance(encoding, LearnedGridPosition):
         # As one row: resampling a column of width 1 with antialias is wrong in PyTorch 2.15.
-        return _resampled(table[None], (1, len(target)))[0]
+        return _resample(table[None], (1, len(target)))[0]
     if isinstance(encoding, LearnedPosition) and min(grid[0], trained_grid[0]) > 1:
-        return _resampled(table.unflatten(0, trained_grid), grid).flatten(0, 1)
+        return _resample(table.unflatten(0, trained_grid), grid).flatten(0, 1)
     if isinstance(encoding, LearnedPosition):
         # A sequence may be shorter than its table.
         return table[: len(target)]
@@ -120,10 +122,10 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
     return torch.cat([offsets, torch.full((int(encoding.prefix_bucket),), side)])
 
 
-def _resampled(table: Tensor, grid: Grid) -> Tensor:
+def _resample(table: Tensor, grid: Grid) -> Tensor:
     # Bicubic as timm does for a ViT.
     image = at_least_float32(table).permute(2, 0, 1)[None]
-    resampled = functional.interpolate(
+    out = functional.interpolate(
         image, size=grid, mode="bicubic", antialias=True, align_corners=False
     )
-    return resampled[0].permute(1, 2, 0).to(table.dtype)
+    return out[0].permute(1, 2, 0).to(table.dtype)

@@ -30,7 +30,7 @@ def clipped_ids(
     Args:
         offsets: product, axes or raster.
         reach: k of Eq. 9, in patches, for raster in places of the sequence.
-        prefix_tokens: tokens without a place before the patches; every pair that touches one has
+        prefix_tokens: tokens without a position before the patches; every pair that touches one has
             the last id, size - 1 (papers.md#irpe-i10).
 
     Returns:
@@ -120,11 +120,11 @@ class ClippedPosition(LookupPosition):
     ) -> Tensor:
         """Return ids of all pairs, (tables, T, T); tokens must be prefix and grid."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
-        return ids_on(device, self.offsets, *grid, self.reach, context.prefix_tokens)
+        return cached_ids(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 
 
 @shared(maxsize=32)
-def ids_on(
+def cached_ids(
     device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
 ) -> Tensor:
     """Return `clipped_ids` on a device, shared by all layers."""

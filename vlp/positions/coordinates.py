@@ -1,4 +1,4 @@
-"""Coordinates of tokens: patches of a grid, or places that the context gives."""
+"""Coordinates of tokens, from a grid of patches or from the context."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def vertical_first(coordinates: Tensor) -> Tensor:
     return coordinates.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
-    """Return the tokens of x (B, T, width) that have a place."""
+def sequence_length(name: str, x: Tensor, context: PositionContext) -> int:
+    """Return the number of tokens of x (B, T, width) after the prefix."""
     if context.grid is not None:
         require_grid(name, context.grid, x, context)
-    places = x.shape[-2] - context.prefix_tokens
-    if places < 0:
+    length = x.shape[-2] - context.prefix_tokens
+    if length < 0:
         raise ValueError(
             f"{name}: {context.prefix_tokens} prefix tokens are more than the {x.shape[-2]} tokens"
         )
-    return places
+    return length
 
 
 def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionContext) -> None:
@@ -113,12 +113,12 @@ def token_coordinates(
         if extent is not None:
             return coordinates * _along_axes(extent / size[1], extent / size[0], coordinates)
     else:
-        coordinates = _checked(name, dimensions, x, context, context.coordinates).to(
+        coordinates = _check_coordinates(name, dimensions, x, context, context.coordinates).to(
             x.device, dtype
         )
         if extent is not None:
             return coordinates * extent
-        unit = patches_spanned(coordinates, context.grids, size)
+        unit = patches_per_side(coordinates, context.grids, size)
         if unit is None:
             raise ValueError(
                 f"{name} counts in patches: for coordinates it needs a grid, in its options or "
@@ -128,7 +128,7 @@ def token_coordinates(
     return coordinates if dimensions == 4 else coordinates - 0.5
 
 
-def patches_spanned(
+def patches_per_side(
     shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
 ) -> Tensor | None:
     """Return the (B or 1, 1, 2) columns and rows of images: of `grids`, else `grid`, else None."""
@@ -142,7 +142,7 @@ def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
     return torch.tensor(factors, dtype=like.dtype, device=like.device)
 
 
-def _checked(
+def _check_coordinates(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
 ) -> Tensor:
     """Return the context's coordinates, or raise ValueError for a wrong shape or range."""
@@ -168,7 +168,7 @@ def grid_size(grid: tuple[int, int]) -> str:
     return f"{grid[0]} x {grid[1]}"
 
 
-def grid_at_hand(
+def resolve_grid(
     name: str, context: PositionContext, grid: tuple[int, int] | None
 ) -> tuple[int, int]:
     """Return the context's grid, else the options' `grid`, as (rows, columns)."""
@@ -201,7 +201,7 @@ def require_grid_tokens(
         keys: number of key tokens.
         prefix_bucket: whether the encoding has a row for prefix tokens.
     """
-    rows, columns = grid_at_hand(name, context, grid)
+    rows, columns = resolve_grid(name, context, grid)
     prefix = context.prefix_tokens
     if prefix and not prefix_bucket:
         raise ValueError(f"{name}: {prefix} prefix tokens, but prefix_bucket is False")

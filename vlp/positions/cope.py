@@ -32,8 +32,8 @@ def cope_bias(
     Args:
         query: (..., T, d).
         key: (..., T, d).
-        table: (P, d), the vectors e of the places 0 .. P-1, or (heads, P, d); the last row serves
-            all places beyond (papers.md#sape-s11). T + 1 rows tell all places apart.
+        table: (P, d), the vectors e of positions 0 .. P-1, or (heads, P, d); the last row serves
+            all positions beyond (papers.md#sape-s11). T + 1 rows tell all positions apart.
         causal: whether keys after the query exist; it does not mask them, the caller does.
         gate_scale: factor of q . k inside the gate; 1 as printed, d^-0.5 as in the authors'
             training code (papers.md#sape-s1).
@@ -54,8 +54,8 @@ def cope_bias(
         # Without a causal mask the sum runs to the end of the row (papers.md#sape-s4).
         if causal:
             gates = gates.tril()
-        places = count_from_end(gates)
-        out = bias_scale * interpolate(wide_query @ table.transpose(-2, -1), places)
+        positions = count_from_end(gates)
+        out = bias_scale * interpolate(wide_query @ table.transpose(-2, -1), positions)
         return (out.tril() if causal else out).to(query.dtype)
 
 
@@ -64,12 +64,12 @@ class ContextualPosition(PositionEncoding):
 
     Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
     baseline of SaPE. Prefix tokens are not counted and their pairs have bias 0. Any grid and length
-    works; places beyond the table share its last row (papers.md#sape-s11). Padding after a text
+    works; positions beyond the table share its last row (papers.md#sape-s11). Padding after a text
     counts like words where `causal` is False.
 
     Args:
         width, heads: channels and attention heads of the layer.
-        length: the longest sequence with distinct places; the table has length + 1 rows
+        length: the longest sequence with distinct positions; the table has length + 1 rows
             (papers.md#sape-s2). rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches.
         causal: see `cope_bias`; False, as images and BERT attend to both sides.
@@ -94,9 +94,9 @@ class ContextualPosition(PositionEncoding):
         super().__init__()
         if width % heads:
             raise ValueError(f"cope: {heads} heads do not divide width {width}")
-        places = None if grid is None else grid[0] * grid[1]
-        length = places if length is None else length
-        if length is None or length < 1 or (places is not None and places != length):
+        patches = None if grid is None else grid[0] * grid[1]
+        length = patches if length is None else length
+        if length is None or length < 1 or (patches is not None and patches != length):
             raise ValueError(
                 f"cope needs a positive length or a grid, not length {length} and grid {grid}"
             )
@@ -143,20 +143,20 @@ def count_from_end(gates: Tensor) -> Tensor:
     return gates.flip(-1).cumsum(-1).flip(-1)
 
 
-def interpolate(values: Tensor, places: Tensor) -> Tensor:
-    """Interpolate linearly between whole places (Eqs 11, 14; papers.md#sape-s11): (..., T, N).
+def interpolate(values: Tensor, positions: Tensor) -> Tensor:
+    """Interpolate linearly between whole positions (Eqs 11, 14; papers.md#sape-s11): (..., T, N).
 
-    `values` (..., T, P) are at places 0 .. P-1; `places` (..., T, N), from 0, are cut at P - 1.
+    `values` (..., T, P) are at positions 0 .. P-1; `positions` (..., T, N) are clamped to these.
     """
     last = values.shape[-1] - 1
-    shape = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])
+    shape = torch.broadcast_shapes(values.shape[:-1], positions.shape[:-1])
     values = values.expand(*shape, -1)
-    places = places.expand(*shape, -1)
+    positions = positions.expand(*shape, -1)
     # From below too, as NaN has no whole part and must not become an index outside the table.
-    lower = places.long().clamp(0, last)
-    # No step leads beyond the last place.
+    lower = positions.long().clamp(0, last)
+    # No step leads beyond the last position.
     steps = functional.pad(values.diff(dim=-1), (0, 1))
-    return values.gather(-1, lower) + (places - lower) * steps.gather(-1, lower)
+    return values.gather(-1, lower) + (positions - lower) * steps.gather(-1, lower)
 
 
 def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Learnable Fourier features of a place, modulated by an MLP (Li et al. 2021, Eqs 2-7, 10)."""
+"""Learnable Fourier features of positions, modulated by an MLP (Li et al. 2021, Eqs 2-7, 10)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
         for coordinate, column in zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
     ]
     angles = reduce(torch.add, terms)
-    # r . r = 1/2 for every place.
+    # r . r = 1/2 for every position.
     features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
     return features.to(out)
 
@@ -109,8 +109,8 @@ class FourierPosition(TokenEncoding):
         initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
         approximate: see `Modulator`.
         dropout: in the MLP, after the activation (papers.md#fourier-f6).
-        norm: LayerNorm before each dense layer of the MLP (papers.md#fourier-f6): places differ by
-            0.5 a channel at the start, in place of 0.02.
+        norm: LayerNorm before each dense layer of the MLP (papers.md#fourier-f6): positions differ
+            by 0.5 a channel at the start, in place of 0.02.
         regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
         mixer: see `TokenEncoding`.
     """
@@ -137,7 +137,7 @@ class FourierPosition(TokenEncoding):
     ) -> None:
         super().__init__("fourier", width, mixer)
         if dimensions not in (2, 4):
-            raise ValueError(f"fourier places have 2 or 4 dimensions, not {dimensions}")
+            raise ValueError(f"fourier positions have 2 or 4 dimensions, not {dimensions}")
         if groups < 1 or dimensions % groups or width % groups:
             raise ValueError(
                 f"fourier: {groups} groups do not divide {dimensions} coordinates and width {width}"
@@ -190,7 +190,7 @@ class FourierPosition(TokenEncoding):
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         return fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         features = self.features(x, context)
         if self.modulator is not None:
@@ -240,13 +240,13 @@ class MLPPosition(TokenEncoding):
         super().__init__("mlp", width, mixer)
         # `extent` is 1 by default, as patch counts lie far outside the first layer's start.
         if dimensions not in (2, 4):
-            raise ValueError(f"mlp places have 2 or 4 dimensions, not {dimensions}")
+            raise ValueError(f"mlp positions have 2 or 4 dimensions, not {dimensions}")
         require_extent("mlp", extent)
         self.dimensions, self.extent = dimensions, extent
         self.grid = None if grid is None else (grid[0], grid[1])
         self.modulator = Modulator(dimensions, hidden, width, approximate, dropout)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return positions of the tokens after the prefix: (B or 1, T - prefix, width)."""
         return self.modulator(
             token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)

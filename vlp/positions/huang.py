@@ -1,4 +1,4 @@
-"""`huang`: one vector of a clipped offset that meets queries and keys (Huang et al. 2020)."""
+"""`huang`: one vector per clipped offset, multiplied with queries and keys (Huang et al. 2020)."""
 
 from __future__ import annotations
 

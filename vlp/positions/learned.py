@@ -1,4 +1,4 @@
-"""Learned absolute positions, added to the tokens: one vector per place, or per coordinate."""
+"""Learned absolute positions, added to the tokens: one vector per position, or per coordinate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import (
-    grid_at_hand,
     grid_size,
     require_grid,
+    resolve_grid,
     token_coordinates,
     vertical_first,
 )
@@ -27,7 +27,7 @@ class LearnedPosition(TokenEncoding):
 
     Args:
         width: channels of the tokens.
-        length: places; rows * columns where only `grid` is given.
+        length: positions; rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches that the table stands for.
         deviation: standard deviation of the start; 0 starts with no position at all.
         mixer: see `TokenEncoding`.
@@ -44,26 +44,26 @@ class LearnedPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("learned-1d", width, mixer)
-        places = None if grid is None else grid[0] * grid[1]
-        length = places if length is None else length
-        if length is None or length < 1 or (places is not None and places != length):
+        patches = None if grid is None else grid[0] * grid[1]
+        length = patches if length is None else length
+        if length is None or length < 1 or (patches is not None and patches != length):
             raise ValueError(
                 f"learned-1d needs a positive length or a grid, not length {length} and grid {grid}"
             )
         self.grid = None if grid is None else (grid[0], grid[1])
         self.table = _table(length, width, deviation, self.name)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return vectors of the first places: (1, T - prefix, width)."""
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Return vectors of the first positions: (1, T - prefix, width)."""
         length = x.shape[-2] - context.prefix_tokens
         if not 0 <= length <= len(self.table):
             raise ValueError(
-                f"learned-1d has {len(self.table)} places, which do not fit {x.shape[-2]} tokens "
-                f"of which {context.prefix_tokens} are prefix"
+                f"learned-1d has {len(self.table)} positions, which do not fit {x.shape[-2]} "
+                f"tokens of which {context.prefix_tokens} are prefix"
             )
         if self.grid is None:
             return self.table[None, :length]
-        if (grid := grid_at_hand(self.name, context, self.grid)) != self.grid:
+        if (grid := resolve_grid(self.name, context, self.grid)) != self.grid:
             raise ValueError(
                 f"learned-1d was made for a {grid_size(self.grid)} grid, not {grid_size(grid)}"
             )
@@ -106,10 +106,10 @@ class LearnedGridPosition(TokenEncoding):
         self.table_rows = _table(grid[0], channels, deviation, self.name)
         self.table_columns = _table(grid[1], channels, deviation, self.name)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return row and column vectors of the patches: (1, rows * columns, width)."""
         largest = (len(self.table_rows), len(self.table_columns))
-        rows, columns = grid = grid_at_hand(self.name, context, largest)
+        rows, columns = grid = resolve_grid(self.name, context, largest)
         if rows > largest[0] or columns > largest[1]:
             raise ValueError(
                 f"learned-2d has vectors for a {grid_size(largest)} grid, not for {grid_size(grid)}"
@@ -122,7 +122,7 @@ class LearnedGridPosition(TokenEncoding):
 
 
 class LearnedBoxPosition(TokenEncoding):
-    """`learned-4d`: one vector per place of each of a box's four edges (Embed-4D of Li et al.).
+    """`learned-4d`: one vector per position of each of a box's four edges (Embed-4D of Li et al.).
 
     Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the image,
     both ends included; the four tables' vectors, top, left, bottom, right as in the paper, are
@@ -165,7 +165,7 @@ class LearnedBoxPosition(TokenEncoding):
         self.table_bottom = _table(places, channels, deviation, self.name)
         self.table_right = _table(places, channels, deviation, self.name)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
         # Lines are shares of the image, so every grid works, but only edges near trained ones have
@@ -176,10 +176,10 @@ class LearnedBoxPosition(TokenEncoding):
         return _combine([table[edge] for table, edge in zip(tables, edges)], self.combine)
 
 
-def _table(places: int, width: int, deviation: float, name: str) -> nn.Parameter:
+def _table(rows: int, width: int, deviation: float, name: str) -> nn.Parameter:
     if deviation < 0:
         raise ValueError(f"{name}: the deviation must not be negative, not {deviation}")
-    return nn.Parameter(torch.randn(places, width) * deviation)
+    return nn.Parameter(torch.randn(rows, width) * deviation)
 
 
 def _require_combination(name: str, combine: str) -> None:

@@ -1,4 +1,4 @@
-"""The small MLP that fits features of a place to the tokens (Li et al. 2021, Eq. 6)."""
+"""MLP from features of a position to the width of the tokens (Li et al. 2021, Eq. 6)."""
 
 from __future__ import annotations
 

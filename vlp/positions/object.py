@@ -1,4 +1,4 @@
-"""ViTARC's object-based positional encoding: which object a patch belongs to, and where it is."""
+"""ViTARC's object-based positional encoding, of a patch's object, column and row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vlp.positions.base import PositionContext, TokenEncoding
-from vlp.positions.coordinates import grid_at_hand, patch_centres, require_grid
+from vlp.positions.coordinates import patch_centres, require_grid, resolve_grid
 from vlp.positions.sine import sinusoid
 from vlp.precision import at_least_float32
 
@@ -92,9 +92,9 @@ class ObjectPosition(TokenEncoding):
         self.grid = None if grid is None else (grid[0], grid[1])
         self.temperature, self.layout = temperature, layout
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return sinusoids of object, column and row: (B or 1, T - prefix, width)."""
-        grid = grid_at_hand(self.name, context, self.grid)
+        grid = resolve_grid(self.name, context, self.grid)
         require_grid(self.name, grid, x, context)
         dtype = torch.promote_types(x.dtype, torch.float32)
         coords = patch_centres(grid, dtype, x.device)[None] - 0.5
@@ -115,8 +115,8 @@ class ObjectPosition(TokenEncoding):
 def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
     # Cells of one axis that lie between start and end (...): (..., cells).
     cell = torch.arange(cells, dtype=start.dtype, device=start.device)
-    begins, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
-    return (cell + 1 > begins) & (cell < ends)
+    starts, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
+    return (cell + 1 > starts) & (cell < ends)
 
 
 def _image(index: list[int]) -> str:

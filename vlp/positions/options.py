@@ -32,12 +32,12 @@ def require_choice(kind: str, name: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {kind} {name!r}; one of {', '.join(choices)}")
 
 
-def require_defaults(what: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
+def require_defaults(label: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
     """Raise ValueError for an option that nothing reads and that is not the default."""
     parameters = parameters_of(make)
     for name, value in options.items():
         if value != parameters[name].default:
-            raise ValueError(f"{what}: {name}={value!r} has no effect {reason}")
+            raise ValueError(f"{label}: {name}={value!r} has no effect {reason}")
 
 
 def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
@@ -63,7 +63,7 @@ def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def checked_options(
-    what: str, make: Callable[..., Any], options: Mapping[str, Any]
+    label: str, make: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Check that options are known, complete and of their types, and return them.
 
@@ -74,19 +74,19 @@ def checked_options(
     for name, value in options.items():
         if name not in parameters:
             hint = nearest(name, parameters)
-            raise ValueError(f"{what}: no option {name!r}{hint}; options: {option_names}")
+            raise ValueError(f"{label}: no option {name!r}{hint}; options: {option_names}")
         try:
-            checked[name] = _typed(make, name, value)
+            checked[name] = _validate(make, name, value)
         except ValidationError:
             kind = _kind(make, name)
-            raise ValueError(f"{what}: the option {name!r} takes {kind}, not {value!r}") from None
+            raise ValueError(f"{label}: the option {name!r} takes {kind}, not {value!r}") from None
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
-            raise ValueError(f"{what}: the option {name!r} is missing; options: {option_names}")
+            raise ValueError(f"{label}: the option {name!r} is missing; options: {option_names}")
     return checked
 
 
-def untyped(make: type) -> list[str]:
+def missing_types(make: type) -> list[str]:
     """Return the parameters of a constructor that have no type."""
     hints = _type_hints(make)
     return [name for name, parameter in parameters_of(make).items() if name not in hints]
@@ -100,7 +100,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
+def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
     """Check a value against its option's type; a list may stand for a tuple, and 1 for 1.0."""
     constructor = make.func if isinstance(make, partial) else make
     adapter = _adapter(constructor, name)

@@ -26,10 +26,10 @@ from vlp.positions.object import ObjectPosition
 from vlp.positions.options import (
     EncodingOption,
     checked_options,
+    missing_types,
     nearest,
     options_of,
     parameters_of,
-    untyped,
 )
 from vlp.positions.rotary import RotaryAxial, RotaryMixed, RotarySequence
 from vlp.positions.sasa import SasaPosition
@@ -105,7 +105,7 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
         ):
             hooks = ", ".join(PositionEncoding.HOOKS)
             raise ValueError(f"{name}: {encoding.__name__} has none of the hooks {hooks}")
-        if missing := untyped(encoding):
+        if missing := missing_types(encoding):
             raise ValueError(
                 f"{name}: {encoding.__name__}'s option {missing[0]!r} has no type; write it as in "
                 f"`def __init__(self, {missing[0]}: int = 1)`"

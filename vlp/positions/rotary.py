@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE): pairs of channels of queries and keys, turned by angles of their place.
+"""Rotary position encodings (RoPE), which turn pairs of channels of queries and keys.
 
 The product of a turned query and key depends on contents and offset alone (Su et al. 2021). On
 images (Heo et al. 2024, "Rotary Position Embedding for Vision Transformer") pairs are split between
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, shared
-from vlp.positions.coordinates import grid_size, patches_spanned, require_grid_tokens
+from vlp.positions.coordinates import grid_size, patches_per_side, require_grid_tokens
 from vlp.positions.options import require_choice
 
 Layout = Literal["interleaved", "half"]
@@ -30,11 +30,11 @@ def sequence_angles(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return angles place * theta^(-2k/dim) of places 0, 1, ...: (length, dim/2), radians."""
+    """Return angles position * theta^(-2k/dim) of positions 0, 1, ...: (length, dim/2), radians."""
     if length < 0:
         raise ValueError(f"a sequence of {length} tokens has no places")
-    places = torch.arange(length, dtype=torch.float64, device="cpu")
-    return (places[:, None] * pair_frequencies(dim, theta)).to(device=device, dtype=dtype)
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    return (positions[:, None] * pair_frequencies(dim, theta)).to(device=device, dtype=dtype)
 
 
 def axial_angles(
@@ -48,7 +48,7 @@ def axial_angles(
 ) -> Tensor:
     """Return angles of a grid's patches in raster order, RoPE for ViT's "axial frequency" form.
 
-    The first half of the pairs turns with the column, the second with the row, both by place *
+    The first half of the pairs turns with the column, the second with the row, both by position *
     theta^(-4k/dim), k = 0 .. dim/4 - 1.
 
     Args:
@@ -59,44 +59,44 @@ def axial_angles(
     Returns:
         (height * width, dim/2), radians.
     """
-    places = grid_places(height, width)
-    return split_angles(places, dim, theta).to(device=device, dtype=dtype)
+    positions = grid_positions(height, width)
+    return split_angles(positions, dim, theta).to(device=device, dtype=dtype)
 
 
-def split_angles(places: Tensor, dim: int, theta: float = 100.0) -> Tensor:
-    """Return the axial form at any places: x for the first half of the pairs, y for the second.
+def split_angles(positions: Tensor, dim: int, theta: float = 100.0) -> Tensor:
+    """Return the axial form at any positions: x for the first half of the pairs, y for the second.
 
     Args:
-        places: (..., tokens, 2), x = column and y = row, in patches.
+        positions: (..., tokens, 2), x = column and y = row, in patches.
         dim: channels of one head, a multiple of four.
         theta: base of the wavelengths.
 
     Returns:
         (..., tokens, dim/2), radians.
     """
-    frequencies = pair_frequencies(dim, theta, axes=2).to(places)
-    return (places[..., None] * frequencies).flatten(-2)
+    frequencies = pair_frequencies(dim, theta, axes=2).to(positions)
+    return (positions[..., None] * frequencies).flatten(-2)
 
 
-def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
+def mixed_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
     """Return the "mixed learnable frequency" form of RoPE for ViT: x f_x + y f_y.
 
     Args:
-        places: (..., tokens, 2), x = column and y = row, in patches.
+        positions: (..., tokens, 2), x = column and y = row, in patches.
         frequencies: (2, heads, dim/2), f_x, then f_y, radians per patch.
 
     Returns:
         (..., heads, tokens, dim/2), radians; half precision becomes float32.
     """
-    dtypes = (places.dtype, frequencies.dtype)
+    dtypes = (positions.dtype, frequencies.dtype)
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    x, y = places.to(dtype)[..., None, :, :].split(1, -1)
+    x, y = positions.to(dtype)[..., None, :, :].split(1, -1)
     frequency_x, frequency_y = frequencies.to(dtype)[:, :, None].unbind()
     # Products that broadcast, as autocast would round a matrix product to bfloat16.
     return x * frequency_x + y * frequency_y
 
 
-def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) -> Tensor:
+def grid_positions(height: int, width: int, spread: tuple[int, int] | None = None) -> Tensor:
     """Return column and row of every patch in raster order: (height * width, 2), float64.
 
     Args:
@@ -113,7 +113,7 @@ def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) 
 
 
 def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
-    """Return theta^(-2 axes k / dim), radians per place, of one axis: (dim / (2 axes),) float64."""
+    """Return theta^(-2 axes k / dim), radians per step of one axis: (dim / (2 axes),) float64."""
     if dim < 1 or dim % (2 * axes):
         raise ValueError(f"rotation needs a head width that {2 * axes} divides, not {dim}")
     if not 0 < theta < math.inf:
@@ -207,7 +207,7 @@ class _Rotary(PositionEncoding):
 class RotarySequence(_Rotary):
     """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
 
-    Places count from 0 after the prefix, which is not rotated; text that numbers its [CLS] too
+    Positions count from 0 after the prefix, which is not rotated; text that numbers its [CLS] too
     passes a context without prefix. Sequences of any length and grids of any shape work, but in
     raster order the patch above is a whole row away. Attached to trained weights it changes the
     layer.
@@ -229,7 +229,7 @@ class RotarySequence(_Rotary):
         if tokens < prefix:
             raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
         options = prefix, self.head_width, self.theta, query.dtype, query.device
-        cosine, sine = _sequence(tokens - prefix, *options).unbind()
+        cosine, sine = _cached_sequence(tokens - prefix, *options).unbind()
         return cosine, sine
 
 
@@ -266,7 +266,7 @@ class _GridRotary(_Rotary):
         dtype = torch.promote_types(query.dtype, torch.float32)
         shares = context.coordinates.to(query.device, dtype)
         # The unit is a patch of the image or, without `grids` or with `rescale`, of the options.
-        unit = patches_spanned(shares, None if self.spread else context.grids, self.grid)
+        unit = patches_per_side(shares, None if self.spread else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
         shape = tuple(context.coordinates.shape)
@@ -278,8 +278,8 @@ class _GridRotary(_Rotary):
             )
         if shape[-1] == 4:
             shares = (shares[..., :2] + shares[..., 2:]) / 2
-        places = shares * unit - 0.5
-        return functional.pad(places, (0, 0, prefix, 0))
+        positions = shares * unit - 0.5
+        return functional.pad(positions, (0, 0, prefix, 0))
 
 
 class RotaryAxial(_GridRotary):
@@ -295,8 +295,8 @@ class RotaryAxial(_GridRotary):
         heads: attention heads; four must divide their width.
         grid: (rows, columns) of the trained grid: for contexts without a grid, coordinates,
             `rescale`.
-        theta: base of the wavelengths, lower than for texts as images have fewer places.
-        rescale: whether the places of another grid are spread as the trained grid's.
+        theta: base of the wavelengths, lower than for texts as images have fewer positions.
+        rescale: whether the positions of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
     """
 
@@ -312,14 +312,14 @@ class RotaryAxial(_GridRotary):
         super().__init__("rope-axial", width, heads, grid, theta, rescale, layout)
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        places = self._coordinates(query, context)
+        positions = self._coordinates(query, context)
         # The middle of a patch has that patch's position.
-        if places is not None:
-            angles = split_angles(places[:, None], self.head_width, self.theta)
+        if positions is not None:
+            angles = split_angles(positions[:, None], self.head_width, self.theta)
             return cosine_and_sine(angles, query.dtype)
         grid = self._grid(query, context)
         options = self.spread, context.prefix_tokens, self.head_width, self.theta
-        cosine, sine = _axial(grid, *options, query.dtype, query.device).unbind()
+        cosine, sine = _cached_axial(grid, *options, query.dtype, query.device).unbind()
         return cosine, sine
 
 
@@ -334,7 +334,7 @@ class RotaryMixed(_GridRotary):
         heads: attention heads; four must divide their width.
         grid: (rows, columns) of the trained grid; see `RotaryAxial`.
         theta: base of the wavelengths at the start.
-        rescale: whether the places of another grid are spread as the trained grid's.
+        rescale: whether the positions of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
     """
 
@@ -360,16 +360,18 @@ class RotaryMixed(_GridRotary):
         self.frequency_table = nn.Parameter(start.flatten(-2))
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        places = self._coordinates(query, context)
-        if places is None:
+        positions = self._coordinates(query, context)
+        if positions is None:
             dtype = torch.promote_types(query.dtype, torch.float32)
             grid = self._grid(query, context)
-            places = _places(grid, self.spread, context.prefix_tokens, dtype, query.device)
-        return cosine_and_sine(mixed_angles(places, self.frequency_table), query.dtype)
+            positions = _cached_positions(
+                grid, self.spread, context.prefix_tokens, dtype, query.device
+            )
+        return cosine_and_sine(mixed_angles(positions, self.frequency_table), query.dtype)
 
 
 @shared(maxsize=32)
-def _sequence(
+def _cached_sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
@@ -378,7 +380,7 @@ def _sequence(
 
 
 @shared(maxsize=32)
-def _axial(
+def _cached_axial(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
     prefix: int,
@@ -388,12 +390,12 @@ def _axial(
     device: torch.device,
 ) -> Tensor:
     """Return cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
-    places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
-    return torch.stack(cosine_and_sine(split_angles(places, dim, theta), dtype)).to(device)
+    positions = _cached_positions(grid, spread, prefix, torch.float64, torch.device("cpu"))
+    return torch.stack(cosine_and_sine(split_angles(positions, dim, theta), dtype)).to(device)
 
 
 @shared(maxsize=32)
-def _places(
+def _cached_positions(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
     prefix: int,
@@ -401,4 +403,4 @@ def _places(
     device: torch.device,
 ) -> Tensor:
     """Return columns and rows of a grid after its prefix, (tokens, 2)."""
-    return functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)
+    return functional.pad(grid_positions(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)

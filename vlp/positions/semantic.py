@@ -1,8 +1,8 @@
 """SaPE, the 2D semantic-aware position encoding; every source at hand lacks its equations.
 
 This reconstruction (papers.md#sape-s5 to #sape-s9, #sape-s12, #sape-s13) builds on CoPE
-(`cope.py`): each patch gets a vector of the places in its row and one of its column, and pairs of
-patches with different vectors attend less to each other.
+(`cope.py`): each patch gets a vector of the positions in its row and one of its column, and patches
+with different vectors attend less to each other.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def sape_bias(
 
     - gate g_ij = sigmoid(q_i . k_j) for patches of one row, then of one column (Eq. 9), in both
       modes (papers.md#sape-s7), without scale (papers.md#sape-s1);
-    - place p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of one
+    - position p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of one
       give |i - j| + 1; `suffix` sums from j to the end of the row, as CoPE's listing does
       (papers.md#sape-s5);
-    - vector z_i (Eqs 12-14): b^x_i has an entry q_i . e(p_it) for every place t of the patch's own
-      row, b^y_i for every place of its own column; e interpolates `table_x` and `table_y`
+    - vector z_i (Eqs 12-14): b^x_i has an entry q_i . e(p_it) for every position t of the patch's
+      row, b^y_i for every position of its column; e interpolates `table_x` and `table_y`
       (papers.md#sape-s6). Mode `key` takes k_i in place of q_i there and nowhere else
       (papers.md#sape-s7);
     - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (papers.md#sape-s8), so
@@ -59,8 +59,8 @@ def sape_bias(
         query: (..., rows * columns, d), patches only, without a prefix (papers.md#sape-s12).
         key: as the query.
         grid: (rows, columns).
-        table_x: (P, d), vectors of the places 0 .. P-1 along rows, or (heads, P, d); the last
-            serves all places beyond (papers.md#sape-s11). columns + 1 rows tell all places apart.
+        table_x: (P, d), vectors of the positions 0 .. P-1 along rows, or (heads, P, d); the last
+            serves all positions beyond (papers.md#sape-s11). columns + 1 rows tell all apart.
         table_y: the same along columns, of any number of rows.
         mode: "key" or "query". For both, add both biases (papers.md#sape-s13).
         gate_scale: factor of q . k inside the gate.
@@ -82,22 +82,22 @@ def sape_bias(
         wide_query, wide_key, table_x, table_y = full_precision(query, key, table_x, table_y)
         source = wide_key if mode == "key" else wide_query
         distances = []
-        for table, upright in ((table_x, False), (table_y, True)):
-            line_queries = _lines(wide_query, rows, columns, upright)
-            line_keys = _lines(wide_key, rows, columns, upright)
-            places = _places(gate(line_queries, line_keys, gate_scale), summation)
-            products = source @ table.transpose(-2, -1)  # Eq. 13, at the whole places
-            vectors = interpolate(_lines(products, rows, columns, upright), places)
-            distances.append(pair_distance(_tokens(vectors, upright)))
+        for table, vertical in ((table_x, False), (table_y, True)):
+            line_queries = _lines(wide_query, rows, columns, vertical)
+            line_keys = _lines(wide_key, rows, columns, vertical)
+            positions = _positions(gate(line_queries, line_keys, gate_scale), summation)
+            products = source @ table.transpose(-2, -1)  # Eq. 13, at the whole positions
+            vectors = interpolate(_lines(products, rows, columns, vertical), positions)
+            distances.append(pair_distance(_tokens(vectors, vertical)))
         return (-bias_scale * (distances[0] + distances[1])).to(query.dtype)
 
 
 class SemanticPosition(PositionEncoding):
     """`sape`: semantic-aware position encoding of one self-attention layer, as read in `sape_bias`.
 
-    Any grid works, square or not; places beyond the table share its last row (papers.md#sape-s11).
-    Distances grow with the root of a line's length. Prefix tokens are not counted and their pairs
-    have bias 0 (papers.md#sape-s12), the largest there is.
+    Any grid works, square or not; positions beyond the table share its last row
+    (papers.md#sape-s11). Distances grow with the root of a line's length. Prefix tokens are not
+    counted and their pairs have bias 0 (papers.md#sape-s12), the largest value.
 
     Attached to trained weights the default start of 0.02 changes the layer; a smaller `deviation`
     changes it less.
@@ -144,8 +144,8 @@ class SemanticPosition(PositionEncoding):
         self.modes = modes
 
         # Small and random: the gradient of a distance of 0 is 0, so zero tables would never move.
-        def tables(places: int) -> nn.ParameterDict:
-            shape = 1 if shared_heads else heads, places + 1, width // heads
+        def tables(length: int) -> nn.ParameterDict:
+            shape = 1 if shared_heads else heads, length + 1, width // heads
             start = {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
             return nn.ParameterDict(start)
 
@@ -223,7 +223,7 @@ def _distance_by_entry(vectors: Tensor) -> Tensor:
     return squared.sqrt()
 
 
-def _places(gates: Tensor, summation: Summation) -> Tensor:
+def _positions(gates: Tensor, summation: Summation) -> Tensor:
     """Return p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
     if summation == "suffix":
         return count_from_end(gates)
@@ -233,11 +233,11 @@ def _places(gates: Tensor, summation: Summation) -> Tensor:
     return ahead + behind.tril(-1)
 
 
-def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
+def _lines(x: Tensor, rows: int, columns: int, vertical: bool) -> Tensor:
     """Group raster-order patches by line: (..., rows, columns, d), or columns first if upright."""
     lines = x.unflatten(-2, (rows, columns))
-    return lines.transpose(-3, -2) if upright else lines
+    return lines.transpose(-3, -2) if vertical else lines
 
 
-def _tokens(lines: Tensor, upright: bool) -> Tensor:
-    return (lines.transpose(-3, -2) if upright else lines).flatten(-3, -2)
+def _tokens(lines: Tensor, vertical: bool) -> Tensor:
+    return (lines.transpose(-3, -2) if vertical else lines).flatten(-3, -2)

@@ -1,4 +1,4 @@
-"""Fixed sinusoids of a place: along raster order, along each axis, or of several axes at once."""
+"""Fixed sinusoids of positions: along raster order, along each axis, or of several axes at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import (
-    places_after_prefix,
     require_extent,
+    sequence_length,
     token_coordinates,
     vertical_first,
 )
@@ -159,8 +159,8 @@ class SinePosition(TokenEncoding):
         share = width // groups
         self.mlp = None if mlp is None else Modulator(share, mlp, share, approximate)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Return sinusoids of the tokens' positions: (B or 1, T - prefix, width)."""
         if self.dimensions == 1:
             coords = self._order(x, context)
         else:
@@ -176,7 +176,7 @@ class SinePosition(TokenEncoding):
     def _order(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        length = places_after_prefix(self.name, x, context)
+        length = sequence_length(self.name, x, context)
         index = torch.arange(length, dtype=dtype, device=x.device)[None, :, None]
         if self.extent is None:
             return index
@@ -221,7 +221,7 @@ class MDSinePosition(TokenEncoding):
     ) -> None:
         super().__init__("md-sine", width, mixer)
         if dimensions not in (2, 4):
-            raise ValueError(f"md-sine places have 2 or 4 dimensions, not {dimensions}")
+            raise ValueError(f"md-sine positions have 2 or 4 dimensions, not {dimensions}")
         if mlp is None:
             require_defaults(self.name, MDSinePosition, "without mlp", approximate=approximate)
         if freqs is not None:
@@ -243,8 +243,8 @@ class MDSinePosition(TokenEncoding):
         self.layout, self.extent = layout, extent
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
 
-    def places(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return sinusoids of the tokens' places: (B or 1, T - prefix, width)."""
+    def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Return sinusoids of the tokens' positions: (B or 1, T - prefix, width)."""
         coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
         freqs = torch.tensor(self.freqs, dtype=coords.dtype, device=coords.device)
         waves = md_sinusoid(coords, freqs, self.layout)

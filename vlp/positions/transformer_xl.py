@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext, shared
-from vlp.positions.clipped import ClippedPosition, Offsets, ids_on, longest_offset
+from vlp.positions.clipped import ClippedPosition, Offsets, cached_ids, longest_offset
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import Lookup, products
 from vlp.positions.sine import sinusoid
@@ -26,7 +26,7 @@ def transformer_xl_lookups(
         relative: (1 or heads, rows, channels), r = s W^R.
         ids: int64 (tables, T, T), rows of `relative`.
         u: (1 or heads, 1, channels), the global interest in a key's content.
-        v: the same, the global interest in its place.
+        v: the same, the global interest in its position.
     """
     scale = query.shape[-1] ** -0.5
     content = key @ u.to(key.dtype).mT * scale
@@ -110,7 +110,7 @@ class TransformerXLPosition(ClippedPosition):
         )
         # Rows beyond the grid at hand would be projected and never read.
         reach = min(self.reach, longest_offset(self.offsets, grid))
-        ids = ids_on(query.device, self.offsets, *grid, reach, context.prefix_tokens)
+        ids = cached_ids(query.device, self.offsets, *grid, reach, context.prefix_tokens)
         relative = self._relative(reach)
         if self.offsets == "axes":
             ids = torch.stack([ids[0], ids[1] + relative.shape[1] // 2])
@@ -123,7 +123,7 @@ class TransformerXLPosition(ClippedPosition):
         zero.
         """
         sines = functools.partial(
-            _sinusoids_on,
+            _cached_sinusoids,
             self.projection.device,
             self.projection.dtype,
             reach,
@@ -134,18 +134,18 @@ class TransformerXLPosition(ClippedPosition):
         prefix = [] if self.prefix is None else [self.prefix]
         if self.offsets != "axes":
             stride = 2 * self.reach + 1 if self.offsets == "product" else 0
-            places = sines(channels, stride) @ self.projection
-            return torch.cat([places.to(self.u.dtype), *prefix], 1)
+            projected = sines(channels, stride) @ self.projection
+            return torch.cat([projected.to(self.u.dtype), *prefix], 1)
         # dx first (papers.md#irpe-i16).
         along_x, along_y = self.projection.chunk(2, 1)
-        places = sines(channels // 2, 0)
+        projected = sines(channels // 2, 0)
         zero = [torch.zeros_like(row) for row in prefix]
-        parts = [places @ along_y, *zero, places @ along_x, *prefix]
+        parts = [projected @ along_y, *zero, projected @ along_x, *prefix]
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)
 
 
 @shared(maxsize=32)
-def _sinusoids_on(
+def _cached_sinusoids(
     device: torch.device,
     dtype: torch.dtype,
     reach: int,

@@ -1,4 +1,4 @@
-"""A start at which an encoding leaves trained weights' function as it was."""
+"""Zero initialisation, at which encodings leave a trained model's function as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlp.positions.rotary import RotaryMixed
 def zero_start(module: nn.Module) -> None:
     """Set to zero the parameters that silence encodings in a module and can be trained from there.
 
-    These are the last layer of MLPs on places (`fourier`, `mlp`, sinusoids with `mlp`), the
+    These are the last layer of MLPs on positions (`fourier`, `mlp`, sinusoids with `mlp`), the
     projection of `fourier`, the tables of `learned-1d`, `learned-2d` and `learned-4d`, and the
     frequencies of `rope-mixed`. Most other tables start at zero. Without such a parameter an
     encoding stays as it is: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids without MLP, `fourier`

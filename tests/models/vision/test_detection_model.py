@@ -149,7 +149,7 @@ def test_every_encoding_trains_or_is_refused_by_name(name):
 def test_other_grids_work_or_are_refused_by_name(name):
     model = stirred(detr(with_options(name)))
     if name in ON_A_GRID_ALONE:
-        with pytest.raises(ValueError, match=rf"{name} .*(4 x 4|16 places).*(6 x 5|30 tokens)"):
+        with pytest.raises(ValueError, match=rf"{name} .*(4 x 4|16 positions).*(6 x 5|30 tokens)"):
             model(images((96, 80)))
         with pytest.raises(ValueError, match=rf"{name} .*(6 x 5|30 tokens)"):
             model.require_grid(96, 80)

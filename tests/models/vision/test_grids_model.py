@@ -83,7 +83,7 @@ def test_the_encoders_tokens_are_the_task_and_the_placed_cells():
     encoding = made.encoder_places[0]
     plain = create_position("object", width=16)
     context = PositionContext(grid=(4, 4), boxes=asked.boxes)
-    where = plain.places(torch.zeros(2, LENGTH, 16, dtype=torch.float64), context)
+    where = plain.embeddings(torch.zeros(2, LENGTH, 16, dtype=torch.float64), context)
     cells = encoding.alpha * made.embedding(asked.inputs) + encoding.beta * where
     torch.testing.assert_close(seen[0][:, 1:], cells)
     torch.testing.assert_close(seen[0][:, 0], encoding.alpha * made.tasks(asked.tasks))

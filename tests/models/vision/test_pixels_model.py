@@ -90,7 +90,7 @@ def test_pixel_encodings_add_the_pixels_place_and_the_channels_colour():
     places = PixelPlaces(config("sine-2d"), SIZE)
     x = torch.randn(2, LENGTH, 24)
     sine = create_position("sine-2d", width=16)
-    where = sine.places(torch.zeros(1, 9, 16), PositionContext(grid=(SIZE, SIZE)))[0]
+    where = sine.embeddings(torch.zeros(1, 9, 16), PositionContext(grid=(SIZE, SIZE)))[0]
     added = places(x) - x
     for place in range(LENGTH):
         pixel, channel = divmod(place, 3)

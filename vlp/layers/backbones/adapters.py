@@ -18,12 +18,12 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import Tensor, nn
 
 from vlp.layers.backbones import attention
-from vlp.layers.backbones.attention import Places, TokenEncodings
+from vlp.layers.backbones.attention import ContextStore, TokenEncodings
 from vlp.layers.blocks import no_weight_decay
 from vlp.positions.base import PositionContext, PositionEncoding, through_call
 
 
-class WithEncodings(nn.Module):
+class PositionedModel(nn.Module):
     """A timm model with encodings, which also names their parameters for optimisers."""
 
     def no_weight_decay(self) -> set[str]:
@@ -37,10 +37,10 @@ class WithEncodings(nn.Module):
         return {**groups, "stem": groups["stem"] + r"|positions"}
 
 
-class WithWatchedPatches(WithEncodings):
+class PositionedPatchModel(PositionedModel):
     """A model with encodings and a patch convolution that writes the context of its tokens."""
 
-    places: Places
+    context_store: ContextStore
 
     def set_input_size(self, *sizes: Any, **options: Any) -> None:
         """Set the size as timm does."""
@@ -49,10 +49,10 @@ class WithWatchedPatches(WithEncodings):
         convolution = model.patch_embed.proj
         super().set_input_size(*sizes, **options)  # type: ignore[misc]
         if model.patch_embed.proj is not convolution:
-            model.patch_embed.proj.register_forward_hook(self.places.see_convolution)
+            model.patch_embed.proj.register_forward_hook(self.context_store.record_grid)
 
 
-class PositionedVisionTransformer(WithEncodings, VisionTransformer):
+class PositionedVisionTransformer(PositionedModel, VisionTransformer):
     """A timm ViT with the token encodings `positions`, after its own `pos_embed`.
 
     They act once, before patches are dropped; timm's `pos_drop` acts on the encoded tokens where
@@ -60,12 +60,12 @@ class PositionedVisionTransformer(WithEncodings, VisionTransformer):
     """
 
     positions: nn.ModuleList
-    places: Places
+    context_store: ContextStore
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Add positions to patches (batch, patches or rows and columns, width) -> all tokens."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
-        context = self.places.write(int(rows), int(columns))
+        context = self.context_store.write(int(rows), int(columns))
         x = self._embed_absolute(x)
         for encoding in self.positions:
             x = through_call(encoding, PositionEncoding.tokens, x, context)
@@ -87,23 +87,23 @@ class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTr
     """A timm DeiT with a distillation token and the token encodings `positions`."""
 
 
-class PositionedSwinTransformer(WithEncodings, SwinTransformer):
+class PositionedSwinTransformer(PositionedModel, SwinTransformer):
     """A timm Swin with encodings in layers or in the patch embedding."""
 
 
-class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
+class PositionedSwinTransformerV2(PositionedModel, SwinTransformerV2):
     """A timm Swin V2 with encodings in layers or in the patch embedding."""
 
 
-class PositionedEva(WithWatchedPatches, Eva):
+class PositionedEva(PositionedPatchModel, Eva):
     """A timm Eva: EVA, EVA-02, DINOv3, the Perception Encoder, ViTs with RoPE."""
 
 
-class PositionedBeit(WithWatchedPatches, Beit):
+class PositionedBeit(PositionedPatchModel, Beit):
     """A timm BEiT."""
 
 
-class PositionedRelPos(WithWatchedPatches, VisionTransformerRelPos):
+class PositionedRelPos(PositionedPatchModel, VisionTransformerRelPos):
     """A timm ViT with relative positions of its own."""
 
 
@@ -145,7 +145,7 @@ MODEL_POSITIONS = re.compile(
 
 
 class Adapter:
-    """Base adapter, for models whose tokens come out of one module and whose blocks attend."""
+    """Base adapter, for models with one module of embedded tokens and a list of blocks."""
 
     # Positioned counterparts of the family's classes.
     positioned: ClassVar[dict[type, type]]
@@ -194,26 +194,28 @@ class Adapter:
         model = self.model
         if type(model) in self.positioned:
             model.__class__ = self.positioned[type(model)]
-            model.places = Places(int(getattr(model, "num_prefix_tokens", 0)))
-            self.watch(model.places)
+            model.context_store = ContextStore(int(getattr(model, "num_prefix_tokens", 0)))
+            self.hook_grid(model.context_store)
 
-    def watch(self, places: Places) -> None:
+    def hook_grid(self, store: ContextStore) -> None:
         """Make the model write its grid when it embeds an image."""
-        self.model.patch_embed.proj.register_forward_hook(places.see_convolution)
+        self.model.patch_embed.proj.register_forward_hook(store.record_grid)
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of tokens."""
         model = self.model
         if not hasattr(model, "positions"):
-            model.positions = TokenEncodings(model.places, self.with_prefix).train(model.training)
+            model.positions = TokenEncodings(model.context_store, self.with_prefix).train(
+                model.training
+            )
             embedded = model.get_submodule(self.embedded)
-            embedded.register_forward_hook(model.positions.see_tokens)
+            embedded.register_forward_hook(model.positions.encode)
         model.positions.append(encoding)
 
     def add(self, layer: Any, encoding: PositionEncoding) -> None:
         """Add an encoding of attention to a layer."""
         add_positions_to(layer)
-        layer.places = getattr(self.model, "places", None)
+        layer.context_store = getattr(self.model, "context_store", None)
         layer.positions.append(encoding)
 
     def drop(self) -> None:
@@ -240,7 +242,7 @@ class ViTAdapter(Adapter):
         if not hasattr(self.model, "positions"):
             self.model.positions = nn.ModuleList().train(self.model.training)
 
-    def watch(self, places: Places) -> None:
+    def hook_grid(self, store: ContextStore) -> None:
         """Do nothing, as `_pos_embed` writes the grid."""
 
     def drop(self) -> None:
@@ -270,7 +272,7 @@ class SwinAdapter(Adapter):
                 f"{name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
             )
 
-    def watch(self, places: Places) -> None:
+    def hook_grid(self, store: ContextStore) -> None:
         """Do nothing, as windows are the same for every image."""
 
     def add_tokens(self, encoding: PositionEncoding) -> None:

@@ -38,7 +38,7 @@ class _ThreadContexts(ThreadLocal):
         self.contexts: dict[int, PositionContext] = {}
 
 
-class Places:
+class ContextStore:
     """Contexts of a model's tokens; the model writes them, its attention layers read them.
 
     A plain object that they share, so that copies and pickles of the model share their own. A
@@ -46,18 +46,18 @@ class Places:
     writes; a backward thread that makes patches again goes on reading their grid.
 
     Args:
-        prefix_tokens: tokens without a place in front of the patches.
+        prefix_tokens: tokens without a position in front of the patches.
     """
 
     def __init__(self, prefix_tokens: int) -> None:
         self.prefix_tokens = prefix_tokens
         self._contexts: dict[int, PositionContext] = {}
-        self._by_thread = _ThreadContexts()
+        self._thread_contexts = _ThreadContexts()
 
     def write(self, rows: int, columns: int) -> PositionContext:
         """Set the grid (rows, columns) of the current images' patches."""
         context = PositionContext((rows, columns), self.prefix_tokens)
-        self._keep(rows * columns, context)
+        self._set(rows * columns, context)
         return context
 
     def write_sizes(self, sizes: Tensor, patches: int) -> None:
@@ -79,15 +79,15 @@ class Places:
         shares = [(patch % width + 0.5) / width, (patch // width + 0.5) / height]
         # Patches of padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
-        self._keep(
+        self._set(
             patches,
             PositionContext(prefix_tokens=self.prefix_tokens, coordinates=coordinates, grids=sizes),
         )
 
-    def _keep(self, patches: int, context: PositionContext) -> None:
+    def _set(self, patches: int, context: PositionContext) -> None:
         # By number of tokens, for activation checkpointing, which runs layers again after other
         # images. Two grids of equally many patches (2 x 8 and 4 x 4) cannot be in flight together.
-        for contexts in (self._contexts, self._by_thread.contexts):
+        for contexts in (self._contexts, self._thread_contexts.contexts):
             contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
@@ -95,16 +95,16 @@ class Places:
         if tokens not in self._contexts:
             sizes = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
-                f"no image of this model has {tokens} tokens ({sizes}), so that nothing says "
-                "where they lie: patches were dropped, or attention was called without its model"
+                f"no image of this model has {tokens} tokens ({sizes}): patches were dropped, or "
+                "attention was called without its model"
             )
-        return self._by_thread.contexts.get(tokens, self._contexts[tokens])
+        return self._thread_contexts.contexts.get(tokens, self._contexts[tokens])
 
-    def see_convolution(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
+    def record_grid(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
         """Read the grid from a patch embedding's output (B, width, rows, columns)."""
         self.write(int(patches.shape[2]), int(patches.shape[3]))
 
-    def see_sizes(self, embeds: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def record_sizes(self, embeds: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """Read the grids from the inputs of transformers' Siglip2VisionEmbeddings."""
         pixels, sizes = arguments
         self.write_sizes(sizes, int(pixels.shape[1]))
@@ -117,17 +117,17 @@ class TokenEncodings(nn.ModuleList):
         with_prefix: whether the output has the prefix tokens, too.
     """
 
-    def __init__(self, places: Places, with_prefix: bool) -> None:
+    def __init__(self, store: ContextStore, with_prefix: bool) -> None:
         super().__init__()
-        self._places, self._with_prefix = places, with_prefix
+        self._store, self._with_prefix = store, with_prefix
 
-    def see_tokens(self, module: nn.Module, arguments: Any, tokens: Tensor) -> Tensor:
+    def encode(self, module: nn.Module, arguments: Any, tokens: Tensor) -> Tensor:
         """Encode (B, tokens, width)."""
         if self._with_prefix:
-            context = self._places.read(int(tokens.shape[1]))
+            context = self._store.read(int(tokens.shape[1]))
         else:
-            whole = self._places.read(self._places.prefix_tokens + int(tokens.shape[1]))
-            context = replace(whole, prefix_tokens=0)
+            full_context = self._store.read(self._store.prefix_tokens + int(tokens.shape[1]))
+            context = replace(full_context, prefix_tokens=0)
         for encoding in self:
             tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
         return tokens
@@ -154,7 +154,7 @@ class Positioned(nn.Module):
     """
 
     positions: nn.ModuleList
-    places: Places
+    context_store: ContextStore
     fused: Fused = None
 
     if not TYPE_CHECKING:  # timm declares it final
@@ -185,7 +185,7 @@ class Positioned(nn.Module):
     def context(self, x: Tensor) -> PositionContext:
         """Return the context of the tokens (B, T, width)."""
         # The shape is a tensor in torch.jit.trace.
-        return self.places.read(int(x.shape[1]))
+        return self.context_store.read(int(x.shape[1]))
 
     def attend(
         self,

@@ -16,14 +16,14 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from vlp.layers.attention import attend, mask_bias
 from vlp.layers.backbones.adapters import Adapter, Grid
-from vlp.layers.backbones.attention import Places
+from vlp.layers.backbones.attention import ContextStore
 from vlp.positions.base import PositionEncoding
 
 INTERFACE = "vlp_positions"
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
 
-class TransformersPlaces(Places):
+class TransformersContextStore(ContextStore):
     """Contexts of such a model's tokens."""
 
     # A pickle names this class, so that loading it registers the attention function below.
@@ -47,7 +47,7 @@ class TransformersAdapter(Adapter):
             raise ValueError(f"{name} has a text encoder, too; attach to its vision_model alone")
         paths = [path for path, _ in candidates]
         inner = [x for x in candidates if not any(x[0].startswith(f"{path}.") for path in paths)]
-        self._layers = [part for part in model.modules() if _attends(part)]
+        self._layers = [part for part in model.modules() if _is_attention(part)]
         if len(inner) != 1 or not self._layers:
             missing = "layers of attention" if len(inner) == 1 else "one embedding of patches"
             raise ValueError(f"{name} of transformers has not {missing} that encodings could enter")
@@ -95,12 +95,12 @@ class TransformersAdapter(Adapter):
 
     def prepare(self) -> None:
         """Make the model write the grid of its tokens."""
-        if not hasattr(self.model, "places"):
-            places = self.model.places = TransformersPlaces(self.prefix_tokens)
+        if not hasattr(self.model, "context_store"):
+            store = self.model.context_store = TransformersContextStore(self.prefix_tokens)
             if isinstance(self._projection, nn.Conv2d):
-                self._projection.register_forward_hook(places.see_convolution)
+                self._projection.register_forward_hook(store.record_grid)
             else:
-                self._embeddings.register_forward_pre_hook(places.see_sizes)
+                self._embeddings.register_forward_pre_hook(store.record_sizes)
 
     def add(self, layer: Any, encoding: PositionEncoding) -> None:
         """Add an encoding of attention to a layer."""
@@ -108,7 +108,7 @@ class TransformersAdapter(Adapter):
             layer.config = copy.copy(layer.config)
             layer.config._attn_implementation = INTERFACE
             layer.positions = nn.ModuleList().train(layer.training)
-            layer.places, layer.fused = self.model.places, None
+            layer.context_store, layer.fused = self.model.context_store, None
         layer.positions.append(encoding)
 
     def drop(self) -> None:
@@ -151,7 +151,7 @@ def attend_with_positions(
         key,
         value,
         module.positions,
-        module.places.read(int(query.shape[-2])),
+        module.context_store.read(int(query.shape[-2])),
         bias,
         module.fused,
         dropout,
@@ -174,11 +174,11 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
     return None
 
 
-def _attends(module: nn.Module) -> bool:
+def _is_attention(module: nn.Module) -> bool:
     """Tell whether a module projects states and takes its attention from its configuration."""
     # An encoding would have no effect in other layers.
-    has = module._modules.keys()
-    if not hasattr(module, "config") or not any(has >= set(names) for names in PROJECTIONS):
+    children = module._modules.keys()
+    if not hasattr(module, "config") or not any(children >= set(names) for names in PROJECTIONS):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
