@@ -22,18 +22,8 @@ def anchor_loss(
     margin: float = 0.05,
 ) -> Tensor:
     """Compute Eqs 1-2 as printed, a scalar mean over the batch; see `paper_anchor_loss`."""
-    loss = paper_anchor_loss(
-        image,
-        text,
-        image_candidates,
-        text_candidates,
-        positive,
-        image_tokens,
-        text_tokens,
-        text_mask,
-        scale,
-        margin,
-    )
+    pairs = image, text, image_candidates, text_candidates, positive
+    loss = paper_anchor_loss(*pairs, image_tokens, text_tokens, text_mask, scale, margin)
     return loss.total / loss.count.clamp(min=1)
 
 
@@ -58,11 +48,7 @@ def paper_anchor_loss(
     True = a real word ([CLS], [SEP] and padding are False). Rows with `valid` (B,) False count
     nowhere, candidates with `candidate_valid` (K,) False are neither positive nor negative.
 
-    Eq. 2 sums over negatives (papers.md#ace-a1); a row averages it over its positives, and its
-    negatives are the valid rest. Without any negative the row's term is 0. f on the pair level is
-    the cosine of the [CLS] projections (papers.md#ace-a3, a reconstruction); the third term runs
-    over patches and real words of the matching pair and lowers the loss (papers.md#ace-a4). Trained
-    as printed (papers.md#ace-a28) it collapses: nothing opposes the third term.
+    Trained as printed (papers.md#ace-a28) it collapses: nothing opposes the third term.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens
@@ -74,12 +60,14 @@ def paper_anchor_loss(
     if candidate_valid is None:
         candidate_valid = positive.new_ones(positive.shape[1])
     with no_autocast(image):
+        # f on the pair level is the cosine of [CLS] projections (papers.md#ace-a3).
         image_to_text = image @ text_candidates.T
         text_to_image = text @ image_candidates.T
         token_similarity = text_tokens @ image_tokens.transpose(1, 2)
     rows = (
         _margin_term(image_to_text, positive, candidate_valid, scale, margin)
         + _margin_term(text_to_image, positive, candidate_valid, scale, margin)
+        # Over patches and words of the matching pair, it lowers the loss (papers.md#ace-a4).
         - _token_reward(token_similarity, text_mask, scale)
     )
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
@@ -89,10 +77,13 @@ def _margin_term(
     similarity: Tensor, positive: Tensor, candidate_valid: Tensor, scale: float, margin: float
 ) -> Tensor:
     """Compute H of Eq. 2 for every row, (B, K) -> (B,)."""
-    lowest = torch.finfo(similarity.dtype).min  # not -inf: NaN gradients in a row of nothing else
+    # Not -inf, with which a row of nothing else has NaN gradients.
+    lowest = torch.finfo(similarity.dtype).min
+    # Eq. 2 sums over negatives (papers.md#ace-a1); a row without any has no cost.
     negatives = (scale * similarity).masked_fill(positive | ~candidate_valid, lowest)
     hardest = negatives.logsumexp(-1, keepdim=True) / scale
     cost = (hardest + margin - similarity).clamp(min=0)
+    # The paper has one positive; a row averages over several.
     positive = positive & candidate_valid
     return torch.where(positive, cost, 0).sum(-1) / positive.sum(-1).clamp(min=1)
 

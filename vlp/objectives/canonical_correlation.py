@@ -36,18 +36,18 @@ class PairMoments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add pairs: `x` (B, x_channels) and `y` (B, y_channels)."""
-        both = torch.cat([x, y], dim=1).double().cpu()
-        self.count += len(both)
-        self._sum += both.sum(0)
-        self._products.addmm_(both.T, both)
+        pairs = torch.cat([x, y], dim=1).double().cpu()
+        self.count += len(pairs)
+        self._sum += pairs.sum(0)
+        self._products.addmm_(pairs.T, pairs)
 
     def __add__(self, other: PairMoments) -> PairMoments:
         """Return the moments of the pairs of both."""
-        both = PairMoments(self.x_channels, self.y_channels)
-        both.count = self.count + other.count
-        both._sum = self._sum + other._sum
-        both._products = self._products + other._products
-        return both
+        total = PairMoments(self.x_channels, self.y_channels)
+        total.count = self.count + other.count
+        total._sum = self._sum + other._sum
+        total._products = self._products + other._products
+        return total
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """Return the mean (C,) and the covariance (C, C) of both sides side by side."""
@@ -68,7 +68,7 @@ class CanonicalCorrelation:
             for part in (slice(None, split), slice(split, None))
         ]
         x, y = self._sides
-        self._between = x.vectors.T @ covariance[:split, split:] @ y.vectors
+        self._cross_covariance = x.vectors.T @ covariance[:split, split:] @ y.vectors
 
     def projections(self, channels: int, shrinkage: float) -> tuple[Affine, Affine]:
         """Solve for the projections of x and y, for cosines that rank pairs by linear correlation.
@@ -79,13 +79,13 @@ class CanonicalCorrelation:
         """
         x, y = (side.whitening(shrinkage) for side in self._sides)
         left, correlations, right = torch.linalg.svd(
-            x[:, None] * self._between * y, full_matrices=False
+            x[:, None] * self._cross_covariance * y, full_matrices=False
         )
         layers = []
         for directions, scale, side in zip((left, right.T), (x, y), self._sides):
             weight = torch.zeros(channels, len(side.mean), dtype=torch.float64)
-            found = (directions * correlations)[:, :channels].T * scale @ side.vectors.T
-            weight[: len(found)] = found
+            rows = (directions * correlations)[:, :channels].T * scale @ side.vectors.T
+            weight[: len(rows)] = rows
             layers.append(Affine(weight, -weight @ side.mean))
         return layers[0], layers[1]
 
@@ -106,14 +106,11 @@ class _Side(NamedTuple):
 def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
     """Return the mean reciprocal rank of pairs by cosine, 1 at best, over both directions.
 
-    Args:
-        x: (P, D).
-        y: (P, D); row i belongs to row i.
-        ids: (P,) int64 of images, or (P, 2) of images and captions; pairs that share one are no
-            wrong answers for each other.
+    Rows i of `x` and `y` (P, D) are a pair; `ids` (P,) int64 are of images, or (P, 2) of images and
+    captions, and pairs that share one are no wrong answers for each other.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
-    own = torch.eye(len(ids), dtype=torch.bool)
-    cosines.masked_fill_(positives(ids, ids) & ~own, -math.inf)
-    ranks = [pessimistic_ranks(side.numpy(), own.numpy()) for side in (cosines, cosines.T)]
+    diagonal = torch.eye(len(ids), dtype=torch.bool)
+    cosines.masked_fill_(positives(ids, ids) & ~diagonal, -math.inf)
+    ranks = [pessimistic_ranks(side.numpy(), diagonal.numpy()) for side in (cosines, cosines.T)]
     return float((1 / (1 + np.stack(ranks))).mean())

@@ -99,9 +99,7 @@ class TeacherConfig(MomentumConfig):
 
     queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
     warmup_steps: int = Field(
-        1000,
-        ge=0,
-        description="the share of soft targets rises linearly to 0.4 over these steps",
+        1000, ge=0, description="the share of soft targets rises linearly to 0.4 over these steps"
     )
 
 
@@ -116,10 +114,7 @@ def register_settings(name: str, settings: type[Config]) -> None:
 
 
 class ObjectivesConfig(Config):
-    """All objectives; `null` leaves one out, and with it its pass.
-
-    Keys that `register_settings` added are absent unless they are given.
-    """
+    """All objectives; `null` leaves one out, and with it its pass."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -146,10 +141,13 @@ class ObjectivesConfig(Config):
         if not isinstance(values, Mapping):
             return values
         optional: dict[str, Any] = {name: (kind | None, None) for name, kind in _registered.items()}
-        beyond = create_model("RegisteredObjectives", __base__=Config, **optional)
-        own = {name: value for name, value in values.items() if name in cls.model_fields}
-        others = {name: value for name, value in values.items() if name not in own}
-        return own | {name: getattr(beyond.model_validate(others), name) for name in others}
+        model = create_model("RegisteredObjectives", __base__=Config, **optional)
+        fields = {name: value for name, value in values.items() if name in cls.model_fields}
+        registered = {name: value for name, value in values.items() if name not in fields}
+        # Registered keys are absent unless the configuration has them.
+        return fields | {
+            name: getattr(model.model_validate(registered), name) for name in registered
+        }
 
     @model_validator(mode="after")
     def _trains_something(self) -> ObjectivesConfig:

@@ -127,41 +127,34 @@ def _logits(
         image, text, image_candidates, text_candidates
     )
     with no_autocast(image):
-        return (
-            image @ text_candidates.T / temperature,
-            text @ image_candidates.T / temperature,
-        )
+        return (image @ text_candidates.T / temperature, text @ image_candidates.T / temperature)
 
 
 class LearnedBias(nn.Module):
-    """The learned bias of the logits, a scalar; it starts low, as nearly all pairs are negative."""
+    """The learned bias of the logits, a scalar."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
+        # It starts low, as nearly all pairs are negative.
         self.bias = nn.Parameter(torch.tensor(start))
 
     def forward(self) -> Tensor:
         """Return the bias, a scalar."""
-        return self.bias + 0  # a tensor of its own: sharded engines free parameters
+        # Sharded engines free parameters after the call, but not this new tensor.
+        return self.bias + 0
 
 
 def sigmoid_loss(
-    image: Tensor,
-    text: Tensor,
-    image_ids: Tensor,
-    valid: Tensor,
-    temperature: Tensor,
-    bias: Tensor,
+    image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor, temperature: Tensor, bias: Tensor
 ) -> Loss:
-    """Tell of each image and text of all ranks whether they belong together (Algorithm 1).
+    """Compute SigLIP's loss over the pairs of images and texts of all ranks (Algorithm 1).
 
     `image`, `text` (B, d) of unit length, `image_ids` as `positives` takes them, `valid` (B,) bool;
     logits are cosines divided by `temperature`, plus `bias`. Texts of the same image are positives.
     Rows with `valid` False count nowhere. Counts images, as the paper divides by them.
 
-    Texts travel from rank to rank with their gradients, so that a rank holds the logits of two
-    shares (B, B) at a time. Every rank must call it with the same shapes, and gradients hold where
-    all ranks' losses have one factor, as after `vlp.objectives.loss.normalise`.
+    Every rank must call it with the same shapes, and gradients hold where all ranks' losses have
+    one factor, as after `vlp.objectives.loss.normalise`.
     """
     image, text, scale, bias = full_precision(image, text, 1 / temperature, bias)
     total: Tensor = _Ring.apply(image, text, scale, bias, image_ids, valid)
@@ -169,6 +162,8 @@ def sigmoid_loss(
 
 
 class _Ring(torch.autograd.Function):
+    # Texts travel from rank to rank with their gradients, so that a rank holds the logits of two
+    # shares (B, B) at a time.
     @staticmethod
     def forward(
         ctx: Any,
@@ -179,23 +174,24 @@ class _Ring(torch.autograd.Function):
         image_ids: Tensor,
         valid: Tensor,
     ) -> Tensor:
-        total, of_scale, of_bias = (torch.zeros_like(bias) for _ in range(3))
-        of_image = torch.zeros_like(image)
-        passing = [text, torch.zeros_like(text), image_ids, valid.to(torch.uint8)]
+        total, scale_gradient, bias_gradient = (torch.zeros_like(bias) for _ in range(3))
+        image_gradient = torch.zeros_like(image)
+        ring = [text, torch.zeros_like(text), image_ids, valid.to(torch.uint8)]
         with no_autocast(image):
             for _ in range(world_size()):
-                other, of_other, ids, real = passing
-                cosines = image @ other.T
+                texts, text_gradient, ids, text_valid = ring
+                cosines = image @ texts.T
                 sign = torch.where(positives(image_ids, ids), 1.0, -1.0).to(image.dtype)
                 margin = sign * (cosines * scale + bias)
-                counted = valid[:, None] & (real > 0)
-                total += torch.where(counted, functional.softplus(-margin), 0).sum()
-                slope = torch.where(counted, -sign * torch.sigmoid(-margin), 0)
-                of_image += scale * (slope @ other)
-                of_scale += (slope * cosines).sum()
-                of_bias += slope.sum()
-                passing = pass_on([other, of_other + scale * (slope.T @ image), ids, real])
-        ctx.save_for_backward(of_image, passing[1], of_scale, of_bias)
+                mask = valid[:, None] & (text_valid > 0)
+                total += torch.where(mask, functional.softplus(-margin), 0).sum()
+                logit_gradient = torch.where(mask, -sign * torch.sigmoid(-margin), 0)
+                image_gradient += scale * (logit_gradient @ texts)
+                scale_gradient += (logit_gradient * cosines).sum()
+                bias_gradient += logit_gradient.sum()
+                text_gradient = text_gradient + scale * (logit_gradient.T @ image)
+                ring = pass_on([texts, text_gradient, ids, text_valid])
+        ctx.save_for_backward(image_gradient, ring[1], scale_gradient, bias_gradient)
         return total
 
     @staticmethod

@@ -40,33 +40,36 @@ def hard_negatives(
     """Sample negatives in proportion to softmax(similarity) within groups of rows.
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
-    `image_ids` (B, 2) of images and captions, or (B,) of images, when texts of equal similarities
-    count as one caption; `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses
-    the text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a
-    row are a systematic sample, at (u + k) / K of the CDF, so a likely one may come twice. Only the
-    blocks on the diagonal are read. A negative never shows the same image, has the same caption or
-    is an empty slot; a row may lack candidates (ALBEF, section 3.2, crashes there).
+    `image_ids` (B, 2) of images and captions, or (B,) of images; `valid` (B,) bool; `uniform`
+    (B, 2) uniform in [0, 1): column 0 chooses the text's, column 1 the image's negative by inverse
+    CDF in float64. `count` K negatives of a row are a systematic sample, at (u + k) / K of the CDF,
+    so a likely one may come twice. A negative never shows the same image, has the same caption or
+    is an empty slot.
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)
-    own = torch.arange(rows, device=similarity_i2t.device)
-    start = own.unflatten(0, (number, size))[:, :1]
+    indices = torch.arange(rows, device=similarity_i2t.device)
+    start = indices.unflatten(0, (number, size))[:, :1]
+    # Only the blocks on the diagonal are read: negatives come from the row's group.
     blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
+    # Without ids of captions, texts of equal similarities count as one caption.
     if image_ids.ndim == 1:
         equal = torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else image_ids
         image_ids = torch.stack([image_ids, equal], dim=1)
-    ids, real = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
-    allowed = ~positives(ids, ids) & real[:, :, None] & real[:, None, :]
+    ids, group_valid = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
+    allowed = ~positives(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
 
-    steps = torch.arange(count, device=own.device)
-    own = own.repeat_interleave(count)
+    steps = torch.arange(count, device=indices.device)
+    indices = indices.repeat_interleave(count)
 
     def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        has = allowed.any(-1).flatten().repeat_interleave(count)  # `allowed` is symmetric
+        # `allowed` is symmetric, so that both directions have candidates in the same rows.
+        has = allowed.any(-1).flatten().repeat_interleave(count)
         points = (draw.unflatten(0, (number, size))[..., None] + steps) / count
         index = _inverse_cdf(logits, allowed, points) + start[..., None]
-        return torch.where(has, index.flatten(), own), has
+        # A row without candidates gets its own index.
+        return torch.where(has, index.flatten(), indices), has
 
     text, has_text = choose(blocks, uniform[:, 0].double())
     image, has_image = choose(blocks.transpose(1, 2), uniform[:, 1].double())
@@ -100,16 +103,13 @@ def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
 def listwise_itm_loss(matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
     """Compute the cross-entropy of each matching pair among its K negatives.
 
-    Negatives drawn by exp(similarity / temperature) are the correction of a sampled softmax: at its
-    optimum log-odds and similarity / temperature add up to the log-probability of the match (Bengio
-    and Senecal 2008), the sum by which re-ranking ranks.
-
-    Args:
-        matched: (R,) log-odds of the matching pairs.
-        wrong: (R, K) log-odds of their negatives.
-        weight: (R,) bool; lists that are False count nowhere.
+    `matched` (R,) and `wrong` (R, K) are log-odds of matching pairs and of their negatives; lists
+    with `weight` (R,) bool False count nowhere.
     """
     matched, wrong = full_precision(matched, wrong)
+    # Negatives drawn by exp(similarity / temperature) are the correction of a sampled softmax: at
+    # its optimum log-odds and similarity / temperature add up to the log-probability of the match
+    # (Bengio and Senecal 2008), the sum by which re-ranking ranks.
     lists = torch.cat([matched[:, None], wrong], dim=1)
     rows = lists.logsumexp(1) - matched
     return Loss(torch.where(weight, rows, 0).sum(), weight.sum())

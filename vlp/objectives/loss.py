@@ -15,7 +15,7 @@ from vlp.objectives.config import ObjectivesConfig
 
 
 class Loss(NamedTuple):
-    """Sum over this rank's items and how many they are; both scalars, `count` an integer."""
+    """Sum over this rank's items and their number; both scalars, `count` an integer."""
 
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
@@ -61,10 +61,8 @@ def require_whole_groups(
     prefix: str = "objectives",
     chunk: int | None = None,
 ) -> None:
-    """Require whole sample groups in each rank's share and each chunk of `training.grad_cache`.
-
-    Else losses would depend on the number of ranks. A batch below one group needs a single rank.
-    """
+    """Require whole sample groups in each rank's share and each chunk of `training.grad_cache`."""
+    # Else losses would depend on the number of ranks.
     groups = {}
     if objectives.itm:
         groups[f"{prefix}.itm.group"] = objectives.itm.group
@@ -72,6 +70,7 @@ def require_whole_groups(
         groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
     share = batch // ranks
     for key, group in groups.items():
+        # A batch below one group needs a single rank.
         if share % min(group, batch):
             raise ConfigError(
                 f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "

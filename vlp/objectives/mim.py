@@ -25,13 +25,11 @@ class MaskToken(nn.Module):
 
 
 class MIMHead(nn.Module):
-    """One linear layer from a patch's state to its pixels, and the mask token.
-
-    `mask_token(patches, mask)` is a module so that sharded training gathers it where it is used.
-    """
+    """One linear layer from a patch's state to its pixels, and `mask_token(patches, mask)`."""
 
     def __init__(self, width: int, patch_size: int, channels: int = 3) -> None:
         super().__init__()
+        # A module, so that sharded training gathers the parameter where it is used.
         self.mask_token = MaskToken(width)
         self.pixels = nn.Linear(width, channels * patch_size**2)
         nn.init.trunc_normal_(self.pixels.weight, std=0.02)
@@ -69,10 +67,10 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
             f"{tuple(prediction.shape)} predicted values do not fit images of "
             f"{tuple(pixels.shape)} on a grid of {rows} x {columns} patches"
         )
-    chosen = mask.flatten(1)
+    patch_mask = mask.flatten(1)
     if valid is not None:
-        chosen = chosen & valid[:, None]
+        patch_mask = patch_mask & valid[:, None]
     prediction, target = full_precision(prediction, target)
-    # All patches, then the mask: picking the masked ones first costs more, in its backward pass.
+    # All patches, then the mask: selecting masked patches first has a slower backward pass.
     patches = F.l1_loss(prediction, target, reduction="none").mean(-1)
-    return Loss(torch.where(chosen, patches, 0).sum(), chosen.sum())
+    return Loss(torch.where(patch_mask, patches, 0).sum(), patch_mask.sum())

@@ -20,16 +20,17 @@ def masked_positions(
 ) -> tuple[Tensor, Tensor]:
     """Select states and labels of masked tokens, (B, N, W), (B, N) -> (R, W), (R,).
 
-    `labels` is -100 elsewhere; rows with `valid` (B,) False are left out. The decoder over the
-    vocabulary then runs on 15 % of the words. R is their number or, without a wait for the device,
+    `labels` is -100 elsewhere; rows with `valid` (B,) False are left out. R is their number or
     `slots`: surplus slots are labelled -100, surplus tokens are left out.
     """
-    chosen = labels != IGNORED
+    # The decoder over the vocabulary then runs on 15 % of the words.
+    mask = labels != IGNORED
     if valid is not None:
-        chosen = chosen & valid[:, None]
+        mask = mask & valid[:, None]
+    # A number of slots avoids a wait for the device.
     if slots is None:
-        return states[chosen], labels[chosen]
-    return _first_positions(states, labels, chosen, slots)
+        return states[mask], labels[mask]
+    return _first_positions(states, labels, mask, slots)
 
 
 def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,37 +38,32 @@ def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Q is the most that a text has, at least 1; rows of fewer end with other tokens, labelled -100.
     """
-    chosen = labels != IGNORED
-    most = max(1, int(chosen.sum(1).amax()))
+    mask = labels != IGNORED
+    longest = max(1, int(mask.sum(1).amax()))
     # Stable: masked tokens first, in the order of the text.
-    columns = chosen.logical_not().sort(stable=True, dim=1).indices[:, :most]
+    columns = mask.logical_not().sort(stable=True, dim=1).indices[:, :longest]
     return columns, labels.gather(1, columns)
 
 
 @region
 def _first_positions(
-    states: Tensor, labels: Tensor, chosen: Tensor, slots: int
+    states: Tensor, labels: Tensor, mask: Tensor, slots: int
 ) -> tuple[Tensor, Tensor]:
-    places = chosen.flatten().nonzero_static(size=slots, fill_value=-1)[:, 0]
-    wanted = torch.where(places < 0, IGNORED, labels.flatten()[places])
-    return states.flatten(0, 1)[places], wanted
+    positions = mask.flatten().nonzero_static(size=slots, fill_value=-1)[:, 0]
+    targets = torch.where(positions < 0, IGNORED, labels.flatten()[positions])
+    return states.flatten(0, 1)[positions], targets
 
 
 def prediction_slots(positions: int, probability: float) -> int:
-    """Return a number of slots that the masked of `positions` tokens practically never exceed.
-
-    It lies eight standard deviations, and eight slots, above the mean.
-    """
+    """Return a number of slots that the masked of `positions` tokens practically never exceed."""
+    # Eight standard deviations, and eight slots, above the mean.
     mean = positions * probability
-    enough = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
-    return min(positions, math.ceil(enough / 8) * 8)
+    bound = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
+    return min(positions, math.ceil(bound / 8) * 8)
 
 
 class MLMHead(nn.Module):
-    """BERT's prediction head: dense, GELU, LayerNorm, then the tied decoder with its own bias.
-
-    The word embedding is passed at the call, so that the head does not own a second copy.
-    """
+    """BERT's prediction head: dense, GELU, LayerNorm, then the tied decoder with a bias."""
 
     def __init__(
         self, width: int, vocab_size: int, epsilon: float = 1e-12, table_width: int | None = None
@@ -81,6 +77,7 @@ class MLMHead(nn.Module):
 
     def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
         """Compute logits, (..., W), (vocabulary, table_width) -> (..., vocabulary)."""
+        # The word embedding is an argument, so that the head owns no second copy of it.
         states = self.norm(F.gelu(self.dense(states)))
         return F.linear(states, word_embedding, self.bias)
 
@@ -95,9 +92,9 @@ def mlm_loss(
     `alpha` of the target (ALBEF, Eq. 7). Labels of -100 count nowhere. Counts words.
     """
     (logits,) = full_precision(logits)
-    real = labels != IGNORED
+    valid = labels != IGNORED
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     if soft is not None and alpha > 0:
         soft_rows = -(soft.to(logits.dtype) * logits.log_softmax(-1)).sum(-1)
-        total = (1 - alpha) * total + alpha * torch.where(real, soft_rows, 0).sum()
-    return Loss(total, real.sum())
+        total = (1 - alpha) * total + alpha * torch.where(valid, soft_rows, 0).sum()
+    return Loss(total, valid.sum())

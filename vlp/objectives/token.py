@@ -20,23 +20,20 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
 
     s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
     images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
-    -> (..., R, B). The similarities (..., R, B, M) are built once and kept for the backward pass.
-
-    A hard maximum, because sums of exponentials do not select. Minus the word's mean response to
-    the image, so that words which answer to everything gain nothing, and minus its mean response to
-    the same patch of all valid images, else words gather in one corner's patch.
+    -> (..., R, B).
     """
+    # A hard maximum, because sums of exponentials do not select. Minus the word's mean response to
+    # the image, so that words which answer to everything gain nothing, and minus its mean response
+    # to the same patch of all valid images, else words gather in one corner's patch.
     share = valid.to(words.dtype)
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
     return _WordResponse.apply(words, image_tokens, share)
 
 
 class _WordResponse(torch.autograd.Function):
-    """Word responses with a gradient of their own, as autograd costs twice the time on a CPU.
+    """Word responses with a hand-written gradient."""
 
-    The similarities become, in place, the indicator s > 0, enough for the gradient with the best
-    patch.
-    """
+    # Autograd takes twice the time on a CPU.
 
     @staticmethod
     def forward(ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor) -> Tensor:
@@ -44,10 +41,12 @@ class _WordResponse(torch.autograd.Function):
         with no_autocast(words):
             similarity = words @ image_tokens.flatten(-3, -2).mT
             similarity = similarity.unflatten(-1, (images, patches))
-            everywhere = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
-            answer = similarity - everywhere[..., None, :]
-        best, patch = answer.max(-1)
+            mean_over_images = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
+            contrast = similarity - mean_over_images[..., None, :]
+        best, patch = contrast.max(-1)
         response = best - similarity.relu_().mean(-1)
+        # In place, the similarities become the indicator s > 0: with the best patch, it is enough
+        # for the gradient.
         ctx.save_for_backward(words, image_tokens, share, similarity.gt_(0), patch)
         return response
 
@@ -56,11 +55,11 @@ class _WordResponse(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         words, image_tokens, share, positive, patch = ctx.saved_tensors
         patches = image_tokens.shape[-2]
-        taken = (gradient * (1 / patches))[..., None]
-        chosen = gradient.new_zeros(*gradient.shape[:-1], patches)
-        chosen.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
-        taken = taken + share[..., None, :, None] * chosen[..., None, :]
-        similarity = (positive * taken).neg_()
+        mean_terms = (gradient * (1 / patches))[..., None]
+        best_terms = gradient.new_zeros(*gradient.shape[:-1], patches)
+        best_terms.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
+        mean_terms = mean_terms + share[..., None, :, None] * best_terms[..., None, :]
+        similarity = (positive * mean_terms).neg_()
         similarity = similarity.scatter_add_(-1, patch[..., None], gradient[..., None])
         similarity = similarity.flatten(-2)
         to_words = to_images = None
@@ -122,7 +121,9 @@ def token_losses(
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
     return TokenLosses(
         _caption_loss(scale * _over_words(response, word_mask), same, valid),
-        _word_loss(scale * response, _named(word_ids, word_mask, same, valid), word_mask, valid),
+        _word_loss(
+            scale * response, _images_with_word(word_ids, word_mask, same, valid), word_mask, valid
+        ),
     )
 
 
@@ -133,18 +134,18 @@ def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
-def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
-    """Compute from `logits`, `named` (groups, texts, N, images), other masks (groups, S, ...)."""
-    others = ~named & valid[:, None, None, :]
+def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
+    """Compute from `logits`, `has_word` (groups, texts, N, images), masks (groups, S, ...)."""
+    wrong = ~has_word & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
-    against = logits.masked_fill(~others, lowest).logsumexp(-1, keepdim=True)
-    each = torch.where(named, functional.softplus(against - logits), 0)
-    counted = word_mask & valid[..., None] & others.any(-1)
-    words = each.sum(-1) / named.sum(-1).clamp(min=1)
-    return Loss(torch.where(counted, words, 0).sum(), counted.sum())
+    negatives = logits.masked_fill(~wrong, lowest).logsumexp(-1, keepdim=True)
+    losses = torch.where(has_word, functional.softplus(negatives - logits), 0)
+    mask = word_mask & valid[..., None] & wrong.any(-1)
+    words = losses.sum(-1) / has_word.sum(-1).clamp(min=1)
+    return Loss(torch.where(mask, words, 0).sum(), mask.sum())
 
 
-def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
+def _images_with_word(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
     """Find valid images that have a text with the word, (groups, texts, N, images) bool."""
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
@@ -158,12 +159,12 @@ def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
     return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT
 
 
+# Words this far apart can belong to one phrase.
 REACH = 2
-"""Words this far apart can belong to one phrase."""
+# Margin by which a neighbour must point better, in units of cosine.
 MARGIN = 0.2
-"""Margin by which a neighbour must point better, in units of cosine."""
+# Inverse temperature of the softmax over patches.
 SCALE = 10.0
-"""Inverse temperature of the softmax over patches."""
 
 
 @region
@@ -178,28 +179,25 @@ def phrase_loss(
         relu(sel_leader - sel_n - MARGIN) * H(softmax_m(SCALE s_m,leader), softmax_m(SCALE s_mn)),
 
     where gradients reach only s_mn. "circle" in "a red circle" so learns to lie where "red" lies,
-    which a text encoder can only do by reading word order. The margin keeps words that point well
-    from following others. No paper's term (docs/results/anchors.md). The result is a sum, its count
-    the words.
+    which a text encoder can only do by reading word order. No paper's term
+    (docs/results/anchors.md). The result is a sum, its count the words.
 
-    Args:
-        image_tokens: (B, M, D), unit length.
-        text_tokens: (B, N, D), unit length.
-        word_mask: (B, N) bool, True = a real word.
-        valid: (B,) bool; rows that are not count nowhere.
+    `image_tokens` (B, M, D) and `text_tokens` (B, N, D) have unit length; `word_mask` (B, N) bool,
+    True = a real word; rows with `valid` (B,) False count nowhere.
     """
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
     words = word_mask & valid[:, None]
     with no_autocast(text_tokens):
         similarity = text_tokens @ image_tokens.mT  # (B, N, M)
     with torch.no_grad():
-        points = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
-        places = torch.arange(words.shape[1], device=words.device)
-        distance = (places[:, None] - places).abs()
-        near = (distance > 0) & (distance <= REACH)
-        best, leader = points[:, None, :].masked_fill(~near, -2.0).max(-1)  # (B, N)
+        selectivity = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
+        positions = torch.arange(words.shape[1], device=words.device)
+        distance = (positions[:, None] - positions).abs()
+        in_reach = (distance > 0) & (distance <= REACH)
+        best, leader = selectivity[:, None, :].masked_fill(~in_reach, -2.0).max(-1)  # (B, N)
         target = (SCALE * similarity).softmax(-1)
         target = target.gather(1, leader[..., None].expand_as(target))
-        weight = torch.where(words, (best - points - MARGIN).clamp(min=0), 0)
-    each = -(target * (SCALE * similarity).log_softmax(-1)).sum(-1)
-    return Loss((weight * each).sum(), words.sum())
+        # The margin keeps words that point well from following others.
+        weight = torch.where(words, (best - selectivity - MARGIN).clamp(min=0), 0)
+    losses = -(target * (SCALE * similarity).log_softmax(-1)).sum(-1)
+    return Loss((weight * losses).sum(), words.sum())
