@@ -22,8 +22,8 @@ Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
 SOFT = "anchor-soft"
+# Tau of Eq. 4 with which soft anchors do better on photographs than hard ones.
 SOFT_TAU = 5.0
-"""Tau of Eq. 4 with which soft anchors do better on photographs than hard ones."""
 
 
 class AnchorConfig(Config):
@@ -144,7 +144,7 @@ class CrossConfig(Config):
 
     @property
     def anchor_options(self) -> AnchorOptions:
-        """Return `options.anchor`, read."""
+        """Return `options.anchor`, validated."""
         return AnchorOptions.model_validate(self.options.get("anchor", {}))
 
     @property
@@ -155,17 +155,18 @@ class CrossConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _soft(cls, values: Any) -> Any:
-        """Write `anchor-soft` as `anchor` with its settings; a tau that is given stays."""
+        """Write `anchor-soft` as `anchor` with its settings."""
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT not in position:
             return values
         options = values.get("options", {})
-        given = options.get("anchor", {}) if isinstance(options, Mapping) else None
-        if not isinstance(given, Mapping):
+        anchor = options.get("anchor", {}) if isinstance(options, Mapping) else None
+        if not isinstance(anchor, Mapping):
             return values
-        anchor = {**given, "tau": given.get("tau") or SOFT_TAU}
+        # A configured tau stays.
+        soft = {**anchor, "tau": anchor.get("tau") or SOFT_TAU}
         names = ["anchor" if name == SOFT else name for name in position]
-        return {**values, "position": names, "options": {**options, "anchor": anchor}}
+        return {**values, "position": names, "options": {**options, "anchor": soft}}
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
@@ -173,16 +174,14 @@ class CrossConfig(Config):
             anchor = self.anchor_options
         except ValidationError as error:
             first = error.errors()[0]
-            name, said = (
-                ".".join(map(str, first["loc"])),
-                first["msg"].removeprefix("Value error, "),
-            )
+            name = ".".join(map(str, first["loc"]))
+            message = first["msg"].removeprefix("Value error, ")
             if first["type"] == "extra_forbidden":
-                known = tuple(AnchorOptions.model_fields)
-                said = "unknown option" + (
-                    nearest(name, known) or "; there are " + ", ".join(known)
+                fields = tuple(AnchorOptions.model_fields)
+                message = "unknown option" + (
+                    nearest(name, fields) or "; there are " + ", ".join(fields)
                 )
-            raise ValueError(f"options.anchor{name and f'.{name}'}: {said}") from error
+            raise ValueError(f"options.anchor{name and f'.{name}'}: {message}") from error
         if self.token_score and anchor.features == "encoder":
             raise ValueError(
                 "token_score reads projected tokens: set options.anchor.features=projected"
@@ -192,17 +191,17 @@ class CrossConfig(Config):
         for name in ("anchor", "alignment"):
             if {name, "uniform"} <= set(self.position):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
-        known = (*SHORTHANDS, SOFT, *list_positions())
-        if unknown := [name for name in self.position if name not in known]:
-            near = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
-            raise ValueError(f"position {unknown[0]!r} is unknown{near}")
-        own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
+        available = (*SHORTHANDS, SOFT, *list_positions())
+        if unknown := [name for name in self.position if name not in available]:
+            hint = nearest(unknown[0], available) or f"; there are {', '.join(available)}"
+            raise ValueError(f"position {unknown[0]!r} is unknown{hint}")
         # A variant that leaves anchors out keeps their options: it inherits them.
-        takes = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}
-        if unused := sorted(set(self.options) - takes):
+        configurable = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}
+        if unused := sorted(set(self.options) - configurable):
             raise ValueError(f"options of {', '.join(unused)}, which position does not list")
         for name in self.position:
-            in_attention = name == "rpe" or (name in own and not acts_on_tokens(name))
+            of_streams = name not in (*SHORTHANDS, *CROSS_MODAL)
+            in_attention = name == "rpe" or (of_streams and not acts_on_tokens(name))
             if in_attention and self.layout != "ace":
                 raise ValueError(
                     f"position `{name}` needs layout `ace`; in `{self.layout}` patches have no "
@@ -362,8 +361,7 @@ class ImageConfig(Config):
         "and normalised as the last (DINOv2's linear evaluation takes 4)",
     )
     trainable: Trainable = Field(
-        "all",
-        description="all, the number of the last blocks, or lora-RANK, as text.trainable",
+        "all", description="all, the number of the last blocks, or lora-RANK, as text.trainable"
     )
 
     @model_validator(mode="before")
@@ -421,7 +419,7 @@ class ImageConfig(Config):
 
     @property
     def _timm_weights(self) -> str | None:
-        """Return the name of the weights where timm knows it, and so how their images looked."""
+        """Return the name of `weights` if it is a model of timm, else None."""
         if self.weights is None or "/" in self.weights:
             return None
         from timm.models import is_model
@@ -433,14 +431,15 @@ class ImageConfig(Config):
         """Mean and deviation of pixel values that images are normalised by."""
         mean: tuple[float, ...] = MEAN
         std: tuple[float, ...] = STD
+        # Public weights of timm expect pixels as their training normalised them.
         if tower := self.tower_name or self._timm_weights:
             from timm.models import get_pretrained_cfg
 
             try:
-                known = get_pretrained_cfg(tower)
+                pretrained_cfg = get_pretrained_cfg(tower)
             except RuntimeError as error:
                 raise ConfigError(f"image.architecture: {error}") from error
-            mean, std = (known.mean, known.std) if known else (mean, std)
+            mean, std = (pretrained_cfg.mean, pretrained_cfg.std) if pretrained_cfg else (mean, std)
         if self.normalisation is not None:
             return self.normalisation
         (red, green, blue), (red_std, green_std, blue_std) = mean, std

@@ -23,12 +23,12 @@ from vlp.positions import (
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.base import ByModality, through_call
 
+# Initial standard deviation of learned positions; the states they are added to have 1.
 APE_DEVIATION = 0.5
-"""Initial standard deviation of learned positions; the states they are added to have 1."""
 
 
+# Keys and values (I, 1 + M, width) of I images for each layer's cross-attention.
 ImageKeys = tuple[tuple[Tensor, Tensor], ...]
-"""Keys and values (I, 1 + M, width) of I images for each layer's cross-attention."""
 
 
 class PairIndices(NamedTuple):
@@ -52,16 +52,16 @@ class CrossEncoder(nn.Module):
         super().__init__()
         self.config, self.grid = config, grid
         streams = StreamEncodings(config, width, max_tokens, grid)
-        names = encodings_by_place(config)
-        self.positions = nn.ModuleList(streams.make(name) for name in names["tokens"])
+        names = encodings_by_module(config)
+        self.positions = nn.ModuleList(streams.create(name) for name in names["tokens"])
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
                 config.heads,
                 config.intermediate,
                 cross_output=config.layout == "albef",
-                positions=[_between(name, config, width) for name in names["cross_attention"]],
-                self_positions=[streams.make(name) for name in names["attention"]],
+                positions=[_cross_modal(name, config, width) for name in names["cross_attention"]],
+                self_positions=[streams.create(name) for name in names["attention"]],
                 dropout=config.dropout,
             )
             for _ in range(config.layers)
@@ -76,11 +76,9 @@ class CrossEncoder(nn.Module):
         pairs: PairIndices | None = None,
         need_image: bool = True,
         keys: ImageKeys | None = None,
-        wanted: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute cross-modal states of pairs: text (B, N, width), image (B, 1 + M, width) or None.
-
-        The first self-attention of each stream runs before pairing, once per text and per image.
 
         Args:
             text: (T, N, width).
@@ -91,97 +89,100 @@ class CrossEncoder(nn.Module):
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips computations for the image output of the last layer.
             keys: `image_keys` of the I images, for several passes over the same images.
-            wanted: (B, Q) int64 tokens; outputs then have Q for N (only with `shares_images`).
+            queries: (B, Q) int64; outputs then have Q for N (only with `shares_images`).
         """
-        if (keys is not None or wanted is not None) and not self.shares_images(text):
-            raise ValueError("keys and wanted are for encoders that share images")
-        both = self.config.layout == "ace"
-        each = (-1, 1 + self.grid[0] * self.grid[1])
-        words = (1, text.shape[1] - 1)
-        text_asks = PositionContext(words, 1, anchors=anchors, text_queries=True)
-        image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
+        if (keys is not None or queries is not None) and not self.shares_images(text):
+            raise ValueError("keys and queries are for encoders that share images")
+        two_streams = self.config.layout == "ace"
+        per_image = (-1, 1 + self.grid[0] * self.grid[1])
+        text_grid = (1, text.shape[1] - 1)
+        text_context = PositionContext(text_grid, 1, anchors=anchors, text_queries=True)
+        image_context = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
-            text = through_call(encoding, PositionEncoding.tokens, text, text_asks)
+            text = through_call(encoding, PositionEncoding.tokens, text, text_context)
         # Layouts without an image stream read keys, or else project images pair by pair, which is
-        # less where nothing is shared.
-        other = self._placed(image) if keys is None else None
+        # less work where pairs share no image.
+        image_states = self._with_positions(image) if keys is None else None
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            some = wanted if last else None
-            paired = number > 0 or pairs is None
+            selection = queries if last else None
+            # Before pairing, every text is computed whole.
+            self_queries = selection if number > 0 or pairs is None else None
             text = through_call(
-                layer, CrossLayer.attend_self, text, text_mask, text_asks, some if paired else None
+                layer, CrossLayer.attend_self, text, text_mask, text_context, self_queries
             )
-            if both and other is not None:
-                images = other.unflatten(1, each).flatten(0, 1)
-                other = through_call(
-                    layer, CrossLayer.attend_self, images, None, image_asks
-                ).reshape_as(other)
+            if two_streams and image_states is not None:
+                images = image_states.unflatten(1, per_image).flatten(0, 1)
+                image_states = through_call(
+                    layer, CrossLayer.attend_self, images, None, image_context
+                ).reshape_as(image_states)
+            # The first self-attention runs once per text and per image, before pairing.
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
-                text = text if some is None else pick(text, some)
-                other = None if other is None else other[pairs.images]
-            if some is not None and anchors is not None:
-                text_asks = replace(text_asks, anchors=anchors.select_text(some))
-            shared = None if keys is None else keys[number]
-            if shared is not None and pairs is not None:
-                key, value = (states.index_select(0, pairs.images) for states in shared)
-                shared = key, value
+                text = text if selection is None else pick(text, selection)
+                image_states = None if image_states is None else image_states[pairs.images]
+            if selection is not None and anchors is not None:
+                text_context = replace(text_context, anchors=anchors.select_text(selection))
+            layer_keys = None if keys is None else keys[number]
+            if layer_keys is not None and pairs is not None:
+                key, value = (states.index_select(0, pairs.images) for states in layer_keys)
+                layer_keys = key, value
             terms = through_call(layer, CrossLayer.kernel_terms, text)
-            text_asks = replace(text_asks, kernel_terms=terms)
-            image_asks = replace(image_asks, kernel_terms=terms)
-            new_text = through_call(
-                layer, CrossLayer.attend_other, text, other, None, text_asks, shared
+            text_context = replace(text_context, kernel_terms=terms)
+            image_context = replace(image_context, kernel_terms=terms)
+            text_output = through_call(
+                layer, CrossLayer.attend_other, text, image_states, None, text_context, layer_keys
             )
-            if both and other is not None and (need_image or not last):
-                other = through_call(
-                    layer, CrossLayer.attend_other, other, text, text_mask, image_asks
+            if two_streams and image_states is not None and (need_image or not last):
+                image_states = through_call(
+                    layer, CrossLayer.attend_other, image_states, text, text_mask, image_context
                 )
-            text = new_text
-        return text, other if both and need_image else None
+            text = text_output
+        return text, image_states if two_streams and need_image else None
 
     def shares_images(self, states: Tensor) -> bool:
         """Return whether only texts send queries, to keys and values shared by pairs of an image.
 
-        True in layouts `text` and `albef` on a CPU. False on a GPU (device of `states` (B, T,
-        width)), where a kernel reads per-pair projections, and with custom encodings.
+        True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)).
         """
+        # On a GPU a kernel reads the projections of each pair.
         if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
+        # Custom encodings may change keys and values by pair.
         return all(attention.shares_keys for attention in attentions)
 
     def image_keys(self, image: Tensor) -> ImageKeys:
         """Compute keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
-        image = self._placed(image)
+        image = self._with_positions(image)
         return tuple(through_call(layer, CrossLayer.project, image) for layer in self.layers)
 
-    def _placed(self, image: Tensor) -> Tensor:
+    def _with_positions(self, image: Tensor) -> Tensor:
         """Apply the token encodings to images (I, 1 + M, width), or to several side by side."""
         context = PositionContext(self.grid, 1, text_queries=False)
-        each = (-1, 1 + self.grid[0] * self.grid[1])
+        per_image = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
-            images = image.unflatten(1, each).flatten(0, 1)
+            images = image.unflatten(1, per_image).flatten(0, 1)
             image = through_call(encoding, PositionEncoding.tokens, images, context).reshape_as(
                 image
             )
         return image
 
 
-def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
-    """Return names in module order: on the `tokens`, and in a layer's two attentions."""
-    own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
-    on_tokens = [name for name in own if acts_on_tokens(name)]
-    within = [name for name in own if not acts_on_tokens(name)]
+def encodings_by_module(config: CrossConfig) -> dict[str, tuple[str, ...]]:
+    """Return encoding names in module order: on the `tokens`, and in a layer's two attentions."""
+    of_streams = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
+    on_tokens = [name for name in of_streams if acts_on_tokens(name)]
+    in_attention = [name for name in of_streams if not acts_on_tokens(name)]
     shorthands = {name for name in SHORTHANDS if name in config.position}
     return {
         "tokens": (*on_tokens, *({"ape"} & shorthands)),
-        "attention": (*within, *({"rpe"} & shorthands)),
+        "attention": (*in_attention, *({"rpe"} & shorthands)),
         "cross_attention": tuple(name for name in config.position if name in CROSS_MODAL),
     }
 
 
-def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
+def _cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding:
     """Create ACE-RPE, the same module with constant paths, or the bias by similarities."""
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
@@ -200,7 +201,7 @@ def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
 
 
 class StreamEncodings:
-    """Makes the encodings that act on each stream by itself."""
+    """Factory of the encodings that act on each stream by itself."""
 
     def __init__(
         self, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
@@ -208,23 +209,24 @@ class StreamEncodings:
         self._config = config
         sizes: dict[str, Any] = {"width": width, "heads": config.heads}
         grids = {"text": (1, max_tokens - 1), "image": grid}
-        self._sizes = {stream: sizes | {"grid": own} for stream, own in grids.items()}
+        self._sizes = {stream: sizes | {"grid": shape} for stream, shape in grids.items()}
 
-    def make(self, name: str) -> ByModality:
-        """Create an encoding of the configuration by its name there."""
+    def create(self, name: str) -> ByModality:
+        """Create an encoding by its name in the configuration."""
         if name == "ape":
-            return self._make("learned-1d", deviation=APE_DEVIATION)
+            return self._create("learned-1d", deviation=APE_DEVIATION)
         if name == "rpe":
-            return self._make("irpe-product", roles=("query", "key"))
-        return self._make(name)
+            return self._create("irpe-product", roles=("query", "key"))
+        return self._create(name)
 
-    def _make(self, name: str, **options: Any) -> ByModality:
+    def _create(self, name: str, **options: Any) -> ByModality:
         options = {**self._config.options.get(name, {}), **options}
         text, image = (dict(self._sizes[stream]) for stream in ("text", "image"))
         if "length" in position_options(name):
-            text["length"] = text.pop("grid")[1]  # a shorter text is no other grid
-        made = [create_fitting_position(name, sizes, **options) for sizes in (text, image)]
-        return ByModality(*made)
+            # With a grid the encoding would refuse shorter texts.
+            text["length"] = text.pop("grid")[1]
+        streams = [create_fitting_position(name, sizes, **options) for sizes in (text, image)]
+        return ByModality(*streams)
 
 
 class ImageFeatures(NamedTuple):

@@ -107,9 +107,8 @@ class AnswerLayer(nn.Module):
 class AnswerDecoder(nn.Module):
     """Autoregressive text decoder; padding after a text changes nothing before it.
 
-    It embeds words itself, or by the text encoder's embedding, which every call passes so that one
-    module owns it. The output is BERT's: dense layer, GELU, norm, tied word embedding (Press and
-    Wolf 2017). head: (..., width) states and (vocabulary, width) embedding -> logits, as `MLMHead`.
+    The output is BERT's: dense layer, GELU, norm, tied word embedding (Press and Wolf 2017). head:
+    (..., width) states and (vocabulary, width) embedding -> logits, as `MLMHead`.
     """
 
     def __init__(self, config: AnswerDecoderConfig, model: ModelConfig, head: nn.Module) -> None:
@@ -120,6 +119,7 @@ class AnswerDecoder(nn.Module):
         if text.width % heads:
             raise ConfigError(f"decoder.heads {heads} do not divide the model's width {text.width}")
         self.config = config
+        # Calls pass a shared embedding, so that the text encoder alone owns it.
         self.embedding = (
             TextEmbedding(text.vocab_size, text.width, text.max_positions, text.position_sines)
             if config.embedding == "own"
@@ -136,12 +136,9 @@ class AnswerDecoder(nn.Module):
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:
-        """Compute every layer's keys and values of states (B, N, width).
-
-        mask: (B, N) bool, True = real; None is all.
-        """
-        crosses = [part for part in self.modules() if isinstance(part, MemoryAttention)]
-        layers = tuple(cross.project(states) for cross in crosses)
+        """Compute all keys and values of states (B, N, width); mask: (B, N) bool, True = real."""
+        attentions = [part for part in self.modules() if isinstance(part, MemoryAttention)]
+        layers = tuple(attention.project(states) for attention in attentions)
         bias = None if mask is None else mask_bias(mask, layers[0][0].dtype)[:, None, None]
         return Memory(layers, bias)
 
@@ -152,8 +149,7 @@ class AnswerDecoder(nn.Module):
         embedding: TextEmbedding,
         pasts: Sequence[Past] | None = None,
     ) -> Tensor:
-        """Compute next-token states (B, L, width); with `pasts` only of the last token, (B, 1,
-        width).
+        """Compute next-token states (B, L, width), or with `pasts` (B, 1, width) of the last token.
 
         Args:
             ids: (B, L) int64, [CLS] first.
@@ -190,31 +186,32 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
             "text.architecture: answers and captions are written with the embedding of our own "
             "BERT layers; start from a model whose text.architecture is null"
         )
-    found, may_miss = _own_embedding(decoder, model), [_HEAD]
+    embedding = _embedding_weights(decoder, model)
     if config.weights is not None:
         bert = bert_state(config.weights)
-        there = (bert.settings or {}).get("num_attention_heads")
-        here = config.heads or model.config.cross.heads
-        if there not in (None, here):  # the same shapes, and another function
+        bert_heads = (bert.settings or {}).get("num_attention_heads")
+        heads = config.heads or model.config.cross.heads
+        # Weights have the same shapes for any number of heads, and compute something else.
+        if bert_heads not in (None, heads):
             raise ConfigError(
-                f"{config.weights} has {there} heads and the decoder {here}; set "
-                f"decoder.heads={there}"
+                f"{config.weights} has {bert_heads} heads and the decoder {heads}; set "
+                f"decoder.heads={bert_heads}"
             )
-        own, unused, more = _bert_layers(decoder, bert.state, config.weights)
-        # BERT's word embedding is the text encoder's before further pretraining.
+        # BERT's word embedding is not read: the text encoder's went through further pretraining.
+        layers, unused, initial = _bert_layers(decoder, bert.state, config.weights)
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":
-        own, unused, more = _cross_layers(decoder, model)
+        layers, unused, initial = _cross_layers(decoder, model)
         source = "cross-modal encoder -> answer decoder"
     else:
-        own, unused, more = {}, [], [r"layers\."]
+        layers, unused, initial = {}, [], [r"layers\."]
         source = "text encoder -> answer decoder"
-    if not found and not own:
+    if not embedding and not layers:
         return []
-    return [copy_weights(decoder, found | own, source, unused, (*may_miss, *more))]
+    return [copy_weights(decoder, embedding | layers, source, unused, (_HEAD, *initial))]
 
 
-def _own_embedding(decoder: AnswerDecoder, model: VLPModel) -> dict[str, Tensor]:
+def _embedding_weights(decoder: AnswerDecoder, model: VLPModel) -> dict[str, Tensor]:
     if decoder.embedding is None:
         return {}
     state = model.text_encoder.embedding.state_dict()
@@ -224,26 +221,26 @@ def _own_embedding(decoder: AnswerDecoder, model: VLPModel) -> dict[str, Tensor]
 def _cross_layers(
     decoder: AnswerDecoder, model: VLPModel
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return tensors by the decoder's names; layers missing in the encoder keep their start."""
-    here = decoder.state_dict()
-    found: dict[str, Tensor] = {}
+    """Return weights by the decoder's names, unused names, and patterns of further layers."""
+    target = decoder.state_dict()
+    weights: dict[str, Tensor] = {}
     unused = []
     for name, tensor in model.cross_encoder.state_dict().items():
-        if name in here and ".positions." not in name:
-            found[name] = tensor
+        if name in target and ".positions." not in name:
+            weights[name] = tensor
         else:
             unused.append(name)
-    layers = {int(name.split(".")[1]) for name in found}
+    layers = {int(name.split(".")[1]) for name in weights}
     width = model.config.text.width
     for number in layers:
-        # Layouts without an output projection hand on what was attended to as it is.
+        # Layouts without an output projection equal one with the identity matrix.
         part = f"layers.{number}.cross_attention.output"
-        if f"{part}.weight" not in found:
-            like = here[f"{part}.weight"]
-            found[f"{part}.weight"] = torch.eye(width, dtype=like.dtype, device=like.device)
-            found[f"{part}.bias"] = torch.zeros_like(here[f"{part}.bias"])
+        if f"{part}.weight" not in weights:
+            like = target[f"{part}.weight"]
+            weights[f"{part}.weight"] = torch.eye(width, dtype=like.dtype, device=like.device)
+            weights[f"{part}.bias"] = torch.zeros_like(target[f"{part}.bias"])
     further = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in layers]
-    return found, unused, further
+    return weights, unused, further
 
 
 def _bert_layers(
@@ -264,15 +261,15 @@ def _bert_layers(
             unknown.append(key)
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of BERT: {', '.join(unknown)}")
-    ours = len(decoder.layers)
-    if len(layers) < ours:
-        raise ValueError(f"{source} has {len(layers)} layers, the decoder {ours}")
-    found = {
+    count = len(decoder.layers)
+    if len(layers) < count:
+        raise ValueError(f"{source} has {len(layers)} layers, the decoder {count}")
+    weights = {
         f"layers.{number}.{name}": tensor
-        for number, layer in enumerate(sorted(layers)[-ours:])
+        for number, layer in enumerate(sorted(layers)[-count:])
         for name, tensor in layers[layer].items()
     }
-    return found, unused, list(_CROSS)
+    return weights, unused, list(_CROSS)
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -291,7 +288,7 @@ def beam_search(
     """Return the best sequence of every row: (rows, at most `length`) ids, padded with `end`.
 
     Scores are log-probabilities over ((5 + tokens) / 6) ^ penalty (Wu et al. 2016, Eq. 14); the end
-    counts as a token. Growing beams compete by plain log-probability. One beam is greedy decoding.
+    counts as a token. One beam is greedy decoding.
 
     Args:
         step: (rows * beams, t) ids, `start` first, and the row of the previous call that each one
@@ -305,36 +302,37 @@ def beam_search(
     ids = torch.full((rows, 1, 1), start, device=device)
     parent = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(rows, 1, device=device)
-    over = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    before = 1
+    finished = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+    beam_count = 1
     for _ in range(length):
-        if bool(over.all()):
+        if bool(finished.all()):
             break
-        continued = parent + before * torch.arange(rows, device=device)[:, None]
-        before = ids.shape[1]
-        next_scores = step(ids.flatten(0, 1), continued.flatten())
+        previous_rows = parent + beam_count * torch.arange(rows, device=device)[:, None]
+        beam_count = ids.shape[1]
+        next_scores = step(ids.flatten(0, 1), previous_rows.flatten())
         next_scores = next_scores.unflatten(0, (rows, -1)).to(scores.dtype)
         vocabulary = next_scores.shape[-1]
-        # A sequence that is over goes on in one way, which costs nothing.
-        only_end = torch.full((vocabulary,), -torch.inf, device=device)
-        only_end[end] = 0
-        next_scores = torch.where(over[..., None], only_end, next_scores)
+        # A finished sequence only continues with the end token, at no cost.
+        end_scores = torch.full((vocabulary,), -torch.inf, device=device)
+        end_scores[end] = 0
+        next_scores = torch.where(finished[..., None], end_scores, next_scores)
+        # Growing beams compete by plain log-probability; the length penalty picks the result.
         total = (scores[..., None] + next_scores).flatten(1)
         scores, best = total.topk(min(beams, total.shape[1]), dim=1)
         parent, token = best // vocabulary, best % vocabulary
         ids = torch.cat([ids.take_along_dim(parent[..., None], 1), token[..., None]], -1)
-        over = over.take_along_dim(parent, 1) | (token == end)
-    tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + over
-    chosen = (scores / ((5 + tokens) / 6) ** penalty).argmax(1)
-    return ids.take_along_dim(chosen[:, None, None], 1)[:, 0, 1:]
+        finished = finished.take_along_dim(parent, 1) | (token == end)
+    tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + finished
+    best_beam = (scores / ((5 + tokens) / 6) ** penalty).argmax(1)
+    return ids.take_along_dim(best_beam[:, None, None], 1)[:, 0, 1:]
 
 
-class Marks(NamedTuple):
-    """Ids that frame a text, and `silent` ids, which are never generated."""
+class SpecialIds(NamedTuple):
+    """Ids that frame a text, and `suppressed` ids, which are never generated."""
 
     start: int
     end: int
-    silent: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()
 
 
 @torch.no_grad()
@@ -342,17 +340,19 @@ def generate(
     decoder: AnswerDecoder,
     memory: Memory,
     embedding: TextEmbedding,
-    marks: Marks,
+    special_ids: SpecialIds,
     length: int,
     beams: int = 1,
     penalty: float = 0.6,
     cached: bool = True,
 ) -> Tensor:
     """Generate a text for every memory row: (B, at most `length`) ids, no start, end-padded."""
-    step = _Step(decoder, memory, embedding, marks.silent, cached)
+    step = _Step(decoder, memory, embedding, special_ids.suppressed, cached)
     rows = len(memory.layers[0][0])
     device = memory.layers[0][0].device
-    return beam_search(step, rows, marks.start, marks.end, length, beams, penalty, device)
+    return beam_search(
+        step, rows, special_ids.start, special_ids.end, length, beams, penalty, device
+    )
 
 
 class _Step:
@@ -363,28 +363,29 @@ class _Step:
         decoder: AnswerDecoder,
         memory: Memory,
         embedding: TextEmbedding,
-        silent: Sequence[int],
+        suppressed: Sequence[int],
         cached: bool,
     ) -> None:
-        self._decoder, self._embedding, self._silent = decoder, embedding, list(silent)
-        self._memory, self._own = memory, memory
+        self._decoder, self._embedding, self._suppressed = decoder, embedding, list(suppressed)
+        self._memory, self._beam_memory = memory, memory
         self._pasts = [Past() for _ in decoder.layers] if cached else None
 
     def __call__(self, ids: Tensor, parents: Tensor) -> Tensor:
         rows = len(self._memory.layers[0][0])
-        if len(ids) != len(self._own.layers[0][0]):
-            owner = torch.arange(rows, device=ids.device).repeat_interleave(len(ids) // rows)
-            self._own = self._memory.select(owner)
+        if len(ids) != len(self._beam_memory.layers[0][0]):
+            beam_rows = torch.arange(rows, device=ids.device).repeat_interleave(len(ids) // rows)
+            self._beam_memory = self._memory.select(beam_rows)
+        # The first call has no cache yet.
         if self._pasts is not None and ids.shape[1] > 1:
-            self._pasts = [_continued(past, parents) for past in self._pasts]
-        states = self._decoder(ids, self._own, self._embedding, self._pasts)
+            self._pasts = [_select_past(past, parents) for past in self._pasts]
+        states = self._decoder(ids, self._beam_memory, self._embedding, self._pasts)
         logits = self._decoder.logits(states[:, -1], self._embedding)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[:, self._silent] = -torch.inf
+        logits[:, self._suppressed] = -torch.inf
         return logits.log_softmax(-1)
 
 
-def _continued(past: Past, parents: Tensor) -> Past:
+def _select_past(past: Past, parents: Tensor) -> Past:
     assert past.key is not None
     assert past.value is not None
     return Past(past.key[parents], past.value[parents])
@@ -409,12 +410,10 @@ def answer_logits(
     pad_id: int,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Compute (R, vocabulary) logits of the R real tokens of all texts, in float32 or better.
-
-    Only real tokens pass the output layer; arguments are as in `answer_likelihood`.
-    """
+    """Compute logits (R, vocabulary) of the R real tokens; arguments: see `answer_likelihood`."""
     places = predicted_places(ids, pad_id) if places is None else places
     states = decoder(ids[:, :-1], memory, embedding)
+    # Padding does not pass the output layer, the most expensive one.
     logits: Tensor = decoder.logits(states.flatten(0, 1)[places], embedding)
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -442,47 +441,49 @@ def answer_likelihood(
     places = predicted_places(ids, pad_id) if places is None else places
     logits = answer_logits(decoder, memory, ids, embedding, pad_id, places)
     tokens = ids[:, 1:]
-    wanted = tokens.flatten()[places]
-    each = -functional.cross_entropy(logits, wanted, reduction="none", label_smoothing=smoothing)
+    targets = tokens.flatten()[places]
+    scores = -functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     if soft is not None:
-        each = (1 - alpha) * each - alpha * functional.cross_entropy(logits, soft, reduction="none")
+        scores = (1 - alpha) * scores - alpha * functional.cross_entropy(
+            logits, soft, reduction="none"
+        )
 
     def by_text(values: Tensor) -> Tensor:
-        spread = values.new_zeros(tokens.numel()).index_copy(0, places, values)
-        return spread.view_as(tokens).sum(1)
+        by_position = values.new_zeros(tokens.numel()).index_copy(0, places, values)
+        return by_position.view_as(tokens).sum(1)
 
-    right = logits.argmax(-1) == wanted
-    return Likelihood(by_text(each), by_text(right), (tokens != pad_id).sum(1))
+    correct = logits.argmax(-1) == targets
+    return Likelihood(by_text(scores), by_text(correct), (tokens != pad_id).sum(1))
 
 
+# ALBEF's k for the 3,128 answers of VQA v2.
 CANDIDATES = 128
-"""ALBEF's k for the 3,128 answers of VQA v2."""
 
+# Most logits in memory at once: 256 MiB in float32.
 LOGITS = 2**26
-"""Most logits in memory at once: 256 MiB in float32."""
 
-_STEP = 32
+# Answers in a round of the exact search.
+_ROUND = 32
+# Nats within which two answers are equally likely.
 _ROUNDING = 1e-4
 
 
 class Ranked(NamedTuple):
-    """best (B,) int64 numbers of answers, and log_probability (B,) of each."""
+    """best (B,) int64 indices of answers, and log_probability (B,) of each."""
 
     best: Tensor
     log_probability: Tensor
 
 
 class AnswerRanking:
-    """Ranks answers for each memory row by full likelihood.
+    """Ranking of answers for each memory row by full likelihood.
 
-    The first token's probability picks `candidates` answers. Ties (1e-4 nats) go to the earlier
-    answer, among candidates too: many share their first token, so sort the list by frequency. With
-    `candidates` None, answers are tried by the probability of their first token until no other can
-    win, since an answer is never likelier than its first token: the exact maximum for less work.
+    The first token's probability picks `candidates` answers; None: all, the exact maximum.
 
     Args:
         decoder: in evaluation mode.
-        answers: (A, L) int64, [CLS] ... [SEP] and padding; no two the same.
+        answers: (A, L) int64, [CLS] ... [SEP] and padding, unique, by frequency: of equally likely
+            ones (within 1e-4 nats) the earlier wins.
         logits: most in memory at once (tokens of several answers times the vocabulary).
     """
 
@@ -503,42 +504,43 @@ class AnswerRanking:
         self._answers = answers
         self._tokens = (answers != pad_id).sum(1)
         self._exact = candidates is None
-        self._wide = min(candidates or _STEP, len(answers))
-        self._most = logits // embedding.word.num_embeddings
+        self._round = min(candidates or _ROUND, len(answers))
+        self._max_tokens = logits // embedding.word.num_embeddings
 
     @torch.no_grad()
     def __call__(self, memory: Memory) -> Ranked:
         """Return the best answer of each of the B rows."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
-        first_odds = self._first_tokens(memory, len(rows))
-        first_odds, order = first_odds.sort(dim=1, descending=True, stable=True)
+        first_scores = self._first_tokens(memory, len(rows))
+        first_scores, order = first_scores.sort(dim=1, descending=True, stable=True)
         best = torch.full_like(rows, len(self._answers))
-        odds = torch.full_like(first_odds[:, 0], -torch.inf)
-        for start in range(0, len(self._answers) if self._exact else self._wide, self._wide):
-            undecided = rows[first_odds[:, start] + _ROUNDING >= odds]
+        scores = torch.full_like(first_scores[:, 0], -torch.inf)
+        for start in range(0, len(self._answers) if self._exact else self._round, self._round):
+            # An answer is never likelier than its first token, so those behind cannot win.
+            undecided = rows[first_scores[:, start] + _ROUNDING >= scores]
             if not len(undecided):
                 break
-            tried = order[undecided, start : start + self._wide]
-            found = self._likelihoods(memory, undecided, tried)
-            # What was best so far is one more column.
-            found = torch.cat([odds[undecided][:, None], found], 1)
-            tried = torch.cat([best[undecided][:, None], tried], 1)
-            top = found.amax(1)
-            odds[undecided] = top
-            behind = found + _ROUNDING < top[:, None]
-            best[undecided] = tried.masked_fill(behind, len(self._answers)).amin(1)
-        return Ranked(best, odds)
+            candidates = order[undecided, start : start + self._round]
+            new_scores = self._likelihoods(memory, undecided, candidates)
+            # The best answer of earlier rounds is one more column.
+            new_scores = torch.cat([scores[undecided][:, None], new_scores], 1)
+            candidates = torch.cat([best[undecided][:, None], candidates], 1)
+            top = new_scores.amax(1)
+            scores[undecided] = top
+            lower = new_scores + _ROUNDING < top[:, None]
+            best[undecided] = candidates.masked_fill(lower, len(self._answers)).amin(1)
+        return Ranked(best, scores)
 
     @torch.no_grad()
     def likelihoods(self, memory: Memory) -> Tensor:
         """Compute the log-probability of every answer for B rows, (B, A); -inf: no candidate."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
-        first_odds = self._first_tokens(memory, len(rows))
-        tried = first_odds.argsort(dim=1, descending=True, stable=True)
+        first_scores = self._first_tokens(memory, len(rows))
+        candidates = first_scores.argsort(dim=1, descending=True, stable=True)
         if not self._exact:
-            tried = tried[:, : self._wide]
-        found = self._likelihoods(memory, rows, tried)
-        return torch.full_like(first_odds, -torch.inf).scatter(1, tried, found)
+            candidates = candidates[:, : self._round]
+        scores = self._likelihoods(memory, rows, candidates)
+        return torch.full_like(first_scores, -torch.inf).scatter(1, candidates, scores)
 
     def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
         """Compute log p of each answer's first token, (B, A)."""
@@ -548,29 +550,29 @@ class AnswerRanking:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(-1)[:, self._answers[:, 1]]
 
-    def _likelihoods(self, memory: Memory, rows: Tensor, tried: Tensor) -> Tensor:
-        """Compute log p of the answers `tried` (rows, K), in pieces of similar length."""
-        number = tried.flatten()
-        owner = rows.repeat_interleave(tried.shape[1])
-        order = self._tokens[number].argsort(stable=True)
+    def _likelihoods(self, memory: Memory, rows: Tensor, candidates: Tensor) -> Tensor:
+        """Compute log p of the answers `candidates` (rows, K) in chunks of similar length."""
+        answers = candidates.flatten()
+        memory_rows = rows.repeat_interleave(candidates.shape[1])
+        order = self._tokens[answers].argsort(stable=True)
         parts = []
-        for piece in _pieces(self._tokens[number[order]].tolist(), self._most):
-            part = order[piece]
-            ids = self._answers[number[part], : int(self._tokens[number[part[-1]]])]
-            own = memory.select(owner[part])
+        for chunk in _chunks(self._tokens[answers[order]].tolist(), self._max_tokens):
+            part = order[chunk]
+            ids = self._answers[answers[part], : int(self._tokens[answers[part[-1]]])]
+            part_memory = memory.select(memory_rows[part])
             parts.append(
                 answer_likelihood(
-                    self._decoder, own, ids, self._embedding, self._pad_id
+                    self._decoder, part_memory, ids, self._embedding, self._pad_id
                 ).log_probability
             )
-        found = torch.cat(parts)
-        return torch.empty_like(found).index_copy(0, order, found).view(tried.shape)
+        scores = torch.cat(parts)
+        return torch.empty_like(scores).index_copy(0, order, scores).view(candidates.shape)
 
 
-def _pieces(lengths: list[int], most: int) -> Iterator[slice]:
-    """Split an ascending list into parts of one item or at most `most` longest times number."""
+def _chunks(lengths: list[int], max_tokens: int) -> Iterator[slice]:
+    """Split ascending lengths into chunks of one text or at most `max_tokens`, padding included."""
     start = 0
     for stop in range(1, len(lengths) + 1):
-        if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > most:
+        if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > max_tokens:
             yield slice(start, stop)
             start = stop

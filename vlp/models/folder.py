@@ -49,10 +49,10 @@ _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
-_MOST_TOKENS = 2**16
-_MOST_TABLES = 2**30
-"""Bytes of buffers, such as tables of relative positions, that any model may have."""
-Placed = TypeVar("Placed", bound=nn.Module)
+_MAX_TOKENS = 2**16
+# Bytes of buffers, such as tables of relative positions, that any model may have.
+_MAX_TABLES = 2**30
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Loaded(NamedTuple):
@@ -102,8 +102,8 @@ def save_sizes(folder: Path, config: ModelConfig) -> None:
         plain[part]["weights"] = None
     names = (*config.cross.position, *config.image.positions)
     plugins = plugins_of(name for name in names if name not in SHORTHANDS)
-    said = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
-    write_json(folder / CONFIG, said | plain)
+    header = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
+    write_json(folder / CONFIG, header | plain)
 
 
 def from_pretrained(
@@ -130,7 +130,7 @@ def from_pretrained(
     """
     load_plugins(plugins)
     folder = local_folder(folder_or_name, revision)
-    model = placed(read_model(folder), device, dtype)
+    model = to_device(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
     require_padding(model.text_encoder.tower, text.pad_id)
     preprocess, side = Preprocessing.load(folder), model.config.image.image_size
@@ -141,26 +141,28 @@ def from_pretrained(
     return Loaded(model, text, preprocess, read_heads(folder), folder)
 
 
-def placed(
-    module: Placed,
+def to_device(
+    module: Module,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | str | None = None,
-) -> Placed:
+) -> Module:
     """Move a model, or a task with one, to a device and a type, as `from_pretrained` takes them."""
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (
+        isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
+    ):
         raise ValueError(f"dtype {dtype!r} is none of float32, bfloat16, float16, float64")
     models = [part for part in module.modules() if isinstance(part, VLPModel)]
     thresholds = [model.anchor_threshold for model in models]
     try:
-        module = module.to(device=device, dtype=wanted)
+        module = module.to(device=device, dtype=torch_dtype)
     except (RuntimeError, AssertionError) as error:
-        here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
         raise ValueError(
-            f"device {str(device)!r} cannot be used here; there are {', '.join(here)}"
+            f"device {str(device)!r} cannot be used here; there are {', '.join(devices)}"
         ) from error
     for model, threshold in zip(models, thresholds):
-        # Similarities, which it is compared with, stay in float32.
+        # The threshold stays in float32, as the similarities that it is compared with.
         model.anchor_threshold = threshold.to(model.anchor_threshold.device)
     return module
 
@@ -180,22 +182,21 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
+    # The caller's configuration may fix another threshold than the weights.
     if config.cross.anchor_options.threshold is not None:
-        model.anchor_threshold.fill_(
-            config.cross.anchor_options.threshold
-        )  # `config` may have another
+        model.anchor_threshold.fill_(config.cross.anchor_options.threshold)
     return model.eval()
 
 
 def _no_model(name: str | Path, folder: Path, missing: str) -> str:
-    """Say that a folder holds no model, and where there may be one."""
-    said = f"{name} is not a model folder: {missing} is missing"
+    """Return the message for a folder without a model, with a hint to one nearby."""
+    message = f"{name} is not a model folder: {missing} is missing"
     if (folder / "state.json").is_file():
         steps = folder.name.removeprefix("step_")
-        said += f"; of a checkpoint, its run writes one with --resume training.steps={steps}"
+        message += f"; of a checkpoint, its run writes one with --resume training.steps={steps}"
     elif (folder / "model" / CONFIG).is_file():
-        said += f"; {Path(name) / 'model'} is one"
-    return said
+        message += f"; {Path(name) / 'model'} is one"
+    return message
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
@@ -203,9 +204,8 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Encodings, token projections and a token score that the folder lacks keep their initialisation
     (zero for ACE-RPE, so the first outputs are the folder's); those that this model lacks are left
-    out. So are ACE-RPE tables of another number of groups, a match head that reads other states,
-    and the anchor threshold where this configuration fixes it. For another image size, positions
-    are resampled and encoding tables carried over (`vlp.positions.carry_over`).
+    out, as are ACE-RPE tables of another number of groups. For another image size, positions are
+    resampled and encoding tables carried over (`vlp.positions.carry_over`).
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -213,40 +213,41 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
             raise FileNotFoundError(_no_model(folder_or_name, folder, file))
     state, trained = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
-        found, resized, unused = carry_encodings(model, trained, state)
+        weights, resized, unused = carry_encodings(model, trained, state)
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
     check_folder(model.config, trained, folder, str(folder_or_name))
-    here = model.state_dict()
-    kept = {
+    target = model.state_dict()
+    # The folder's match head may read other states, and this configuration fix the threshold.
+    differs = {
         r"match_head\.": trained.cross.pooling != model.config.cross.pooling,
         r"anchor_threshold$": model.config.cross.anchor_options.threshold is not None,
     }
-    own_start = tuple(pattern for pattern, keeps in kept.items() if keeps)
+    initial = tuple(pattern for pattern, differ in differs.items() if differ)
     # By this model's names; `unused` has the folder's.
     extra = [
         name
-        for name in found
-        if any(re.match(pattern, name) for pattern in own_start)
-        or (name not in here and re.match(_OPTIONAL, name))
+        for name in weights
+        if any(re.match(pattern, name) for pattern in initial)
+        or (name not in target and re.match(_OPTIONAL, name))
     ]
-    found = {name: tensor for name, tensor in found.items() if name not in extra}
+    weights = {name: tensor for name, tensor in weights.items() if name not in extra}
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
-        named = {name: name.removeprefix(_TOWER) for name in found if name.startswith(_TOWER)}
+        keys = {name: name.removeprefix(_TOWER) for name in weights if name.startswith(_TOWER)}
         fitted = fit_image_tower(
-            model.image_encoder.vit, {own: found[name] for name, own in named.items()}
+            model.image_encoder.vit, {key: weights[name] for name, key in keys.items()}
         )
-        changed = {name: fitted[own] for name, own in named.items() if own in fitted}
-        resized = [n for n in changed if changed[n].shape != found[n].shape] + resized
-        found |= changed
-    elif positions in found and found[positions].shape != here[positions].shape:
-        found[positions] = resample_positions(
-            found[positions], model.config.image.tower_grid, str(folder_or_name)
+        changed = {name: fitted[key] for name, key in keys.items() if key in fitted}
+        resized = [n for n in changed if changed[n].shape != weights[n].shape] + resized
+        weights |= changed
+    elif positions in weights and weights[positions].shape != target[positions].shape:
+        weights[positions] = resample_positions(
+            weights[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
     report = copy_weights(
-        model, found, str(folder_or_name), [*unused, *extra], (*own_start, _OPTIONAL)
+        model, weights, str(folder_or_name), [*unused, *extra], (*initial, _OPTIONAL)
     )
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
@@ -255,7 +256,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 def load_start(
     model: VLPModel, init_from: str | None = None, public: bool = True
 ) -> list[LoadReport]:
-    """Give a new model the weights that pretraining starts from; returns what each source did."""
+    """Initialise a model for pretraining from public weights and a folder; return the reports."""
     try:
         reports = load_public_weights(model) if public else []
         if init_from is not None:
@@ -296,53 +297,54 @@ def plain_config(file: Path) -> dict[str, Any]:
 
 
 def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require numbers of layers and tokens that the weights can be of, before any is made."""
+    """Require numbers of layers and tokens that fit the weights, before any layer is built."""
     with _opened(weights) as tensors:
-        most = len(tensors.keys())
+        limit = len(tensors.keys())
     settings = config.text.architecture
     numbers = dict(settings) if isinstance(settings, Mapping) else {}
-    named = {
+    counts = {
         **{f"text.architecture.{name}": number for name, number in numbers.items()},
         "text.layers": config.text.layers,
         "image.layers": config.image.layers,
         "cross.layers": config.cross.layers,
     }
-    for name, number in named.items():
-        if "layers" in name and isinstance(number, int) and number > most:
+    for name, number in counts.items():
+        if "layers" in name and isinstance(number, int) and number > limit:
             raise ConfigError(f"{file}: {name} is more than the weights of {weights.name} hold")
     patches = (config.image.image_size // config.image.patch_size) ** 2
     for name, number in (
         ("text.max_tokens", config.text.max_tokens),
         ("image.image_size", patches),
     ):
-        if number > _MOST_TOKENS:
-            raise ConfigError(f"{file}: {name} makes more than {_MOST_TOKENS:,} tokens")
+        if number > _MAX_TOKENS:
+            raise ConfigError(f"{file}: {name} makes more than {_MAX_TOKENS:,} tokens")
 
 
 def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
     """Require that a model has the shapes of the weights, before it takes memory."""
     with _opened(weights) as tensors:
-        there = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     try:
         with torch.device("meta"):
             model = VLPModel(config)
     except ConfigError:
         raise
-    except Exception:  # of an encoding or a tower of others, which need not know such tensors
+    # Encodings and towers of other packages need not support meta tensors.
+    except Exception:
         return
-    state, most = model.state_dict(), weights.stat().st_size
-    if sum(tensor.numel() for tensor in state.values()) > most:
+    state, size = model.state_dict(), weights.stat().st_size
+    if sum(tensor.numel() for tensor in state.values()) > size:
         raise ConfigError(
             f"{weights} does not fit {file}: that has more weights than bytes are here"
         )
     for name, tensor in state.items():
-        if name in there and list(tensor.shape) != there[name]:
+        if name in shapes and list(tensor.shape) != shapes[name]:
             raise ConfigError(
-                f"{weights} does not fit {file}: {name} has the shape {there[name]}, not "
+                f"{weights} does not fit {file}: {name} has the shape {shapes[name]}, not "
                 f"{list(tensor.shape)}"
             )
     tables = sum(buffer.nbytes for buffer in model.buffers())
-    if tables > _MOST_TABLES + 4 * most:
+    if tables > _MAX_TABLES + 4 * size:
         raise ConfigError(
             f"{file}: its position tables take {tables / 1e9:.0f} GB, far more than the weights"
         )
@@ -367,13 +369,14 @@ def require_sizes(
             raise ConfigError(f"{file}: {name} {value} is more than its weights hold")
     try:
         with torch.device("meta"):
-            made = make().state_dict()
-    except Exception:  # of a module that cannot be made so
+            state = make().state_dict()
+    # Not every module can be built from meta tensors.
+    except Exception:
         return
-    own = {n: part for n, part in made.items() if n in weights or not n.startswith("model.")}
-    wrong = [n for n, part in own.items() if n in weights and part.shape != weights[n].shape]
-    bytes_here = sum(tensor.nbytes for tensor in weights.values())
-    if wrong or sum(part.numel() for part in own.values()) > _MOST_TABLES + bytes_here:
+    target = {n: part for n, part in state.items() if n in weights or not n.startswith("model.")}
+    wrong = [n for n, part in target.items() if n in weights and part.shape != weights[n].shape]
+    size = sum(tensor.nbytes for tensor in weights.values())
+    if wrong or sum(part.numel() for part in target.values()) > _MAX_TABLES + size:
         raise ConfigError(f"{file}: the weights do not fit its sizes: {listed(wrong)}")
 
 
@@ -387,8 +390,8 @@ def _opened(weights: Path) -> Iterator[Any]:
 
 
 def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    write_tensors(file, own, {"format": "pt"})
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    write_tensors(file, copies, {"format": "pt"})
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
@@ -396,16 +399,16 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         state = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file}: damaged ({error})") from error
-    spoilt = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    if spoilt:
-        raise ValueError(f"{file}: these weights are not finite: {listed(spoilt)}")
+    invalid = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if invalid:
+        raise ValueError(f"{file}: these weights are not finite: {listed(invalid)}")
     return state
 
 
 # All else of the configuration is in the weights, or comes after the tower.
-_OF_ANY = {"image_size", "patch_size", "average_hflip"}
-_OF_A_TOWER = _OF_ANY | {"architecture"}
-_OF_OUR_VIT = _OF_ANY | {"width", "layers", "heads", "intermediate"}
+_COMMON_KEYS = {"image_size", "patch_size", "average_hflip"}
+_TOWER_KEYS = _COMMON_KEYS | {"architecture"}
+_VIT_KEYS = _COMMON_KEYS | {"width", "layers", "heads", "intermediate"}
 
 
 def tower_key(model: VLPModel) -> TowerKey:
@@ -415,7 +418,7 @@ def tower_key(model: VLPModel) -> TowerKey:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     config = model.config.image
-    settings = _OF_A_TOWER if config.architecture else _OF_OUR_VIT
+    settings = _TOWER_KEYS if config.architecture else _VIT_KEYS
     if config.summary_tokens:
         settings = settings | {"pooled_layers", "pooling"}
     return TowerKey(config.model_dump(mode="json", include=settings), digest.hexdigest())
@@ -436,7 +439,7 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
 
 
 def require_frozen_tower(features: StoredFeatures | None, model: VLPModel) -> None:
-    """Require the same of a model that is trained, and that its tower is frozen."""
+    """Require that stored features, if any, come from this model's image tower, now frozen."""
     if features is not None and not model.image_encoder.frozen:
         raise ConfigError(
             "data.features holds what the image tower gives now, and training would change the "

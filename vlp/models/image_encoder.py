@@ -20,28 +20,25 @@ from vlp.positions import attach
 PatchEdit = Callable[[Tensor], Tensor]
 
 NORM_EPS = 1e-6  # timm's
+# Wavelengths from 2 pi patches to 100 times that.
 SINE_BASE = 100.0
-"""Wavelengths from 2 pi patches to 100 times that."""
 
 
 class _Edit(ThreadLocal):
-    """What this thread's call of `tower` does with patch embeddings."""
+    """Edit of patch embeddings in this thread's call of `tower`."""
 
-    of_patches: PatchEdit | None = None
+    patches: PatchEdit | None = None
 
 
 class ImageEncoder(TrainableTower):
-    """Image encoder: 43,760,128 parameters with ViT-B/16, 6 layers, 577 positions, 768 -> 256.
-
-    `adapter` fits a `vit` of another width.
-    """
+    """Image encoder: 43,760,128 parameters with ViT-B/16, 6 layers, 577 positions, 768 -> 256."""
 
     blocks = "vit.blocks"
 
     def __init__(self, config: ImageConfig, embed_dim: int) -> None:
         super().__init__()
         self.config = config
-        self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
+        self.vit = create_image_tower(config) if config.architecture else _create_vit(config)
         self._edit = _Edit()
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # One hook for good: `torch.compile` cannot follow hooks that come and go.
@@ -56,6 +53,7 @@ class ImageEncoder(TrainableTower):
             )
         pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
         self.projection = nn.Linear(pooled, embed_dim)
+        # A tower of another width needs an adapter.
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.restrict(config.trainable, "image.trainable")
@@ -77,47 +75,47 @@ class ImageEncoder(TrainableTower):
             return self.after_tower(self.hflip_averaged_tower(pixels))
         return self.after_tower(self.tower(pixels, edit_patches))
 
-    def _require(self, given: Any) -> None:
+    def _require(self, pixels: Any) -> None:
         """Require pixels of the configured size, or a stored output of `tower`."""
         side, summary = self.config.image_size, self.config.summary_tokens
-        wanted = (
+        advice = (
             f"give a tensor (images, 3, {side}, {side}), as the model folder's preparation makes "
             "it of images"
         )
-        if not isinstance(given, Tensor):
-            raise TypeError(f"pixels are of type {type(given).__name__}; {wanted}")
+        if not isinstance(pixels, Tensor):
+            raise TypeError(f"pixels are of type {type(pixels).__name__}; {advice}")
         grids = self.config.grid, self.config.tower_grid
         stored = [(1 + rows * columns + summary, self.vit.num_features) for rows, columns in grids]
-        if tuple(given.shape[1:]) not in [(3, side, side), *stored]:
-            raise ValueError(f"pixels have shape {tuple(given.shape)}; {wanted}")
+        if tuple(pixels.shape[1:]) not in [(3, side, side), *stored]:
+            raise ValueError(f"pixels have shape {tuple(pixels.shape)}; {advice}")
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
         """Compute the tower's normalised output (B, 1 + M + S, tower's width) of normalised pixels.
 
         First [CLS], or the mean patch where the tower has no [CLS]; last the pooled states of the S
-        / parts blocks before the last. Registers and distillation tokens are dropped, and a frozen
-        tower keeps no graph. edit_patches changes patch embeddings (B, M, tower's width) before
-        positions are added; masked image modelling inserts its mask token there.
+        / parts blocks before the last. Registers and distillation tokens are dropped. edit_patches
+        changes patch embeddings (B, M, tower's width) before positions are added.
         """
         vit: Any = self.vit
         fuse_by_device(vit, pixels)
+        # A frozen tower keeps no graph.
         gradient = torch.is_grad_enabled() and not self.frozen
-        self._edit.of_patches = edit_patches
+        self._edit.patches = edit_patches
         try:
             with torch.set_grad_enabled(gradient):
                 if self.config.pooled_layers == 1:
                     return self._tokens(vit.forward_features(pixels))
                 last, *before = self._last_blocks(pixels)
         finally:
-            self._edit.of_patches = None
+            self._edit.patches = None
         pooled = [pool_states(states, self.config.pooling) for states in before]
         width = last.shape[-1]
-        return torch.cat([last, *(each.unflatten(-1, (-1, width)) for each in pooled)], dim=1)
+        return torch.cat([last, *(states.unflatten(-1, (-1, width)) for states in pooled)], dim=1)
 
     def _last_blocks(self, pixels: Tensor) -> list[Tensor]:
         """Return normalised tokens (B, 1 + M, C) of the last `pooled_layers` blocks, last first."""
         vit: Any = self.vit
-        found = vit.forward_intermediates(
+        intermediates = vit.forward_intermediates(
             pixels,
             indices=self.config.pooled_layers,
             norm=True,
@@ -126,7 +124,7 @@ class ImageEncoder(TrainableTower):
             intermediates_only=True,
         )
         tokens = []
-        for states in reversed(found):
+        for states in reversed(intermediates):
             patches, prefix = states if isinstance(states, tuple) else (states, None)
             tokens.append(patches if prefix is None else torch.cat([prefix, patches], dim=1))
         return [self._tokens(states) for states in tokens]
@@ -141,14 +139,15 @@ class ImageEncoder(TrainableTower):
                 f"tokens of a {rows} x {columns} grid after {prefix} prefix tokens"
             )
         if isinstance(norm := getattr(vit, "fc_norm", None), nn.Module):
-            states = norm(states)  # of towers that normalise after pooling
+            # Some towers normalise after pooling alone.
+            states = norm(states)
         patches = states[:, prefix:]
         if getattr(vit, "cls_token", None) is None:
             return torch.cat([patches.mean(1, keepdim=True), patches], dim=1)
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
 
     def _edited(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
-        edit = self._edit.of_patches
+        edit = self._edit.patches
         return patches if edit is None else edit(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
@@ -184,17 +183,17 @@ class ImageEncoder(TrainableTower):
 
         Earlier blocks come first, the last one's [CLS], mean, or both last.
         """
-        own = pool_states(self.on_grid(states), self.config.pooling)
+        last = pool_states(self.on_grid(states), self.config.pooling)
         if not self.config.summary_tokens:
-            return own
-        return torch.cat([states[:, -self.config.summary_tokens :].flatten(1), own], dim=-1)
+            return last
+        return torch.cat([states[:, -self.config.summary_tokens :].flatten(1), last], dim=-1)
 
     def project(self, states: Tensor) -> Tensor:
         """Pool and project states (B, 1 + M + S, width) -> (B, embed_dim), of any length."""
         return self.projection(self.pool(states))
 
 
-def _own_vit(config: ImageConfig) -> VisionTransformer:
+def _create_vit(config: ImageConfig) -> VisionTransformer:
     vit = VisionTransformer(
         img_size=config.image_size,
         patch_size=config.patch_size,
@@ -222,10 +221,8 @@ def _attach(vit: nn.Module, name: str, options: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _start_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
-    """Return 2D sines as initial learned positions, (1, 1 + M, width).
-
-    Small random vectors need three times the steps until a probe locates a single object.
-    """
+    """Fill the table of learned positions, (1, 1 + M, width), with 2D sines."""
+    # From small random vectors a probe locates a single object after three times the steps.
     sines = build_sincos2d_pos_embed(list(grid), table.shape[-1], temperature=SINE_BASE)
     table.zero_()
     table[0, 1:] = amplitude * sines

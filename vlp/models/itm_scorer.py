@@ -36,7 +36,8 @@ class PathShift(NamedTuple):
 
 
 def path_shift(attention: Attention, groups: int) -> PathShift | None:
-    """Read off the hook `inputs`: zeros with a mean path of 1 in one group give its table's row."""
+    """Read the additions off the hook `inputs` of the first encoding that has one."""
+    # Inputs of zero with a mean path of 1 in one group give that group's row of the table.
     for encoding in attention.positions:
         if "inputs" not in hooks_of(encoding):
             continue
@@ -44,8 +45,8 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         weight = at_least_float32(attention.query.weight)
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
-        none = weight.new_zeros(0)
-        field = AnchorField(none, none, unit, unit, none, none)
+        empty = weight.new_zeros(0)
+        field = AnchorField(empty, empty, unit, unit, empty, empty)
         context = PositionContext(anchors=field)
         inputs = [
             table[0]
@@ -54,11 +55,11 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
             )
         ]
         projections = attention.query, attention.key, attention.value
-        moved = [
+        outputs = [
             attention.by_head(functional.linear(table, projection.weight.to(table))[None])[0]
             for table, projection in zip(inputs, projections)
         ]
-        return PathShift(*inputs, *moved)
+        return PathShift(*inputs, *outputs)
     return None
 
 
@@ -107,10 +108,10 @@ def attend_shared_image(
     query = query * query.shape[-1] ** -0.5
     logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
     if shift is not None and field is not None:
-        along = (query @ shift.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
+        path_logits = (query @ shift.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
         means = field.image_mean.mT.to(logits.dtype)
-        for of_head, part in zip(logits, along):
-            of_head.baddbmm_(part, means)
+        for head_logits, part in zip(logits, path_logits):
+            head_logits.baddbmm_(part, means)
     attended = _softmax(attention, logits.transpose(0, 1), context, values.dtype)
     by_head = attended.transpose(0, 1)
     out = (by_head.flatten(1, 2) @ values).unflatten(1, (rows, queries))
@@ -134,15 +135,15 @@ def attend_once(
     query = attention.by_head(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
     # The keys' bias adds the same to all logits of a query, which softmax does not see.
-    seeking = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
-    logits = seeking.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
+    key_queries = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
+    logits = key_queries.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
     if shift is not None and field is not None:
-        along = query @ shift.key.mT
-        logits = logits + along.transpose(0, 1) @ field.image_mean.mT
+        path_logits = query @ shift.key.mT
+        logits = logits + path_logits.transpose(0, 1) @ field.image_mean.mT
     attended = _softmax(attention, logits[:, :, None], context, image.dtype)
-    gathered = (attended[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
+    pooled_image = (attended[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
     weight = attention.value.weight.unflatten(0, (attention.heads, -1)).mT
-    out = gathered @ weight
+    out = pooled_image @ weight
     if attention.value.bias is not None:
         out = out + attention.value.bias.unflatten(0, (attention.heads, 1, -1))
     if shift is not None and field is not None:
@@ -184,11 +185,9 @@ def _softmax(
     """Compute probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
     for encoding in _with_hook(attention, "bias"):
         # Between streams a bias reads paths alone: logits stand in for queries and keys.
-        addition = through_call(
-            encoding, PositionEncoding.bias, logits, logits, context
-        )  # between streams: of paths alone
+        addition = through_call(encoding, PositionEncoding.bias, logits, logits, context)
         logits = logits if addition is None else logits + addition.to(logits.dtype)
-    # Softmax would bring another order in memory into its own.
+    # Heads first again, as softmax copies tensors that are not contiguous.
     return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
 
 
@@ -206,8 +205,8 @@ def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
     return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
 
 
+# Image tokens at a time on a CPU.
 _CACHED_TOKENS = 2048
-"""Image tokens at a time on a CPU."""
 
 
 class PreparedTexts(NamedTuple):
@@ -249,27 +248,28 @@ class PreparedImage(NamedTuple):
 
 
 class ITMScorer:
-    """Scores one image with many texts at a time, for inference with constant weights.
-
-    If `reads_padding`, pad texts as in training, since scores may depend on padding.
-    """
+    """Scorer of one image with many texts at a time, for inference with constant weights."""
 
     def __init__(self, model: VLPModel) -> None:
         self.model = model
         self.config, self.grid = model.config.cross, model.config.image.grid
-        self.both = self.config.layout == "ace"
+        self.two_streams = self.config.layout == "ace"
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
         attentions = [layer.cross_attention for layer in self.layers]
-        self.apart = all(each.shares_keys for each in attentions)
+        self.shares_keys = all(attention.shares_keys for attention in attentions)
+        # If so, scores may depend on padding, and texts should be padded as in training.
         self.reads_padding = self.config.reads_padding
         groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            self.shifts = [path_shift(each, groups) if self.apart else None for each in attentions]
+            self.shifts = [
+                path_shift(attention, groups) if self.shares_keys else None
+                for attention in attentions
+            ]
 
     @torch.no_grad()
     def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
         """Compute the part of T texts that no image changes."""
-        states, context = text.states, self._text_asks(text.states.shape[1], None)
+        states, context = text.states, self._text_context(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
             states = through_call(encoding, PositionEncoding.tokens, states, context)
         states = through_call(
@@ -281,67 +281,70 @@ class ITMScorer:
     @torch.no_grad()
     def prepare_image(self, image: ImageFeatures) -> PreparedImage:
         """Compute the part of one image, a single row of features, that no text changes."""
-        states, context = image.states, self._image_asks(None)
+        states, context = image.states, self._image_context(None)
         for encoding in self.model.cross_encoder.positions:
             states = through_call(encoding, PositionEncoding.tokens, states, context)
-        if self.both:
+        if self.two_streams:
             states = image_self_attention(self.layers[0], states, context)
         tokens = (
             image.states[:, 1:] if self.model.anchor_options.features == "encoder" else image.tokens
         )
-        shared = self.layers[: 1 if self.both else None] if self.apart else []
-        asked = [layer.cross_attention for layer in shared]
+        shared = self.layers[: 1 if self.two_streams else None] if self.shares_keys else []
+        attentions = [layer.cross_attention for layer in shared]
+        first = attentions[0] if attentions else None
         return PreparedImage(
             states,
             tokens[0],
-            keys=[each.by_head(each.key(states))[0] for each in asked],
-            values=[each.by_head(each.value(states))[0] for each in asked],
-            query=asked[0].by_head(asked[0].query(states)) if asked and self.both else None,
+            keys=[attention.by_head(attention.key(states))[0] for attention in attentions],
+            values=[attention.by_head(attention.value(states))[0] for attention in attentions],
+            query=first.by_head(first.query(states)) if first and self.two_streams else None,
         )
 
     @torch.no_grad()
     def match(self, image: PreparedImage, texts: PreparedTexts) -> Tensor:
         """Compute log-odds that each text describes the image: (T,) float32."""
-        if not self.both or off_cpu(texts.states):
+        if not self.two_streams or off_cpu(texts.states):
             return self._match(image, texts)
-        # Every pair carries the states of a whole image: few of them fit a core's cache.
-        few = max(1, _CACHED_TOKENS // image.states.shape[1])
-        rows = torch.arange(len(texts.states)).split(few)
+        # Each pair has the states of a whole image, and only a few pairs fit a core's cache.
+        pairs = max(1, _CACHED_TOKENS // image.states.shape[1])
+        rows = torch.arange(len(texts.states)).split(pairs)
         longest = texts.states.shape[1]
         return torch.cat([self._match(image, texts.select(part, longest)) for part in rows])
 
     def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
         field = self._field(prepared, texts)
-        text_asks, image_asks = (
-            self._text_asks(texts.states.shape[1], field),
-            self._image_asks(field),
+        text_context, image_context = (
+            self._text_context(texts.states.shape[1], field),
+            self._image_context(field),
         )
         text, mask, image = texts.states, texts.attention_mask, prepared.states
-        image = image if self.apart else image.expand(len(text), -1, -1)
-        alone = self.apart and self.config.pooling == "cls"
+        image = image if self.shares_keys else image.expand(len(text), -1, -1)
+        cls_only = self.shares_keys and self.config.pooling == "cls"
         for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
             attention, last = layer.cross_attention, number == len(self.layers) - 1
-            if number and self.both:
-                image = image_self_attention(layer, image, image_asks)
+            if number and self.two_streams:
+                image = image_self_attention(layer, image, image_context)
             if number:
-                text = text_self_attention(layer, text, mask, text_asks, last and alone)
-            if last and alone:
-                text, text_asks = text[:, :1], _first_query(text_asks)
+                text = text_self_attention(layer, text, mask, text_context, last and cls_only)
+            if last and cls_only:
+                text, text_context = text[:, :1], _first_query(text_context)
             if number < len(prepared.keys):
                 shared = prepared.keys[number], prepared.values[number]
-                crossed = attend_shared_image(attention, text, *shared, text_asks, shift)
-            elif last and alone:
-                crossed = attend_once(attention, text, image, text_asks, shift)
+                crossed = attend_shared_image(attention, text, *shared, text_context, shift)
+            elif last and cls_only:
+                crossed = attend_once(attention, text, image, text_context, shift)
             else:
-                crossed = attention(text, image, None, text_asks)
-            if self.both and not last:
+                crossed = attention(text, image, None, text_context)
+            if self.two_streams and not last:
                 if number or prepared.query is None:
-                    answer = attention(image, text, mask, image_asks)
+                    image_crossed = attention(image, text, mask, image_context)
                 else:
-                    answer = attend_texts(attention, prepared.query, text, mask, image_asks, shift)
-                image = layer.add_crossed(image, answer)
+                    image_crossed = attend_texts(
+                        attention, prepared.query, text, mask, image_context, shift
+                    )
+                image = layer.add_crossed(image, image_crossed)
             text = layer.add_crossed(text, crossed)
-        pooled = pool_states(text, self.config.pooling, None if alone else mask)
+        pooled = pool_states(text, self.config.pooling, None if cls_only else mask)
         logits = self.model.match_head(pooled).float()
         odds = logits[:, 1] - logits[:, 0]
         if self.config.token_score:
@@ -349,10 +352,10 @@ class ITMScorer:
             odds = odds + score.float()
         return odds
 
-    def _text_asks(self, tokens: int, field: AnchorField | None) -> PositionContext:
+    def _text_context(self, tokens: int, field: AnchorField | None) -> PositionContext:
         return PositionContext((1, tokens - 1), 1, anchors=field, text_queries=True)
 
-    def _image_asks(self, field: AnchorField | None) -> PositionContext:
+    def _image_context(self, field: AnchorField | None) -> PositionContext:
         return PositionContext(self.grid, 1, anchors=field, text_queries=False)
 
     def _field(self, image: PreparedImage, texts: PreparedTexts) -> AnchorField | None:

@@ -11,6 +11,7 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig, lora_rank
 from vlp.models.vlp import VLPModel
 
+# Ends of the names of the queries' and values' layers in ViT- and BERT-like models (LoRA, 4.2).
 TARGETS = [
     "query",
     "value",
@@ -23,17 +24,13 @@ TARGETS = [
     "attn.v",
     "Wqkv",
 ]
-"""Ends of the names of the queries' and values' layers in ViT- and BERT-like models (LoRA, 4.2)."""
+# Factor of the product of both matrices, LoRA's alpha / rank.
 SCALE = 2
-"""Factor of the product of both matrices, LoRA's alpha / rank."""
 _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_lora(model: VLPModel) -> None:
-    """Add low-rank matrices to loaded towers of `trainable: lora-RANK`, with zero initial effect.
-
-    Other tower parameters are frozen, except attached encodings.
-    """
+    """Add low-rank matrices to loaded towers of `trainable: lora-RANK`, initially zero."""
     for side, encoder, rank in (
         ("text", model.text_encoder, lora_rank(model.config.text.trainable)),
         ("image", model.image_encoder, lora_rank(model.config.image.trainable)),
@@ -44,25 +41,27 @@ def add_lora(model: VLPModel) -> None:
             raise ConfigError(f"{side}.trainable lora-{rank} needs peft: pip install 'vlp[lora]'")
         from peft import LoraConfig, inject_adapter_in_model
 
-        trained = [
+        # Layers after the tower and attached encodings stay trainable.
+        extra_parameters = [
             parameter
             for name, parameter in encoder.named_parameters()
             if name.startswith(encoder.AFTER) or "positions." in name
         ]
-        wanted = LoraConfig(
+        lora_config = LoraConfig(
             r=rank,
             lora_alpha=SCALE * rank,
             target_modules=TARGETS,
             exclude_modules=list(encoder.AFTER),
         )
         try:
-            inject_adapter_in_model(wanted, encoder)
+            inject_adapter_in_model(lora_config, encoder)
         except ValueError as error:
             raise ConfigError(f"{side}.trainable lora-{rank}: {error}") from error
-        for parameter in trained:
+        for parameter in extra_parameters:
             parameter.requires_grad_(True)
         for layer in encoder.modules():
-            if hasattr(layer, "qkv_bias_separate"):  # else BEiT and EVA pass over the matrices
+            # With one bias for all, BEiT and EVA skip the modules that hold the matrices.
+            if hasattr(layer, "qkv_bias_separate"):
                 layer.qkv_bias_separate = True  # type: ignore[assignment]
 
 
@@ -70,7 +69,7 @@ def merged_lora(
     state: Mapping[str, Tensor], config: ModelConfig
 ) -> tuple[dict[str, Tensor], ModelConfig]:
     """Merge low-rank matrices: state and configuration of an equivalent model without LoRA."""
-    sides = {
+    ranks = {
         "text_encoder.": lora_rank(config.text.trainable),
         "image_encoder.": lora_rank(config.image.trainable),
     }
@@ -79,7 +78,7 @@ def merged_lora(
         if name.endswith((_LOW, _HIGH)):
             continue
         module, base, kind = name.rpartition(_BASE)
-        rank = next((one for side, one in sides.items() if name.startswith(side)), None)
+        rank = next((ranks[side] for side in ranks if name.startswith(side)), None)
         if base and kind == "weight" and rank is not None:
             # Of a convolution the first matrix has its kernel, (rank, channels, rows, columns).
             high, low = state[module + _HIGH].float(), state[module + _LOW].float()

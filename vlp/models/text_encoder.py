@@ -16,7 +16,7 @@ from vlp.models.towers import TrainableTower, blocks_of, create_text_tower
 class TextEncoder(TrainableTower):
     """Text encoder: 66,561,280 parameters with BERT-base, 6 layers, 768 -> 256, no pooler.
 
-    `text.architecture` puts `tower` for `embedding` and `layers`; `adapter` fits its width.
+    With `text.architecture`, `tower` replaces `embedding` and `layers`; `adapter` fits its width.
     """
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:
@@ -57,10 +57,10 @@ class TextEncoder(TrainableTower):
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode ids (B, N) int64 with mask (B, N) bool: states (B, N, width).
 
-        With `text.length_groups` above 1, padding beyond a group's longest text has states of 0. A
-        GPU encodes one group, as reading lengths would wait for it.
+        With `text.length_groups` above 1, padding beyond a group's longest text has states of 0.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            # Reading the lengths of groups would wait for a GPU.
             in_groups = self.length_groups > 1 and not on_gpu(text_ids)
             encode = self._in_groups if in_groups else self._states
             states = encode(text_ids, attention_mask)
@@ -85,19 +85,19 @@ class TextEncoder(TrainableTower):
     def _states(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Compute the tower's states of ids (B, N): (B, N, width of the tower)."""
         if self.tower is not None:
-            found = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
-            return found.last_hidden_state
+            output = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
+            return output.last_hidden_state
         states = self.dropout(self.embedding(text_ids))
         for layer in self.layers:
             states = layer(states, attention_mask)
         return states
 
 
-def require_ids(given: Any) -> Tensor:
-    """Return token ids (B, N)."""
-    wanted = "give a tensor (texts, tokens), as the model folder's tokenizer makes it of texts"
-    if not isinstance(given, Tensor):
-        raise TypeError(f"token ids are of type {type(given).__name__}; {wanted}")
-    if given.ndim != 2:
-        raise ValueError(f"token ids have shape {tuple(given.shape)}; {wanted}")
-    return given
+def require_ids(ids: Any) -> Tensor:
+    """Return token ids (B, N) after a check of their type and shape."""
+    advice = "give a tensor (texts, tokens), as the model folder's tokenizer makes it of texts"
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"token ids are of type {type(ids).__name__}; {advice}")
+    if ids.ndim != 2:
+        raise ValueError(f"token ids have shape {tuple(ids.shape)}; {advice}")
+    return ids

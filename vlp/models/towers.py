@@ -27,19 +27,17 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     tower_options = config.architecture if isinstance(config.architecture, Mapping) else {}
     name = str(config.tower_name)
     options = {key: value for key, value in tower_options.items() if key != "name"}
-    if found := _FILES & options.keys():
+    # Weights come from `image.weights` alone.
+    if file_options := _FILES & options.keys():
         raise ConfigError(
-            f"image.architecture.{min(found)}: would read weights of its own; leave it out"
+            f"image.architecture.{min(file_options)}: would read weights of its own; leave it out"
         )
     try:
         tower: Any = timm.create_model(
-            name,
-            pretrained=False,
-            num_classes=0,
-            img_size=config.image_size,
-            **options,
+            name, pretrained=False, num_classes=0, img_size=config.image_size, **options
         )
-        tower.reset_classifier(0, "")  # drops an attention pool, which no one reads
+        # Drop an attention pool, which nothing reads.
+        tower.reset_classifier(0, "")
     except Exception as error:  # of any name, option or size
         raise ConfigError(
             f"image.architecture {name}: timm makes no ViT of {config.image_size} px of it with "
@@ -63,11 +61,11 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
 
 
 def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring weights to a tower's names and sizes, as timm does: its positions are resampled."""
-    # The class of a tower with encodings is made of timm's.
+    """Convert weights to a tower's names and sizes by timm's filter, which resamples positions."""
+    # The class of a tower with encodings derives from timm's.
     modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
-    known = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
-    convert = next(filter(None, known), None)
+    filters = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
+    convert = next(filter(None, filters), None)
     try:
         return dict(convert(dict(state), tower)) if convert else dict(state)
     except Exception as error:  # of any name or shape
@@ -92,16 +90,16 @@ def require_editable(config: ImageConfig) -> None:
         )
 
 
-# They say where a configuration comes from, or in which type its weights are stored.
-_LEFT_OUT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
+# Origin of a configuration, and the type that its weights are stored in.
+_IGNORED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
 _CONFIG = "config.json"
-# What has no code of others behind it. Quantised weights have kernels of their own.
+# Implementations without code from the hub. Quantised weights bring their own kernels.
 _ATTENTIONS = (None, "eager", "sdpa", True, False)
 _CODE = {"quantization_config", "custom_pipelines", "trust_remote_code", "use_kernels"}
 
 
 def with_architecture(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the settings that `text.architecture` names in its place."""
+    """Return the configuration with settings for a name or folder in `text.architecture`."""
     name = config.text.architecture
     if not isinstance(name, str):
         return config
@@ -135,8 +133,9 @@ def create_text_tower(config: TextConfig) -> nn.Module:
             f"{settings.vocab_size} word pieces; set text.vocab_size={settings.vocab_size}"
         )
     make, kinds = partial(AutoModel.from_config, settings), MODEL_MAPPING[type(settings)]
-    one: Any = kinds[0] if isinstance(kinds, tuple) else kinds
-    if "add_pooling_layer" in inspect.signature(one).parameters:
+    tower_class: Any = kinds[0] if isinstance(kinds, tuple) else kinds
+    # Not every class takes the argument.
+    if "add_pooling_layer" in inspect.signature(tower_class).parameters:
         make = partial(make, add_pooling_layer=False)
     try:
         tower: nn.Module = make()
@@ -144,17 +143,20 @@ def create_text_tower(config: TextConfig) -> nn.Module:
         raise ConfigError(
             f"text.architecture: transformers makes no {kind} of it ({error!r})"
         ) from error
-    most = getattr(settings, "max_position_embeddings", config.max_tokens) - position_offset(tower)
-    if config.max_tokens > most:
+    positions = getattr(settings, "max_position_embeddings", config.max_tokens) - position_offset(
+        tower
+    )
+    if config.max_tokens > positions:
         raise ConfigError(
-            f"text.max_tokens {config.max_tokens} is more than the {most} positions of "
+            f"text.max_tokens {config.max_tokens} is more than the {positions} positions of "
             "text.architecture"
         )
     return tower
 
 
 def position_offset(tower: nn.Module) -> int:
-    """Return the index of a text's first position; RoBERTa's follows the padding id."""
+    """Return the index of a text's first position, 0 without an offset."""
+    # RoBERTa counts positions from behind the id of padding.
     for name, module in tower.named_modules():
         padding: Any = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
@@ -163,7 +165,7 @@ def position_offset(tower: nn.Module) -> int:
 
 
 def require_padding(tower: nn.Module | None, pad_id: int) -> None:
-    """Require that a tower which finds positions by the id of padding knows the vocabulary's."""
+    """Require the vocabulary's id of padding of a tower that counts positions from it."""
     offset = 0 if tower is None else position_offset(tower)
     if offset and offset - 1 != pad_id:
         raise ConfigError(
@@ -179,7 +181,7 @@ def transformers_config(config: TextConfig) -> Any:
 
     if not isinstance(config.architecture, Mapping):
         raise ConfigError(f"text.architecture {config.architecture!r} is no mapping of settings")
-    plain = {key: value for key, value in config.architecture.items() if key not in _LEFT_OUT}
+    plain = {key: value for key, value in config.architecture.items() if key not in _IGNORED}
     for key, value in plain.items():
         # transformers would fetch a kernel of that name from the hub, and run it.
         if ("implementation" in key and value not in _ATTENTIONS) or key in _CODE:
@@ -258,8 +260,8 @@ class TrainableTower(nn.Module):
         for name, _ in self.named_parameters():
             if name.startswith(self.AFTER):
                 continue
-            if within := block.match(name):
-                distances[name] = self.depth - int(within[1])
+            if match := block.match(name):
+                distances[name] = self.depth - int(match[1])
             else:
                 is_norm = "norm" in name.lower() and "positions." not in name
                 is_top = is_norm and 1 in distances.values()
@@ -268,7 +270,8 @@ class TrainableTower(nn.Module):
 
     def restrict(self, trainable: Trainable, key: str) -> None:
         """Freeze all of the tower but its last `trainable` blocks and the norms after them."""
-        if isinstance(trainable, str):  # all, or LoRA, which freezes the tower once it is loaded
+        # All, or LoRA, which freezes the tower once its weights are loaded.
+        if isinstance(trainable, str):
             return
         if trainable > self.depth:
             raise ConfigError(f"{key} is {trainable}, and the tower has {self.depth} blocks")

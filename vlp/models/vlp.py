@@ -45,8 +45,8 @@ BERT_WIDTH = 768
 class TokenScore(nn.Module):
     """A learned multiple of the mean over words of the best patch's cosine.
 
-    Added to the match score, it uses the token projections that the contrastive token term trains
-    (FILIP, Yao et al. 2021, section 3.1, text to image). start is the initial factor.
+    A part of the match score (FILIP, Yao et al. 2021, section 3.1, text to image) that reads the
+    token projections. start is the initial factor.
     """
 
     def __init__(self, start: float) -> None:
@@ -96,7 +96,8 @@ class VLPModel(nn.Module):
             _initialise(BERT_DEVIATION, self.text_encoder.layers)
         _initialise(BERT_DEVIATION, self.match_head)
         wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
-        if config.image.architecture is None:  # a tower has timm's start
+        # A tower keeps timm's initialisation.
+        if config.image.architecture is None:
             _initialise(wider, self.image_encoder.vit.get_submodule("blocks"))
         _initialise(wider, self.cross_encoder)
         for projection in self._projections():
@@ -109,24 +110,24 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Whether any step trained the match score: its biases start at 0."""
+        """Return whether any step trained the match score."""
+        # Biases start at 0, and the first step moves them.
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:
-        """Freeze modules without a loss, which weight decay would otherwise shrink.
-
-        Missing modules, and token projections of anchor paths with a gradient, are skipped.
-        """
-        named, untrained = dict(self.named_modules()), {*parts}
-        options, kept = self.anchor_options, set[nn.Module]()
+        """Freeze modules without a loss; missing ones are skipped."""
+        # Weight decay would shrink them otherwise.
+        modules, untrained = dict(self.named_modules()), {*parts}
+        options, trained = self.anchor_options, set[nn.Module]()
         position = {*self.config.cross.position}
         has_paths = {*CROSS_MODAL} & position and "uniform" not in position
         reads_tokens = options.path_gradient and options.features != "encoder"
         if has_paths and reads_tokens and "cross_encoder" not in untrained:
-            kept = {self._token_projection("image"), self._token_projection("text")}
-        for part in untrained & named.keys():
-            if named[part] not in kept:
-                named[part].requires_grad_(False)
+            # Anchor paths pass a gradient to the token projections.
+            trained = {self._token_projection("image"), self._token_projection("text")}
+        for part in untrained & modules.keys():
+            if modules[part] not in trained:
+                modules[part].requires_grad_(False)
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images (B, 3, height, width), normalised as the model folder's preprocessing does.
@@ -134,11 +135,11 @@ class VLPModel(nn.Module):
         pixels may be a stored tower output and edit_patches is passed on, see `ImageEncoder`.
         """
         encoder = self.image_encoder
-        found = encoder(pixels, edit_patches)
-        states = encoder.on_grid(found)
+        output = encoder(pixels, edit_patches)
+        states = encoder.on_grid(output)
         return ImageFeatures(
             states=states,
-            feature=_unit(self.feature_dropout(encoder.project(found))),
+            feature=_unit(self.feature_dropout(encoder.project(output))),
             tokens=_unit(self._token_projection("image")(states[:, 1:])),
         )
 
@@ -181,7 +182,7 @@ class VLPModel(nn.Module):
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorField | None:
-        """Compute anchor paths of the pairs, from this pass's token features (papers.md#ace-a7)."""
+        """Compute anchor paths of the pairs from the token features (papers.md#ace-a7)."""
         cross = self.config.cross
         if not set(CROSS_MODAL) & set(cross.position):
             return None
@@ -198,7 +199,7 @@ class VLPModel(nn.Module):
 
     @property
     def path_settings(self) -> PathSettings:
-        """Settings of the paths, with the threshold of this moment."""
+        """Return the settings of anchor paths, with the current threshold."""
         cross, options = self.config.cross, self.anchor_options
         return PathSettings(
             grid=self.config.image.grid,
@@ -221,16 +222,19 @@ class VLPModel(nn.Module):
         pairs: PairIndices | None = None,
         need_image: bool = True,
         keys: ImageKeys | None = None,
-        wanted: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> CrossFeatures:
-        """Compute cross-modal states of B pairs, aligned rows when `pairs` is None.
-
-        need_image, keys: as in `CrossEncoder`. wanted: (B, Q) int64; reduces `text` to these
-        tokens.
-        """
+        """Compute cross-modal states of B pairs, with arguments of `CrossEncoder.forward`."""
         anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
-            text.states, image.states, text.attention_mask, anchors, pairs, need_image, keys, wanted
+            text.states,
+            image.states,
+            text.attention_mask,
+            anchors,
+            pairs,
+            need_image,
+            keys,
+            queries,
         )
         mask, score = text.attention_mask, None
         if self.config.cross.token_score:
@@ -250,8 +254,8 @@ class VLPModel(nn.Module):
         """
         states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
         fields = [self.anchors(image, text) for image in images]
-        found = [field for field in fields if field is not None]
-        anchors = join_fields(found) if found else None
+        with_paths = [field for field in fields if field is not None]
+        anchors = join_fields(with_paths) if with_paths else None
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, anchors, need_image=False
         )
@@ -296,13 +300,13 @@ class VLPModel(nn.Module):
         return encoder.projection
 
     def _projections(self) -> list[nn.Linear]:
-        shared = [self.text_encoder.projection, self.image_encoder.projection]
-        own = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
-        return shared + own
+        features = [self.text_encoder.projection, self.image_encoder.projection]
+        tokens = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
+        return features + tokens
 
 
 def pairs_of(images: int, texts: int, device: torch.device | None = None) -> PairIndices | None:
-    """Return which rows pair when one image, or one text, stands for all; None: row by row."""
+    """Return the pairs of one image with all texts, or the reverse; None pairs row by row."""
     if images == texts:
         return None
     if 1 not in (images, texts):
@@ -310,9 +314,9 @@ def pairs_of(images: int, texts: int, device: torch.device | None = None) -> Pai
             f"{images} images and {texts} texts make no pairs: give as many of both, or one of "
             "either"
         )
-    several = torch.arange(max(images, texts), device=device)
-    one = torch.zeros_like(several)
-    return PairIndices(several, one) if images == 1 else PairIndices(one, several)
+    rows = torch.arange(max(images, texts), device=device)
+    zeros = torch.zeros_like(rows)
+    return PairIndices(rows, zeros) if images == 1 else PairIndices(zeros, rows)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -321,7 +325,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _initialise(deviation: float, *modules: nn.Module) -> None:
-    """Initialise as BERT and ViT, with normal weights and zero biases, except encodings."""
+    """Initialise linear layers as BERT and ViT do, with normal weights and zero biases."""
+    # Position encodings keep their initialisation.
     for module in modules:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=deviation)

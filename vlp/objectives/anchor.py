@@ -1,4 +1,4 @@
-"""The anchor loss as printed in the ACE-RPE paper; `token_term` is what we train instead."""
+"""The anchor loss as printed in the ACE-RPE paper; training uses the token term instead."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _margin_term(
     negatives = (scale * similarity).masked_fill(positive | ~candidate_valid, lowest)
     hardest = negatives.logsumexp(-1, keepdim=True) / scale
     cost = (hardest + margin - similarity).clamp(min=0)
-    # The paper has one positive; a row averages over several.
+    # A row averages over its positives.
     positive = positive & candidate_valid
     return torch.where(positive, cost, 0).sum(-1) / positive.sum(-1).clamp(min=1)
 

@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
-from vlp.models.folder import placed, read_model, save_model
+from vlp.models.folder import read_model, save_model, to_device
 from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
@@ -287,7 +287,7 @@ class VlpModel(PreTrainedModel):
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
         report = load_state(instance, state_dict)
-        placed(instance.model, single_device(device_map), dtype)
+        to_device(instance.model, single_device(device_map), dtype)
         return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]
@@ -467,7 +467,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         model_config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(model_config, task).eval()
         report = load_state(instance, state_dict)
-        placed(task, single_device(device_map), dtype)
+        to_device(task, single_device(device_map), dtype)
         return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]

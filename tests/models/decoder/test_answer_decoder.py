@@ -13,7 +13,7 @@ from vlp.models.decoder import (
     AnswerDecoder,
     AnswerDecoderConfig,
     AnswerRanking,
-    Marks,
+    SpecialIds,
     answer_likelihood,
     beam_search,
     generate,
@@ -61,7 +61,7 @@ def padded(texts):
 
 
 SILENT = (PAD, UNK, CLS, MASK)
-MARKS = Marks(CLS, SEP, SILENT)
+MARKS = SpecialIds(CLS, SEP, SILENT)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ class TestGeneration:
         made, words, states, mask = parts
         memory = made.remember(states, mask)
         silent = (*SILENT, *range(9, WORDS))  # four words and the end are left
-        found = generate(made, memory, words, Marks(CLS, SEP, silent), 3, 200, penalty=0)
+        found = generate(made, memory, words, SpecialIds(CLS, SEP, silent), 3, 200, penalty=0)
         spoken = [SEP, *range(5, 9)]
         texts = [
             [*text, SEP] for n in range(3) for text in itertools.product(spoken[1:], repeat=n)

@@ -32,8 +32,8 @@ from vlp.models.vlp import VLPModel
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
+# Channels of an attention head in BERT and ViT; no shape of the weights tells it.
 HEAD_WIDTH = 64
-"""Channels of an attention head in BERT and ViT; no shape of the weights tells it."""
 
 _FUSION_LAYER = BERT_LAYER | {
     "crossattention.self.query": "cross_attention.query",
@@ -58,14 +58,15 @@ _UNUSED = re.compile(
 )
 _LAYER = re.compile(r"text_encoder\.(?:bert\.)?encoder\.layer\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"visual_encoder\.blocks\.(\d+)\.")
-_KEPT = (POSITION_TABLES, r"(text|image)_tokens\.", "anchor_threshold")
+# Parts that ALBEF lacks and that keep their initialisation.
+_OPTIONAL = (POSITION_TABLES, r"(text|image)_tokens\.", "anchor_threshold")
+# Report of a name, by the name's first part; all other names belong to the heads.
 _PARTS = {
     "image_encoder": "image encoder",
     "visual_encoder": "image encoder",
     "text_encoder": "text encoder",
     "cross_encoder": "cross-modal encoder",
 }
-"""Report of a name, by the name's first part; all other names belong to the heads."""
 
 
 def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ModelConfig:
@@ -87,10 +88,10 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
     vocab_size, width = shape(f"{bert}embeddings.word_embeddings.weight")
     max_positions = shape(f"{bert}embeddings.position_embeddings.weight")[0]
     image_width, _, patch_size, _ = shape("visual_encoder.patch_embed.proj.weight")
-    places = shape("visual_encoder.pos_embed")[1] - 1
-    side = math.isqrt(places)
-    if side * side != places:
-        raise ValueError(f"visual_encoder.pos_embed: {places} patches are not a square grid")
+    patches = shape("visual_encoder.pos_embed")[1] - 1
+    side = math.isqrt(patches)
+    if side * side != patches:
+        raise ValueError(f"visual_encoder.pos_embed: {patches} patches are not a square grid")
     for name, channels in (("text", width), ("image", image_width)):
         if channels % HEAD_WIDTH:
             raise ValueError(
@@ -132,17 +133,13 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
 
 
 def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
-    """Copy an ALBEF state dict into a model of layout `albef`; return a report for each part.
-
-    Positions of another image size are resampled as in ALBEF's code (bicubic, no antialiasing).
-    ACE-RPE tables, token projections and the threshold keep their initialisation.
-    """
+    """Copy an ALBEF state dict into a model of layout `albef`; return a report for each part."""
     layout = model.config.cross.layout
     if layout != "albef":
         raise ValueError(f"{source}: ALBEF's weights fit cross.layout albef, not {layout}")
     _check_heads(model.config, source)
-    places = model.state_dict()
-    found: dict[str, Tensor] = {}
+    target = model.state_dict()
+    weights: dict[str, Tensor] = {}
     unused: list[str] = []
     unknown: list[str] = []
     resized: list[str] = []
@@ -151,39 +148,40 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
         if _UNUSED.match(key):
             unused.append(key)
             continue
-        name = _TEMPERATURE if key == "temp" else _place(key, model.config.text.layers)
-        if name not in places or name in found:
+        name = _TEMPERATURE if key == "temp" else _target_name(key, model.config.text.layers)
+        if name not in target or name in weights:
             unknown.append(key)
             continue
         if name == _TEMPERATURE:
             tensor, notes = _log_scale(tensor, model, source)
         if name == _POSITIONS:
-            # As ALBEF's authors do, so that the loaded model computes what theirs does.
+            # ALBEF's code resamples without antialiasing, and the outputs should equal its own.
             fitted = resample_positions(
                 tensor, model.config.image.tower_grid, source, antialias=False
             )
             resized = [] if fitted is tensor else [name]
             tensor = fitted
-        found[name] = tensor
+        weights[name] = tensor
     if unknown:
         raise ValueError(
             f"{source}: no rule maps these keys of ALBEF to a model of {model.config.text.layers} "
             f"text, {model.config.cross.layers} fusion and {model.config.image.layers} image "
             f"layers: {listed(unknown)}"
         )
-    whole = copy_weights(model, found, source, unused, _KEPT)
-    matched = [name for name in whole.matched if name not in resized]
-    notes = [*whole.notes, *notes]
-    return _by_part(whole._replace(matched=matched, resized=resized, notes=tuple(notes)))
+    report = copy_weights(model, weights, source, unused, _OPTIONAL)
+    matched = [name for name in report.matched if name not in resized]
+    notes = [*report.notes, *notes]
+    return _by_part(report._replace(matched=matched, resized=resized, notes=tuple(notes)))
 
 
 def _check_heads(config: ModelConfig, source: str) -> None:
-    """Check the number of heads, as shapes fit any number."""
+    """Check the number of heads."""
+    # The shapes of the weights fit any number.
     for part, width in (("text", config.text.width), ("image", config.image.width)):
-        ours = {f"{part}.heads": getattr(config, part).heads}
+        model_heads = {f"{part}.heads": getattr(config, part).heads}
         if part == "text":
-            ours["cross.heads"] = config.cross.heads
-        for key, heads in ours.items():
+            model_heads["cross.heads"] = config.cross.heads
+        for key, heads in model_heads.items():
             if heads * HEAD_WIDTH != width:
                 raise ConfigError(
                     f"{source}: ALBEF has a head for every {HEAD_WIDTH} of its {width} channels, "
@@ -212,11 +210,11 @@ def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
     return layers, fusion
 
 
-def _place(key: str, text_layers: int) -> str | None:
+def _target_name(key: str, text_layers: int) -> str | None:
     """Return our name of an ALBEF key; None without a rule."""
-    for prefix, place in _PREFIXES.items():
+    for prefix, target in _PREFIXES.items():
         if key.startswith(prefix):
-            return place + key.removeprefix(prefix)
+            return target + key.removeprefix(prefix)
     if layer := _LAYER.fullmatch(key):
         number, (part, _, kind) = int(layer[1]), layer[2].rpartition(".")
         if part not in _FUSION_LAYER:
@@ -238,27 +236,27 @@ def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list
         raise ValueError(f"{source}: temp is {value}, not a positive temperature")
     low, high = model.temperature.low, model.temperature.high
     log_scale = -temp.double().log()
-    held = log_scale.clamp(low, high)
-    own = held.to(model.temperature.log_scale.dtype)
-    if torch.equal(held, log_scale):
-        return own, []
-    return own, [f"temperature {value:g} held at {math.exp(-float(held)):g}"]
+    clamped = log_scale.clamp(low, high)
+    weight = clamped.to(model.temperature.log_scale.dtype)
+    if torch.equal(clamped, log_scale):
+        return weight, []
+    return weight, [f"temperature {value:g} held at {math.exp(-float(clamped)):g}"]
 
 
 def _by_part(report: LoadReport) -> list[LoadReport]:
     """Split a report into one for each of four parts."""
 
-    def mine(names: list[str], title: str) -> list[str]:
+    def of_part(names: list[str], title: str) -> list[str]:
         parts = (name.partition(".")[0].removesuffix("_m") for name in names)
         return [n for n, part in zip(names, parts) if _PARTS.get(part, "heads") == title]
 
     return [
         LoadReport(
             source=f"{report.source} -> {title}",
-            matched=mine(report.matched, title),
-            resized=mine(report.resized, title),
-            missing=mine(report.missing, title),
-            unused=mine(report.unused, title),
+            matched=of_part(report.matched, title),
+            resized=of_part(report.resized, title),
+            missing=of_part(report.missing, title),
+            unused=of_part(report.unused, title),
             notes=report.notes if title == "heads" else (),
         )
         for title in (*dict.fromkeys(_PARTS.values()), "heads")

@@ -43,6 +43,7 @@ _DEFAULTS = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
+# Settings of BERT that the model has no key for, with what it computes.
 _FIXED = {
     "model_type": ("bert",),
     "hidden_act": ("gelu", "gelu_python"),  # one function, two codes of it
@@ -51,8 +52,8 @@ _FIXED = {
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
 }
-"""Settings of BERT that the model has no key for, with what it computes."""
 
+# Shapes fit any number of heads.
 TRUSTED = "the source does not tell its heads: taken as {}"
 
 
@@ -66,31 +67,31 @@ def check_bert(
     """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
         return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
-    there = _DEFAULTS | dict(settings)
+    theirs = _DEFAULTS | dict(settings)
     wrong = [
-        f"{key} is {there[key]!r} there and {allowed[0]!r} in this model, which has no other"
+        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, which has no other"
         for key, allowed in _FIXED.items()
-        if there[key] not in allowed
+        if theirs[key] not in allowed
     ]
-    wanted = [("hidden_size", "text.width", config.text.width)]
-    of_text = [
+    sizes = [("hidden_size", "text.width", config.text.width)]
+    text_sizes = [
         ("num_attention_heads", "text.heads", config.text.heads),
         ("intermediate_size", "text.intermediate", config.text.intermediate),
         ("max_position_embeddings", "text.max_positions", config.text.max_positions),
         ("vocab_size", "text.vocab_size", config.text.vocab_size),
     ]
     if with_text:
-        wanted += of_text
+        sizes += text_sizes
     if with_cross:
-        wanted += [
+        sizes += [
             ("num_attention_heads", "cross.heads", config.cross.heads),
             ("intermediate_size", "cross.intermediate", config.cross.intermediate),
         ]
-    # One that is silent about a size is held by its shapes.
+    # Shapes check a size that the configuration leaves out.
     wrong += [
-        f"{key} is {there[key]} there and {ours} is {here} here; set {ours}={there[key]}"
-        for key, ours, here in wanted
-        if there.get(key, here) != here
+        f"{key} is {theirs[key]} there and {name} is {ours} here; set {name}={theirs[key]}"
+        for key, name, ours in sizes
+        if theirs.get(key, ours) != ours
     ]
     if wrong:
         raise ConfigError(f"{source} does not fit: {'; '.join(wrong)}")
@@ -98,59 +99,59 @@ def check_bert(
 
 
 def check_vit(
-    there: Mapping[str, Any] | nn.Module | None, here: Mapping[str, Any], source: str
+    theirs: Mapping[str, Any] | nn.Module | None, ours: Mapping[str, Any], source: str
 ) -> list[str]:
-    """Check a ViT's settings, or timm's network, against `vit_settings`; return report notes.
-
-    A different norm epsilon is only noted: transformers states 1e-12, timm 1e-6, for equal weights.
-    """
-    if there is None:
-        return [TRUSTED.format(here["heads"])]
-    if isinstance(there, nn.Module):
-        there = vit_settings(there, source)
+    """Check a ViT's settings, or timm's network, against `vit_settings`; return report notes."""
+    if theirs is None:
+        return [TRUSTED.format(ours["heads"])]
+    if isinstance(theirs, nn.Module):
+        theirs = vit_settings(theirs, source)
     wrong = []
-    if there["heads"] != here["heads"]:
+    if theirs["heads"] != ours["heads"]:
         wrong.append(
-            f"it has {there['heads']} heads and image.heads is {here['heads']}; "
-            f"set image.heads={there['heads']}"
+            f"it has {theirs['heads']} heads and image.heads is {ours['heads']}; "
+            f"set image.heads={theirs['heads']}"
         )
     wrong += [
-        f"{key} is {there[key]} there and {here[key]} in this model, which has no other"
+        f"{key} is {theirs[key]} there and {ours[key]} in this model, which has no other"
         for key in ("block", "activation")
-        if there[key] != here[key]
+        if theirs[key] != ours[key]
     ]
     if wrong:
         raise ConfigError(f"{source} does not fit: {'; '.join(wrong)}")
-    if there["norm_eps"] != here["norm_eps"]:
-        return [f"norms add {there['norm_eps']:g} to the variance there, {here['norm_eps']:g} here"]
+    # Only noted: for equal weights transformers states 1e-12 and timm 1e-6.
+    if theirs["norm_eps"] != ours["norm_eps"]:
+        return [
+            f"norms add {theirs['norm_eps']:g} to the variance there, {ours['norm_eps']:g} here"
+        ]
     return []
 
 
 def check_image_tower(
-    there: Mapping[str, Any] | nn.Module | None,
+    settings: Mapping[str, Any] | nn.Module | None,
     tower: nn.Module,
     state: Mapping[str, Tensor],
     source: str,
 ) -> list[str]:
-    """Hold the settings of weights (`state`) against a tower of timm, as `check_vit` does."""
-    sizes = there.state_dict() if isinstance(there, nn.Module) else {}
+    """Check the settings of weights (`state`) against a tower of timm, as `check_vit` does."""
+    sizes = settings.state_dict() if isinstance(settings, nn.Module) else {}
     foreign = any(
         sizes[name].shape != state[name].shape and "pos" not in name
         for name in sizes.keys() & state.keys()
     )
-    if there is None or foreign:
+    if settings is None or foreign:
         return ["the source does not tell its heads and functions: taken as the tower's"]
-    if not isinstance(there, nn.Module):
-        return check_vit(there, vit_settings(tower, "image.architecture"), source)
-    ours, theirs = network_settings(tower), network_settings(there)
+    if not isinstance(settings, nn.Module):
+        return check_vit(settings, vit_settings(tower, "image.architecture"), source)
+    ours, theirs = network_settings(tower), network_settings(settings)
     _require_equal(
         [(f"vit.{key}", theirs[key], ours[key]) for key in theirs.keys() & ours.keys()], source
     )
     return []
 
 
-# All else of a configuration of transformers changes what a model computes.
-_OF_TRAINING = re.compile(
+# All other settings of transformers change what a model computes.
+_TRAINING_SETTINGS = re.compile(
     r"_.*|.*(dropout|drop_prob|initializer|token_id|label|output_|pruned|classifier|chunk_size).*"
     r"|architectures|auto_map|d?type|torch_dtype|transformers_version|use_cache|use_return_dict"
     r"|return_dict|gradient_checkpointing|problem_type|finetuning_task|task_specific_params"
@@ -160,51 +161,60 @@ _OF_TRAINING = re.compile(
 
 
 def check_text_tower(
-    there: Mapping[str, Any] | None, config: ModelConfig, source: str
+    settings: Mapping[str, Any] | None, config: ModelConfig, source: str
 ) -> list[str]:
     """Check the config.json of weights (None without one) against `text.architecture`."""
-    if there is None:
+    if settings is None:
         return ["the source does not tell its heads and functions: taken as text.architecture's"]
-    ours = transformers_config(config.text)
+    model_config = transformers_config(config.text)
     # Old configurations do not name their type, and hold keys that no class reads.
-    settings = {"model_type": ours.model_type, **there}
-    theirs = transformers_config(config.text.model_copy(update={"architecture": settings}))
-    here, other = ours.to_dict(), theirs.to_dict()
-    if ours.model_type != theirs.model_type:
-        here, other = {"model_type": ours.model_type}, {"model_type": theirs.model_type}
-    compared = (key for key in other if key in here)
-    keys = [key for key in compared if key == "pad_token_id" or not _OF_TRAINING.fullmatch(key)]
+    architecture = {"model_type": model_config.model_type, **settings}
+    source_config = transformers_config(
+        config.text.model_copy(update={"architecture": architecture})
+    )
+    ours, theirs = model_config.to_dict(), source_config.to_dict()
+    if model_config.model_type != source_config.model_type:
+        ours, theirs = (
+            {"model_type": model_config.model_type},
+            {"model_type": source_config.model_type},
+        )
+    compared = (key for key in theirs if key in ours)
+    keys = [
+        key for key in compared if key == "pad_token_id" or not _TRAINING_SETTINGS.fullmatch(key)
+    ]
     _require_equal(
-        [(f"text.architecture.{key} is", other[key], here.get(key)) for key in keys], source
+        [(f"text.architecture.{key} is", theirs[key], ours.get(key)) for key in keys], source
     )
     return []
 
 
 def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> None:
-    """Require equal values of (what it is, there, here)."""
+    """Require equal values of settings (name, source's, model's)."""
     wrong = [
-        f"{what} {there!s} there and {here!s} here"
-        for what, there, here in settings
-        if there != here
+        f"{name} {theirs!s} there and {ours!s} here"
+        for name, theirs, ours in settings
+        if theirs != ours
     ]
     if wrong:
         raise ConfigError(f"{source} does not fit: {listed(sorted(wrong))}")
 
 
 def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
-    """Require that a folder's weights get the inputs of their training, which no shape shows."""
+    """Require that a folder's weights get the inputs of their training."""
+    # Shapes do not show these settings.
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["image.heads"] if config.image.architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
     pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
     if (folder / FILE_NAME).is_file():
         pixels = Preprocessing.load(folder)
-        there_too = (pixels.mean, pixels.std)
-        pairs += [("image.normalisation", config.image.statistics, there_too)]
-    for key, here, there in pairs:
-        if here != there:
-            said = json.dumps(there).replace(" ", "") if isinstance(there, tuple) else there
-            raise ValueError(f"{name} was trained with {key} {there}, not {here}: set {key}={said}")
+        pairs += [("image.normalisation", config.image.statistics, (pixels.mean, pixels.std))]
+    for key, ours, theirs in pairs:
+        if ours != theirs:
+            value = json.dumps(theirs).replace(" ", "") if isinstance(theirs, tuple) else theirs
+            raise ValueError(
+                f"{name} was trained with {key} {theirs}, not {ours}: set {key}={value}"
+            )
 
 
 class LoadReport(NamedTuple):
@@ -232,34 +242,34 @@ class LoadReport(NamedTuple):
 
 def copy_weights(
     module: nn.Module,
-    found: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     source: str,
     unused: list[str],
-    may_miss: tuple[str, ...],
+    optional: tuple[str, ...],
 ) -> LoadReport:
     """Copy tensors into a module after all checks.
 
     Args:
-        found: tensors by the target's names.
+        weights: tensors by the target's names.
         unused: source keys that are declared as unused.
-        may_miss: patterns of name prefixes that may keep their initialisation; the first match
+        optional: patterns of name prefixes that may keep their initialisation; the first match
             names the part in the report.
     """
     target = module.state_dict()
-    unknown = sorted(set(found) - set(target))
+    unknown = sorted(set(weights) - set(target))
     if unknown:
         raise ValueError(f"{source}: these keys have no place here: {listed(unknown)}")
-    lost, kept = [], set()
+    missing, initial = [], set()
     for name in target:
-        if name not in found:
-            match = next(filter(None, (re.match(part, name) for part in may_miss)), None)
+        if name not in weights:
+            match = next(filter(None, (re.match(part, name) for part in optional)), None)
             if match:
-                kept.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
+                initial.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
             else:
-                lost.append(name)
-    if lost:
-        raise ValueError(f"{source}: these weights are missing: {listed(lost)}")
-    for name, tensor in found.items():
+                missing.append(name)
+    if missing:
+        raise ValueError(f"{source}: these weights are missing: {listed(missing)}")
+    for name, tensor in weights.items():
         if tensor.shape != target[name].shape:
             raise ValueError(
                 f"{source}: {name} is {tuple(tensor.shape)} there and "
@@ -268,49 +278,49 @@ def copy_weights(
         if target[name].is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"{source}: {name} is {_kind(tensor)} there, not a float")
     with torch.no_grad():
-        for name, tensor in found.items():
+        for name, tensor in weights.items():
             target[name].copy_(tensor)
-    other = {
+    casts = {
         (_kind(tensor), _kind(target[name]))
-        for name, tensor in found.items()
+        for name, tensor in weights.items()
         if tensor.dtype != target[name].dtype
     }
-    notes = tuple(f"{there} there, {here} here" for there, here in sorted(other))
-    return LoadReport(source, sorted(found), [], sorted(kept), unused, notes)
+    notes = tuple(f"{theirs} there, {ours} here" for theirs, ours in sorted(casts))
+    return LoadReport(source, sorted(weights), [], sorted(initial), unused, notes)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], limit: int = 8) -> str:
     """Join names for a message, the first ones and a count where they are many."""
-    further = len(names) - most
-    return ", ".join(names[:most]) + (f" and {further} more" if further > 0 else "")
+    further = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {further} more" if further > 0 else "")
 
 
 def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+# Norm parameters in checkpoints converted from TensorFlow.
 _OLD_KINDS = {"gamma": "weight", "beta": "bias"}
-"""Norm parameters in checkpoints converted from TensorFlow."""
-IMAGE_OWN = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
-"""Parts of an image encoder that public weights lack."""
+# Parts of an image encoder that public weights lack.
+IMAGE_OPTIONAL = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
 _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 
 def load_image_tower(model: VLPModel, name: str) -> LoadReport:
-    """Start the image tower from public weights; positions are resampled as timm does."""
+    """Initialise the image tower from public weights; positions are resampled as timm does."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
-    there, settings = read_vit(name)
-    notes = check_image_tower(settings, encoder.vit, there, source)
-    fitted = fit_image_tower(encoder.vit, there)
-    here = encoder.vit.state_dict()
-    unused = [key for key in fitted if key not in here and key.startswith(_IMAGE_UNUSED)]
-    found = {f"vit.{key}": tensor for key, tensor in fitted.items() if key not in unused}
+    state, settings = read_vit(name)
+    notes = check_image_tower(settings, encoder.vit, state, source)
+    fitted = fit_image_tower(encoder.vit, state)
+    target = encoder.vit.state_dict()
+    unused = [key for key in fitted if key not in target and key.startswith(_IMAGE_UNUSED)]
+    weights = {f"vit.{key}": tensor for key, tensor in fitted.items() if key not in unused}
     resized = [
         f"vit.{key}"
-        for key, tensor in there.items()
+        for key, tensor in state.items()
         if fitted.get(key, tensor).shape != tensor.shape
     ]
-    report = copy_weights(encoder, found, source, unused, IMAGE_OWN)
+    report = copy_weights(encoder, weights, source, unused, IMAGE_OPTIONAL)
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized, notes=(*report.notes, *notes))
 
@@ -329,32 +339,32 @@ def load_text_tower(
     encoder = model.text_encoder
     tower: Any = encoder.tower
     parts = {name for name, _ in tower.named_children()}
-    names = todays_names(state, source, f"{tower.base_model_prefix}.")
+    names = current_names(state, source, f"{tower.base_model_prefix}.")
     unused = [
         name
         for name in names
         if name.partition(".")[0] not in parts or name.endswith(".position_ids")
     ]
-    found = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
+    weights = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
     report = copy_weights(
-        encoder, found, f"{source} -> text encoder", unused, (r"projection\.", r"adapter\.")
+        encoder, weights, f"{source} -> text encoder", unused, (r"projection\.", r"adapter\.")
     )
     return report._replace(notes=(*report.notes, *notes))
 
 
-def todays_names(
+def current_names(
     state: Mapping[str, Tensor], source: str, prefix: str = "bert."
 ) -> dict[str, tuple[str, Tensor]]:
     """Map current names to (key, tensor): no prefix, and norms with weight and bias."""
-    found: dict[str, tuple[str, Tensor]] = {}
+    tensors: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
         module, dot, kind = key.removeprefix(prefix).rpartition(".")
         kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
         name = f"{module}{dot}{kind}"
-        if name in found:
-            raise ValueError(f"{source}: {found[name][0]} and {key} are the same weight")
-        found[name] = key, tensor
-    return found
+        if name in tensors:
+            raise ValueError(f"{source}: {tensors[name][0]} and {key} are the same weight")
+        tensors[name] = key, tensor
+    return tensors
 
 
 BERT_LAYER = {
@@ -378,8 +388,8 @@ _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
 _BERT_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
+# Target names that no public checkpoint has: the tables of ACE-RPE and other encodings.
 POSITION_TABLES = r"(.+\.)?positions\."
-"""Target names that no public checkpoint has: the tables of ACE-RPE and other encodings."""
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
@@ -426,9 +436,11 @@ def _about(key: str) -> Iterator[None]:
 def bert_state(folder_or_name: str) -> Published:
     """Read a public BERT encoder under current names, without heads and pooler."""
     bert = read_bert(folder_or_name)
-    state = todays_names(bert.state, folder_or_name)
-    kept = {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
-    return Published(kept, bert.settings)
+    state = current_names(bert.state, folder_or_name)
+    encoder = {
+        name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)
+    }
+    return Published(encoder, bert.settings)
 
 
 def load_bert(
@@ -437,16 +449,13 @@ def load_bert(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> list[LoadReport]:
-    """Copy BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
-
-    A BERT of exactly k layers, or `cross.weights`, leaves the cross-modal encoder as it is.
-    """
-    text_layers, own_cross = model.config.text.layers, model.config.cross.weights
-    cross_layers = 0 if own_cross else model.config.cross.layers
+    """Copy BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder."""
+    text_layers, cross_weights = model.config.text.layers, model.config.cross.weights
+    cross_layers = 0 if cross_weights else model.config.cross.layers
     text: dict[str, Tensor] = {}
     cross: dict[str, Tensor] = {}
     unused, unknown, numbers = [], [], {-1}
-    for name, (key, tensor) in todays_names(state, source).items():
+    for name, (key, tensor) in current_names(state, source).items():
         module, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
         if module in BERT_EMBEDDING:
@@ -466,10 +475,11 @@ def load_bert(
             unknown.append(key)
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
-    there = max(numbers) + 1
-    if there < text_layers or text_layers < there < text_layers + cross_layers:
+    count = max(numbers) + 1
+    # A BERT of exactly k layers leaves the cross-modal encoder as it is.
+    if count < text_layers or text_layers < count < text_layers + cross_layers:
         raise ConfigError(
-            f"{source} has {there} layers; text.layers {text_layers} and cross.layers "
+            f"{source} has {count} layers; text.layers {text_layers} and cross.layers "
             f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
             "cross-modal encoder at its own start)"
         )
@@ -479,7 +489,7 @@ def load_bert(
             model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
         )
     ]
-    if not own_cross:
+    if not cross_weights:
         reports.append(_copy_to_cross(model, cross, source, []))
     return [report._replace(notes=(*report.notes, *note)) for report in reports]
 
@@ -491,30 +501,31 @@ def load_cross(
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Copy the last layers of a BERT to the cross-modal encoder."""
-    found, unused = {}, []
+    weights, unused = {}, []
     layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
-    there = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)
-    first = there - model.config.cross.layers
+    count = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)
+    first = count - model.config.cross.layers
     if first < 0:
-        raise ConfigError(f"{source} has {there} layers, cross.layers needs {there - first}")
+        raise ConfigError(f"{source} has {count} layers, cross.layers needs {count - first}")
     for key, layer in layers.items():
         target = BERT_LAYER.get(layer[2]) if layer else None
         if layer and target and int(layer[1]) >= first:
-            found[f"layers.{int(layer[1]) - first}.{target}.{layer[3]}"] = state[key]
+            weights[f"layers.{int(layer[1]) - first}.{target}.{layer[3]}"] = state[key]
         else:
             unused.append(key)
     notes = check_bert(settings, model.config, source, with_cross=True, with_text=False)
-    report = _copy_to_cross(model, found, source, unused)
+    report = _copy_to_cross(model, weights, source, unused)
     return report._replace(notes=(*report.notes, *notes))
 
 
 def _copy_to_cross(
-    model: VLPModel, found: Mapping[str, Tensor], source: str, unused: list[str]
+    model: VLPModel, weights: Mapping[str, Tensor], source: str, unused: list[str]
 ) -> LoadReport:
-    own = (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
-    may_miss = own if found else (r"layers\.", *own)
+    # BERT has neither cross-attention nor positions of our encodings.
+    new_parts = (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
+    optional = new_parts if weights else (r"layers\.", *new_parts)
     return copy_weights(
-        model.cross_encoder, found, f"{source} -> cross-modal encoder", unused, may_miss
+        model.cross_encoder, weights, f"{source} -> cross-modal encoder", unused, optional
     )
 
 
@@ -524,15 +535,12 @@ def load_vit(
     source: str,
     settings: Mapping[str, Any] | nn.Module | None = None,
 ) -> LoadReport:
-    """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled.
-
-    DeiT's distillation token and its position are left out, as the report says.
-    """
-    config, found, unused, notes = model.config.image, {}, [], []
+    """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
+    config, weights, unused, notes = model.config.image, {}, [], []
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
     if len(blocks) < config.layers:
         raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")
-    places, unknown = model.image_encoder.state_dict(), []
+    target, unknown = model.image_encoder.state_dict(), []
     resized = []
     for key, tensor in state.items():
         block = _BLOCK.match(key)
@@ -541,22 +549,23 @@ def load_vit(
             unused.append(key)
         elif key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= config.layers):
             unused.append(key)
-        elif f"vit.{key}" not in places:
+        elif f"vit.{key}" not in target:
             unknown.append(key)
         else:
             if key == "pos_embed":
+                # DeiT's distillation token and its position are left out.
                 if "dist_token" in state:
                     tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
                     notes.append("the distillation token and its position are left out")
                 fitted = resample_positions(tensor, config.tower_grid, source)
                 resized = [] if fitted is tensor else ["vit.pos_embed"]
                 tensor = fitted
-            found[f"vit.{key}"] = tensor
+            weights[f"vit.{key}"] = tensor
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
     notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
     report = copy_weights(
-        model.image_encoder, found, f"{source} -> image encoder", unused, IMAGE_OWN
+        model.image_encoder, weights, f"{source} -> image encoder", unused, IMAGE_OPTIONAL
     )
     matched = [name for name in report.matched if name not in resized]
     return report._replace(resized=resized, matched=matched, notes=(*report.notes, *notes))
@@ -579,7 +588,7 @@ def resample_positions(
         raise ValueError(
             f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
         )
-    # In half precision the result would be rounded once more.
+    # Half precision would round the result once more.
     positions = at_least_float32(positions)
     return resample_abs_pos_embed(
         positions, [rows, columns], num_prefix_tokens=1, antialias=antialias, verbose=False

@@ -1,4 +1,4 @@
-"""Where a model folder lies: on this machine, or on the hub with a local copy."""
+"""Model folders on this machine, or on the hub with a local copy."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_dow
 
 
 def is_local(folder_or_name: str | Path) -> bool:
-    """Return whether a name means a folder of this machine.
-
-    An empty folder, or one of results alone, does not hide a hub model of that name. Any other
-    folder does, even without `config.json`: a wrong path is an error, never a hub lookup.
-    """
+    """Return whether a name means a folder of this machine, not a model on the hub."""
     folder = Path(folder_or_name)
     if not folder.is_dir():
         return False
+    # An empty folder, or one of results alone, does not hide a hub model of that name. Any other
+    # folder does, even without `config.json`: a wrong path is an error, never a hub lookup.
     return not _may_be_on_hub(folder_or_name) or any(
-        one.name != RESULTS for one in folder.iterdir()
+        path.name != RESULTS for path in folder.iterdir()
     )
 
 
 def results_folder(folder_or_name: str | Path) -> Path:
     """Return the folder for evaluation results of a model.
 
-    `RUN/evaluation/model` and `RUN/evaluation/best` for a run, since training replaces its model
-    folders; `FOLDER/evaluation` for other folders, `evaluation/OWNER--NAME` for a hub name.
+    `RUN/evaluation/model` and `RUN/evaluation/best` for a run, `FOLDER/evaluation` for other
+    folders, `evaluation/OWNER--NAME` for a hub name.
     """
     folder = Path(folder_or_name)
     if not is_local(folder_or_name):
         return Path(RESULTS) / str(folder_or_name).replace("/", "--")
-    real = folder.resolve()
-    if real.name not in _OF_RUNS or not (real.parent / "config.yaml").is_file():
+    resolved = folder.resolve()
+    if resolved.name not in _OF_RUNS or not (resolved.parent / "config.yaml").is_file():
         return folder / RESULTS
-    run = folder.parent if folder.absolute() == real else real.parent
-    return run / RESULTS / real.name
+    # Training replaces the model folders of a run.
+    run = folder.parent if folder.absolute() == resolved else resolved.parent
+    return run / RESULTS / resolved.name
 
 
 def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
@@ -70,11 +69,12 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
 
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop hub options, and additions of Auto classes, from transformers' options."""
-    taken = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    """Pop the options of the hub from transformers' options."""
+    hub = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    # Auto classes of transformers add private options.
     for name in [name for name in options if name.startswith("_")]:
         del options[name]
-    return {name: value for name, value in taken.items() if value is not None}
+    return {name: value for name, value in hub.items() if value is not None}
 
 
 def _may_be_on_hub(folder_or_name: str | Path) -> bool:

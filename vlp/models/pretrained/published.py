@@ -1,7 +1,4 @@
-"""Sources of public weights: a folder, the hub, one file, or a timm model name.
-
-No code of a file is run.
-"""
+"""Sources of public weights: a folder, the hub, one file, or a timm model name."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ _LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 
 def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename tensors to timm's names; query, key and value stacked as one."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     stacks: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in state.items():
@@ -54,9 +51,9 @@ def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         module, kind = (name, "") if name in _OUTER else _split(name)
         layer = _LAYER_NAME.fullmatch(module)
         if module in _OUTER:
-            found[f"{_OUTER[module]}{kind}"] = tensor
+            renamed[f"{_OUTER[module]}{kind}"] = tensor
         elif layer and layer[2] in _LAYER:
-            found[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{kind}"] = tensor
+            renamed[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{kind}"] = tensor
         elif layer and layer[2].removeprefix(_ATTENTION) in _PARTS:
             stack = stacks.setdefault(f"blocks.{layer[1]}.attn.qkv{kind}", {})
             stack[layer[2].removeprefix(_ATTENTION)] = tensor
@@ -67,8 +64,8 @@ def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     for name, stack in stacks.items():
         if missing := [part for part in _PARTS if part not in stack]:
             raise ValueError(f"{source}: {name} lacks its {' and '.join(missing)}")
-        found[name] = torch.cat([stack[part] for part in _PARTS])
-    return found
+        renamed[name] = torch.cat([stack[part] for part in _PARTS])
+    return renamed
 
 
 def timm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,8 +84,8 @@ def _split(name: str) -> tuple[str, str]:
     return module, dot + kind
 
 
+# State-dict keys in training checkpoints of other projects; the first one present counts.
 KEYS = ("model", "state_dict")
-"""State-dict keys in training checkpoints of other projects; the first one present counts."""
 
 
 def read_pth(file: str | Path) -> dict[str, Tensor]:
@@ -182,25 +179,26 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
     }
 
 
-_TOLD = ("num_heads", "eps", "scale", "num_prefix_tokens", "temperature", "in_pixels")
+_SETTINGS = ("num_heads", "eps", "scale", "num_prefix_tokens", "temperature", "in_pixels")
+# They compute nothing in evaluation.
 _IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
 
 
 def network_settings(network: nn.Module) -> dict[str, str]:
     """Return module types, heads, activations and norm epsilons of a timm model, by module name."""
-    found = {}
+    settings = {}
     for name, module in network.named_modules():
-        # A class with position encodings is made of timm's.
-        bases = (one for one in type(module).__mro__ if not one.__module__.startswith("vlp."))
-        kind = next(one for one in bases if "." in one.__module__)
+        # A class with position encodings derives from timm's.
+        bases = (base for base in type(module).__mro__ if not base.__module__.startswith("vlp."))
+        kind = next(base for base in bases if "." in base.__module__)
         if kind.__name__ in _IDLE:
             continue
-        plain = not (list(module.parameters()) or list(module.children()))
-        found[f"{name} is"] = str(module) if plain else kind.__name__
-        for key in _TOLD:
+        is_leaf = not (list(module.parameters()) or list(module.children()))
+        settings[f"{name} is"] = str(module) if is_leaf else kind.__name__
+        for key in _SETTINGS:
             if isinstance(value := getattr(module, key, None), int | float):
-                found[f"{name}.{key} is"] = f"{value:g}"
-    return found
+                settings[f"{name}.{key} is"] = f"{value:g}"
+    return settings
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -251,8 +249,8 @@ def _from_hub(name: str) -> tuple[Path, Path]:
         raise FileNotFoundError(
             f"cannot load {name}: no such folder here, and the hub gave none ({reason})"
         ) from error
-    where = "in the cache" if isinstance(last, LocalEntryNotFoundError) else "on the hub"
-    raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {where}")
+    location = "in the cache" if isinstance(last, LocalEntryNotFoundError) else "on the hub"
+    raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {location}")
 
 
 def _from_timm(name: str) -> Published:

@@ -1,4 +1,4 @@
-"""timm models as a configuration names them."""
+"""timm models of a configuration, with position encodings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
         absolute = config.absolute
         for position in config.positions:
             attach(model, position.name, position.roles, absolute, **position.options)
-            absolute = "keep"  # it is gone already
+            # The first encoding dropped it already.
+            absolute = "keep"
         if config.absolute == "drop" and not config.positions:
             drop_absolute(model)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -70,8 +71,8 @@ def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
     """Create one encoding with the `sizes` (width, heads, grid) that it accepts."""
     try:
         _refuse_cross_modal(position)
-        placed = place_roles(position.name, position.roles, position.options)
-        return create_fitting_position(position.name, sizes, **placed)
+        options = place_roles(position.name, position.roles, position.options)
+        return create_fitting_position(position.name, sizes, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"position encoding {position.name}: {error}") from error
 
@@ -87,7 +88,7 @@ def attention_encodings(
 
     grid: (rows, columns) of the tokens. causal: tokens see earlier ones only, which `cope` counts.
     """
-    found = []
+    encodings = []
     for position in positions:
         if on_tokens(position):
             continue
@@ -101,8 +102,8 @@ def attention_encodings(
                 "tokens, which is no use where they are to be predicted; "
                 f"{', '.join(causal_positions())} do not"
             )
-        found.append(encoding)
-    return found
+        encodings.append(encoding)
+    return encodings
 
 
 def _refuse_cross_modal(position: PositionConfig) -> None:

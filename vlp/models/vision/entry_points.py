@@ -10,7 +10,7 @@ model's absolute positions, and `position_options`, such as `{"shared_heads": Fa
   (papers.md#irpe-i18); in its place: `absolute="drop"`.
 - `vlp_vit_small_patch4_<variant>_32`: SaPE's models (section 5.1), ViT-S with patches of 4 on
   images of 32 pixels. The encoding replaces absolute positions (the paper's Table 1);
-  `absolute="keep"` is its "+ APE". `learned` keeps only these; variant `none` has no positions.
+  `absolute="keep"` is its "+ APE". `learned` has absolute positions alone, the last variant none.
 
 The first two families take public DeiT and Swin weights; encodings start at zero effect.
 """
@@ -111,28 +111,32 @@ def _build(
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if model.of is VisionTransformer:
         options.setdefault("pos_embed", "learn" if absolute == "keep" else "none")
-        absolute = "keep"  # what there is
-    built: nn.Module = model.of(**options)
+        # The class itself was built with absolute positions or without.
+        absolute = "keep"
+    network: nn.Module = model.of(**options)
     if model.position is None:
         if position_options:
             raise ValueError(f"no encoding to take position_options {dict(position_options)}")
-        return built
-    named = {**model.position_options, **position_options}
-    return attach(built, model.position, model.on, absolute, **named)
+        return network
+    encoding_options = {**model.position_options, **position_options}
+    return attach(network, model.position, model.on, absolute, **encoding_options)
 
 
 def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Return a checkpoint as the model loads it; one without any encoding gets their start."""
+    """Return a checkpoint as the model loads it."""
     state = state.get("state_dict", state.get("model", state))
-    known = model.state_dict()
-    state = {name: one for name, one in state.items() if name in known or not _may_lack(name)}
+    model_state = model.state_dict()
+    state = {
+        name: weight for name, weight in state.items() if name in model_state or not _may_lack(name)
+    }
     state = convert(state, model)
-    own = {name: weight for name, weight in known.items() if _is_position(name)}
-    given = {name for name in state if _is_position(name)}
-    if given and given != own.keys():
-        different = ", ".join(sorted(given ^ own.keys())[:3])
+    tables = {name: weight for name, weight in model_state.items() if _is_position(name)}
+    loaded = {name for name in state if _is_position(name)}
+    # Public weights without any encoding take the initial tables of the model.
+    if loaded and loaded != tables.keys():
+        different = ", ".join(sorted(loaded ^ tables.keys())[:3])
         raise ValueError(f"encodings of checkpoint and model differ, for example in {different}")
-    return {**own, **state}
+    return {**tables, **state}
 
 
 def _is_position(name: str) -> bool:
@@ -140,7 +144,7 @@ def _is_position(name: str) -> bool:
 
 
 def _may_lack(name: str) -> bool:
-    """Return whether a weight is of positions that `absolute="drop"` takes away."""
+    """Return whether a weight holds absolute positions, which `absolute="drop"` removes."""
     return name.rpartition(".")[2] in ("pos_embed", "relative_position_bias_table")
 
 

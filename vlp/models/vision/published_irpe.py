@@ -14,7 +14,7 @@ from vlp.positions.irpe import RelativePosition
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_THEIRS = re.compile(
+_TABLE_NAME = re.compile(
     r"(?P<layer>.*attn\.)rpe_(?P<role>[qkv])\.(?:(?P<axis>rp_rows|rp_cols)\.)?lookup_table_weight"
 )
 _PUBLISHED = {"method": "product", "mode": "contextual", "function": "piecewise", "ratio": 1.9}
@@ -25,9 +25,7 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
     """Load a published DeiT with iRPE, `deit_small_patch16_224_ctx_product_50_shared_k.pth` or so.
 
     Returns the entry point, here `vlp_deit_small_patch16_irpe_k_224` (product, contextual,
-    piecewise buckets of ratio 1.9), with every weight matched. The authors' code looks the query
-    table of i, j up at j, i (papers.md#irpe-i11): query tables are mirrored for encodings that
-    follow the paper, and copied for those with `q_ids_transposed`.
+    piecewise buckets of ratio 1.9), with every weight matched.
     """
     weights = read_pth(file)
     encodings = {
@@ -36,22 +34,24 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
         if isinstance(module, RelativePosition)
     }
     for name, encoding in encodings.items():
-        made = {**encoding.buckets, "mode": encoding.mode}
+        settings = {**encoding.buckets, "mode": encoding.mode}
         for option, value in _PUBLISHED.items():
-            if made[option] != value:
+            if settings[option] != value:
                 raise ValueError(
                     f"{file}: only contextual iRPE-product is known, whose {option} is {value!r}; "
-                    f"{name} has {made[option]!r}"
+                    f"{name} has {settings[option]!r}"
                 )
+    # The authors' code looks the query table of i, j up at j, i (papers.md#irpe-i11): query tables
+    # are mirrored, except for encodings that do the same.
     state = from_published(
         weights, [name for name, encoding in encodings.items() if encoding.q_ids_transposed]
     )
-    own = model.state_dict()
-    for name in sorted(own.keys() | state.keys()):
-        here, there = _size(own.get(name)), _size(state.get(name))
-        if here != there:
+    model_state = model.state_dict()
+    for name in sorted(model_state.keys() | state.keys()):
+        ours, theirs = _size(model_state.get(name)), _size(state.get(name))
+        if ours != theirs:
             raise ValueError(
-                f"{file} does not fit the model: {name} is {there} there and {here} here"
+                f"{file} does not fit the model: {name} is {theirs} there and {ours} here"
             )
     model.load_state_dict(state)
     return model
@@ -67,12 +67,12 @@ def from_published(
     channels. Tables of encodings outside `transposed`, which lists paths such as
     `blocks.0.attn.positions.0` that look queries up at j, i, are mirrored.
     """
-    found = {}
+    renamed = {}
     for name, weight in state.items():
         if "lookup_table" not in name:
-            found[name] = weight
+            renamed[name] = weight
             continue
-        match = _THEIRS.fullmatch(name)
+        match = _TABLE_NAME.fullmatch(name)
         if match is None or match["axis"] is not None:
             raise ValueError(f"{name}: only tables of contextual iRPE-product are known")
         table = weight if match["role"] == "v" else weight.transpose(1, 2)
@@ -81,8 +81,8 @@ def from_published(
             # Offsets of j, i are the negated offsets of i, j; the prefix bucket comes last.
             table = table.clone()
             table[:, :-1] = table[:, :-1].flip(1)
-        found[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()
-    return found
+        renamed[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()
+    return renamed
 
 
 def _size(weight: Tensor | None) -> str:

@@ -25,8 +25,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.decoder import (
     AnswerDecoder,
     AnswerDecoderConfig,
-    Marks,
     Memory,
+    SpecialIds,
     answer_likelihood,
     generate,
     start_decoder,
@@ -297,7 +297,7 @@ class WritingTask(Downstream):
         text = self.text
         # Special tokens are never generated, but for the end.
         suppressed = tuple(token for token in text.special_ids if token != text.sep_id)
-        marks = Marks(text.cls_id, text.sep_id, suppressed)
+        marks = SpecialIds(text.cls_id, text.sep_id, suppressed)
         embedding = self.model.text_encoder.embedding
         ids = generate(self.decoder, memory, embedding, marks, self.max_tokens - 1, beams, penalty)
         rows = [

@@ -8,7 +8,7 @@ from torch import nn
 
 from vlp.config import ConfigError
 from vlp.models.folder import HEADS, read_heads
-from vlp.models.pretrained.load import LoadReport, copy_weights, todays_names
+from vlp.models.pretrained.load import LoadReport, copy_weights, current_names
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_bert
 
@@ -29,7 +29,7 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
     heads = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
     state, weights = heads.state_dict(), {}
     try:
-        for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
+        for name, (_, tensor) in current_names(read_bert(bert).state, bert).items():
             module, _, kind = name.rpartition(".")
             key = f"{_BERT_HEAD.get(module)}.{kind}"
             if key in state and state[key].shape == tensor.shape:

@@ -342,7 +342,7 @@ class ImageTextMatching(Objective):
         keys, queries = step.keys(), None
         if keys is not None and step.model.config.cross.pooling == "cls":
             queries = torch.zeros_like(pairs.texts)[:, None]
-        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=queries)
+        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, queries=queries)
         logits = step.model.match_logits(crossed)
         anchors = crossed.anchors
         if anchors is not None:
@@ -412,7 +412,7 @@ class MaskedLanguageModelling(Objective):
         elif step.shares:
             keys = step.keys() if model is step.model else None
             queries, labels = masked_columns(labels)
-        crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=queries)
+        crossed = model.cross(image, masked, need_image=False, keys=keys, queries=queries)
         states, labels = masked_positions(crossed.text, labels, batch.valid, slots)
         return head(states, model.text_encoder.word_table), labels
 
