@@ -1,14 +1,11 @@
 """Stored features: the tower's own, and batches that differ from plain ones by pixels alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +39,7 @@ from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
 
 
-def data_of(config: Path, *overrides: str, seed: int = 0) -> PretrainData:
+def data_of(config, *overrides, seed=0):
     settings = load_config(config, PretrainConfig, overrides)
     return PretrainData(settings.data, settings.inputs, settings.training.batch, seed)
 
@@ -160,7 +157,7 @@ def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_feature
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 2)
 
-    def refused(*overrides: str) -> str:
+    def refused(*overrides):
         with pytest.raises(ConfigError) as error:
             data_of(config, f"data.features={out}", *overrides)
         assert "\n" not in str(error.value)
@@ -422,8 +419,8 @@ FLIPS = {"randaugment": False, "crop_scale": [0.5, 1.0], "hflip": True}
 
 
 @pytest.fixture
-def configuration(tmp_path: Path, vocabulary: Path) -> Callable[..., Path]:
-    def write(*folders: Path, augment: dict = FLIPS, **data: object) -> Path:
+def configuration(tmp_path, vocabulary):
+    def write(*folders, augment=FLIPS, **data):
         model = TINY_MODEL | {"text": TINY_MODEL["text"] | {"vocab_size": 90}}
         values = {
             "model": model,
@@ -452,8 +449,8 @@ def configuration(tmp_path: Path, vocabulary: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def make_features() -> Callable[..., Path]:
-    def make(config: Path, out: Path, *options: object) -> Path:
+def make_features():
+    def make(config, out, *options):
         arguments = ["features", "--config", config, "--out", out, "--batch", 6, *options]
         assert main([*map(str, arguments)]) == 0
         return out
@@ -462,10 +459,10 @@ def make_features() -> Callable[..., Path]:
 
 
 @pytest.fixture
-def tower_of() -> Callable[[Path], torch.nn.Module]:
+def tower_of():
     """The image tower as pretraining starts it."""
 
-    def make(config: Path) -> torch.nn.Module:
+    def make(config):
         settings = load_config(config, PretrainConfig)
         torch.manual_seed(settings.training.seed)
         return VLPModel(settings.model).eval().image_encoder

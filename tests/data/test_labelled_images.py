@@ -1,7 +1,5 @@
 """Images with classes from folders, tar files and shards; augmentation and batches of them."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 
@@ -83,6 +81,14 @@ def test_class_folders_may_hold_folders_and_any_extension(folder, tmp_path):
         read = [images.read(number) for number in range(len(images))]
         assert [one.label for one in read] == [0] * 8 + [1] * 12
         assert {one.image.getpixel((0, 0)) for one in read[8:]} == {COLOURS["red"]}
+
+
+def test_loops_of_links_end(folder):
+    (folder / "red" / "again").symlink_to(folder)
+    (folder / "red" / "blues").symlink_to(folder / "blue")
+    (folder / "blue" / "back").symlink_to("../red")
+    images = open_labelled(str(folder), CLASSES)
+    assert [images.read(number).label for number in range(len(images))] == [0] * 16 + [1] * 16
 
 
 def test_of_two_members_of_a_name_the_later_counts(folder, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -100,14 +100,9 @@ class _Some(LabelledImages):
 
 class _FromFolder(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
-        files = (
-            (Path(place) / name).relative_to(folder)
-            for place, _, names in os.walk(folder, followlinks=True)
-            for name in names
-        )
-        found = sorted(filter(_is_of_class, files))
-        self._files = [folder / file for file in found]
-        classes, self._labels = _labels(found, classes, folder)
+        names = sorted(filter(_is_of_class, _files_below(folder)))
+        self._files = [folder / name for name in names]
+        classes, self._labels = _labels(names, classes, folder)
         super().__init__(self._files, classes)
 
     def read(self, number: int) -> Labelled:
@@ -148,6 +143,21 @@ class _ClassShards(LabelledImages):
             raise BadSample("unknown class", f"{raw.where} ({self._field} {label!r})")
         image, label = decode_image(raw.image, raw.where), self._number[str(label)]
         return Labelled(image, label, raw.where, raw.key, raw.image_name)
+
+
+def _files_below(folder: Path) -> Iterator[PurePath]:
+    """Yield the files of a folder and its subfolders, links followed, relative to it."""
+    for path, subfolders, names in os.walk(folder, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not _leads_above(Path(path, name))]
+        yield from (Path(path, name).relative_to(folder) for name in names)
+
+
+def _leads_above(path: Path) -> bool:
+    """Return whether a folder is a link to one above it, which could be followed without end."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return any(parent.resolve() == target for parent in path.absolute().parents)
 
 
 def _is_of_class(name: PurePath) -> bool:

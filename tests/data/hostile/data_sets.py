@@ -1,14 +1,11 @@
 """Data sets, lists and archives: small good files, and what reads them in converters and tasks."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io
 import json
 import pickle
 import zipfile
-from pathlib import Path
 
 from broken_images import photo
 from broken_shards import END, member
@@ -23,11 +20,10 @@ from vlp.tasks.grids.arc import read_tasks
 from vlp.tasks.vqa.data import read_answers
 from vlp.tasks.widgets.data import RicoScreensConfig, open_screens
 
-Files = dict[str, bytes]
 PNG = photo("png")
 
 
-def make_screens(folder: Path) -> None:
+def make_screens(folder):
     node = {"bounds": [0, 0, 700, 1200], "class": "android.widget.Button", "text": "go"}
     tree = {"activity": {"root": {"bounds": [0, 0, 1440, 2560], "class": "x", "children": [node]}}}
     (folder / "1.json").write_text(json.dumps(tree))
@@ -38,7 +34,7 @@ def make_screens(folder: Path) -> None:
     (folder / "split.txt").write_text("1\n2\n")
 
 
-def read_screens(folder: Path, before: Files, target: str) -> None:
+def read_screens(folder, before, target):
     split = str(folder / "split.txt")
     config = RicoScreensConfig(
         hierarchies=str(folder), captions=str(folder / "captions.csv"), train=split, test=split
@@ -49,31 +45,31 @@ def read_screens(folder: Path, before: Files, target: str) -> None:
             screens.read(number)
 
 
-def make_arc(folder: Path) -> None:
+def make_arc(folder):
     pair = {"input": [[0, 1], [2, 3]], "output": [[1, 1]]}
     task = json.dumps({"train": [pair, pair], "test": [pair]}).encode()
     (folder / "0a.json").write_bytes(task)
     (folder / "tasks.tar.gz").write_bytes(gzip.compress(member("t/0a.json", task) + END))
 
 
-def read_arc(folder: Path, before: Files, target: str) -> None:
+def read_arc(folder, before, target):
     read_tasks(str(folder / target if target.endswith("gz") else folder), ["0a"])
 
 
-def make_labelled(folder: Path) -> None:
+def make_labelled(folder):
     images = [member(f"{label}/{n}.png", PNG) for label in "ab" for n in range(2)]
     (folder / "images.tar").write_bytes(b"".join(images) + END)
     (folder / "images.tar.gz").write_bytes(gzip.compress(b"".join(images) + END))
 
 
-def read_labelled(folder: Path, before: Files, target: str) -> None:
+def read_labelled(folder, before, target):
     images = open_labelled(str(folder / target))
     for number in range(len(images)):
         with contextlib.suppress(BadSample):
             images.read(number)
 
 
-def make_coco(folder: Path) -> None:
+def make_coco(folder):
     images = [{"id": n, "file_name": f"{n}.png", "width": 20, "height": 16} for n in range(3)]
     objects = [
         {"id": n, "image_id": n, "category_id": 7, "bbox": [1, 1, 5, 5], "area": 25, "iscrowd": 0}
@@ -90,7 +86,7 @@ def make_coco(folder: Path) -> None:
         (folder / "images" / f"{number}.png").write_bytes(PNG)
 
 
-def read_coco(folder: Path, before: Files, target: str) -> None:
+def read_coco(folder, before, target):
     place = "images.tar" if target.endswith("tar") else "images"
     annotations = str(folder / "instances.json")
     source = CocoSource(format="coco", annotations=annotations, images=str(folder / place))
@@ -100,7 +96,7 @@ def read_coco(folder: Path, before: Files, target: str) -> None:
             images.read(number)
 
 
-def make_originals(folder: Path) -> None:
+def make_originals(folder):
     files = {f"{name}.png": PNG for name in "abc"}
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -114,7 +110,7 @@ def make_originals(folder: Path) -> None:
     (folder / "a.tar.gz").write_bytes(gzip.compress(packed))
 
 
-def read_originals(folder: Path, before: Files, target: str) -> None:
+def read_originals(folder, before, target):
     with unpacked([folder / "own", folder / target], folder / "room") as places:
         originals = Originals(places)
         assert originals.read("good.png") == PNG
@@ -124,7 +120,7 @@ def read_originals(folder: Path, before: Files, target: str) -> None:
                 assert data is None or len(data) < 2**26
 
 
-def make_lists(folder: Path) -> None:
+def make_lists(folder):
     sentences = [{"raw": "a red dog", "sentid": 1}]
     images = [
         {"filename": f"{n}.jpg", "imgid": n, "split": "train", "sentences": sentences}
@@ -139,7 +135,7 @@ def make_lists(folder: Path) -> None:
         (folder / "images" / f"{number}.jpg").write_bytes(photo("jpeg", seed=number))
 
 
-def read_lists(folder: Path, before: Files, target: str) -> None:
+def read_lists(folder, before, target):
     arguments = ["cc3m", "--annotations", folder / target, "--urls-only", "--out", folder / "out"]
     if target.endswith("json") or target.startswith("images"):
         arguments = ["flickr8k", "--annotations", folder / "karpathy.json"]
@@ -152,7 +148,7 @@ def read_lists(folder: Path, before: Files, target: str) -> None:
         raise ConfigError(said.getvalue().strip().rpartition("\r")[2].splitlines()[-1])
 
 
-def make_annotations(folder: Path) -> None:
+def make_annotations(folder):
     rows = [{"question_id": n, "image_id": n, "question": "what?"} for n in range(4)]
     (folder / "rows.json").write_text(json.dumps(rows))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,7 +157,7 @@ def make_annotations(folder: Path) -> None:
     (folder / "answers.json").write_text('["yes", "no", "2"]')
 
 
-def read_annotations(folder: Path, before: Files, target: str) -> None:
+def read_annotations(folder, before, target):
     from data_tools.converters.refcoco import read_refs
     from data_tools.rows import json_lines, json_list, streamed_list
 

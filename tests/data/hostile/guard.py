@@ -1,16 +1,12 @@
 """A watch over code that reads a hostile file: time, memory, what it writes, whom it asks."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 SECONDS = 20
 MEMORY = 2**30 + 2**29
@@ -32,11 +28,11 @@ _ANYWHERE = ("/dev/null",)
 class _Watch:
     """State of the audit hook, which stays for as long as the process lives."""
 
-    def __init__(self) -> None:
-        self.folder: str | None = None
-        self.seen: list[str] = []
+    def __init__(self):
+        self.folder = None
+        self.seen = []
 
-    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(self, event, arguments):
         if self.folder is None:
             return
         if event in ("socket.connect", "socket.getaddrinfo"):
@@ -51,7 +47,7 @@ class _Watch:
                 if isinstance(place, str | bytes | os.PathLike):
                     self._place(event, os.path.join(opened, os.fsdecode(place)))
 
-    def _place(self, event: str, place: Any) -> None:
+    def _place(self, event, place):
         assert self.folder is not None
         if not isinstance(place, str | bytes | os.PathLike):
             return
@@ -69,14 +65,14 @@ class Hang(BaseException):
 
 
 @contextmanager
-def guarded(folder: Path) -> Iterator[list[str]]:
+def guarded(folder):
     """Run code that may write below a folder, and nowhere else; yields what else it did.
 
     Raises:
         Hang: it took more than SECONDS. A loop in C ends the process instead, with its place.
     """
 
-    def late(*_: object) -> None:
+    def late(*_):
         raise Hang(f"more than {SECONDS} s")
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])

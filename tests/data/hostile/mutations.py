@@ -1,7 +1,5 @@
 """Mutations of any file, each a function of its seed."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -11,7 +9,7 @@ import zipfile
 from contextlib import suppress
 
 import numpy as np
-from broken_shards import BYTES, TARS, Damage, splice_json
+from broken_shards import BYTES, TARS, splice_json
 
 _EXTREMES = (0, 1, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63)
 _EXTREMES += (2**64 - 1, 2**40)
@@ -26,7 +24,7 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def length_field(rng: np.random.Generator, data: bytes) -> bytes:
+def length_field(rng, data):
     """A number of 1 to 8 bytes at its largest, smallest, or near what it was."""
     size = int(rng.choice((1, 2, 4, 8)))
     if len(data) < size:
@@ -42,7 +40,7 @@ def length_field(rng: np.random.Generator, data: bytes) -> bytes:
     return data[:start] + field + data[start + size :]
 
 
-def zip_field(rng: np.random.Generator, data: bytes) -> bytes:
+def zip_field(rng, data):
     """A field of one of a zip's records."""
     places = [
         place
@@ -60,20 +58,20 @@ def zip_field(rng: np.random.Generator, data: bytes) -> bytes:
     return bytes(changed[: len(data)])
 
 
-def splice(rng: np.random.Generator, data: bytes, other: bytes) -> bytes:
+def splice(rng, data, other):
     """A run of one file in the place of a run of another."""
     start, stop = np.sort(rng.integers(len(data) + 1, size=2))
     first, last = np.sort(rng.integers(len(other) + 1, size=2))
     return data[:start] + other[first:last] + data[stop:]
 
 
-def token(rng: np.random.Generator, data: bytes) -> bytes:
+def token(rng, data):
     """A text that some parser takes for more than text."""
     start = int(rng.integers(len(data) + 1))
     return data[:start] + _TEXTS[int(rng.integers(len(_TEXTS)))] + data[start:]
 
 
-def bomb(rng: np.random.Generator, data: bytes) -> bytes:
+def bomb(rng, data):
     """A compressed file that says what the other one did and then goes on, for 200 MB."""
     pack = (gzip.compress, bz2.compress, lzma.compress)[int(rng.integers(3))]
     flood = bytes(2**20)
@@ -81,7 +79,7 @@ def bomb(rng: np.random.Generator, data: bytes) -> bytes:
     return pack(data) + many * 200
 
 
-def zip_bomb(rng: np.random.Generator, data: bytes) -> bytes:
+def zip_bomb(rng, data):
     """A zip whose members are 80 MB of zeros each, by any method."""
     kinds = (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
     stream = io.BytesIO()
@@ -90,14 +88,14 @@ def zip_bomb(rng: np.random.Generator, data: bytes) -> bytes:
     return stream.getvalue()
 
 
-def safetensors_header(rng: np.random.Generator, data: bytes) -> bytes:
+def safetensors_header(rng, data):
     """Another value in the JSON of a safetensors file, its length put right."""
     size = int.from_bytes(data[:8], "little")
     header = splice_json(rng, data[8 : 8 + size])
     return struct.pack("<Q", len(header)) + header + data[8 + size :]
 
 
-def mutated(rng: np.random.Generator, name: str, data: bytes, other: bytes) -> bytes:
+def mutated(rng, name, data, other):
     """One file, changed once or twice by whatever its kind may suffer.
 
     Args:
@@ -106,7 +104,7 @@ def mutated(rng: np.random.Generator, name: str, data: bytes, other: bytes) -> b
         data: its content.
         other: that of another file, to be spliced in.
     """
-    own: list[Damage] = [*BYTES, length_field, lambda rng, data: splice(rng, data, other)]
+    own = [*BYTES, length_field, lambda rng, data: splice(rng, data, other)]
     if name.endswith((".json", ".jsonl")) and data[:1] in (b"{", b"["):
         own += [_spliced_json] * 8 + [token]
     elif name.endswith((".yaml", ".csv", ".tsv", ".txt", "SUMS")):
@@ -129,7 +127,7 @@ def mutated(rng: np.random.Generator, name: str, data: bytes, other: bytes) -> b
     return data
 
 
-def _spliced_json(rng: np.random.Generator, data: bytes) -> bytes:
+def _spliced_json(rng, data):
     try:
         return splice_json(rng, data)
     except ValueError:  # the first change left no JSON, or it is one object a line

@@ -1,7 +1,5 @@
 """What the product reads, as small good files and the code that reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable
@@ -27,7 +25,6 @@ from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.features.store import (
     FeatureHeader,
     FeatureSource,
-    SourceFeatures,
     StoredFeatures,
     file_paths,
     shards_sha256,
@@ -82,24 +79,24 @@ IMAGES = {
 }
 
 
-def annotation(number: int) -> bytes:
+def annotation(number):
     return full_annotation(number, [f"a red circle {number}", "a blue square"])
 
 
-def samples_of(files: Files) -> list[tuple[str, Files]]:
+def samples_of(files):
     """Five samples; the third one's files are those that may be mutated."""
     good = [(f"k{n}", {"png": IMAGES["png"], "json": annotation(n)}) for n in range(5)]
     good[2] = ("k2", {name.partition(".")[2]: content for name, content in files.items()})
     return good
 
 
-def make_sample(folder: Path) -> None:
+def make_sample(folder):
     name = list(IMAGES)[int(folder.name) % len(IMAGES)]
     (folder / "sample.jpg").write_bytes(IMAGES[name])
     (folder / "sample.json").write_bytes(annotation(2))
 
 
-def read_sample(folder: Path, before: Files, target: str) -> None:
+def read_sample(folder, before, target):
     """A mutated image or annotation among good samples, which all stay."""
     files = {name: (folder / name).read_bytes() for name in before}
     shards = folder / "shards"
@@ -110,14 +107,14 @@ def read_sample(folder: Path, before: Files, target: str) -> None:
     assert all(valid[place] for place in (0, 1, 3, 4)), valid
 
 
-def make_shards(folder: Path) -> None:
+def make_shards(folder):
     for number in range(2):
         files = {"s.jpg": IMAGES["jpg"], "s.txt": b"a red circle"}
         (folder / f"{number}.tar").write_bytes(plain_tar(samples_of(files)))
     index_folder(folder)
 
 
-def read_indexed(folder: Path, before: Files, target: str) -> None:
+def read_indexed(folder, before, target):
     """A mutated shard behind its index: samples before the first changed byte stay."""
     data = (folder / target).read_bytes()
     same = next((n for n, (a, b) in enumerate(zip(before[target], data)) if a != b), len(data))
@@ -127,7 +124,7 @@ def read_indexed(folder: Path, before: Files, target: str) -> None:
         assert good or (place == target and end > same), (place, number, end, same)
 
 
-def read_tar(folder: Path, before: Files, target: str) -> None:
+def read_tar(folder, before, target):
     """A mutated shard that is then indexed: the other shard stays."""
     index_folder(folder)
     for place, good in slots(folder):
@@ -136,14 +133,14 @@ def read_tar(folder: Path, before: Files, target: str) -> None:
         survey(folder / target)
 
 
-def read_index(folder: Path, before: Files, target: str) -> None:
+def read_index(folder, before, target):
     index = ShardIndex.open(folder)
     against_index(folder, {})
     if len(index) < 1000:  # a digit more can make any number of samples
         list(slots(folder))
 
 
-def slots(folder: Path) -> list[tuple[str, bool]]:
+def slots(folder):
     """Every place of the index: the shard's name, and whether training gets a sample of it."""
     config = DataConfig(
         sources=(SourceConfig(path=str(folder)),),
@@ -167,7 +164,7 @@ def slots(folder: Path) -> list[tuple[str, bool]]:
 TEXT = tiny_text()
 
 
-def make_manifest(folder: Path) -> None:
+def make_manifest(folder):
     shards = [{"name": f"{n}.tar", "samples": 5, "bytes": 9, "sha256": "ab" * 32} for n in range(3)]
     (folder / "manifest.json").write_text(json.dumps({"shards": shards, "title": "x"}))
     (folder / "take_down.txt").write_text("# taken down\nk1\nhttp://x.org/a.jpg # why\n")
@@ -179,7 +176,7 @@ def make_manifest(folder: Path) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def read_manifests(folder: Path, before: Files, target: str) -> None:
+def read_manifests(folder, before, target):
     from data_tools.builder.samples import TakeDown
 
     names = np.array([f"{number}.tar".encode() for number in range(3)])
@@ -195,7 +192,7 @@ def read_manifests(folder: Path, before: Files, target: str) -> None:
 # --- Models and runs -----------------------------------------------------------------------------
 
 
-def make_checkpoints(folder: Path) -> None:
+def make_checkpoints(folder):
     config, task = toy_config(), ToyTask()
     task.average = {"a": torch.ones(3)}
     checkpoints = Checkpoints(folder, config)
@@ -203,7 +200,7 @@ def make_checkpoints(folder: Path) -> None:
         checkpoints.save(PlainEngine(task, config.training), task, Progress(step=step, samples=8))
 
 
-def _sum_again(folder: Path, before: Files, target: str) -> None:
+def _sum_again(folder, before, target):
     from vlp.io import sha256_of
 
     sums = folder / "step_2" / SUMS
@@ -212,7 +209,7 @@ def _sum_again(folder: Path, before: Files, target: str) -> None:
         sums.write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
 
 
-def read_checkpoints(folder: Path, before: Files, target: str) -> None:
+def read_checkpoints(folder, before, target):
     _sum_again(folder, before, target)
     config, task = toy_config(), ToyTask()
     progress = Checkpoints(folder, config).load(PlainEngine(task, config.training), task)
@@ -220,28 +217,28 @@ def read_checkpoints(folder: Path, before: Files, target: str) -> None:
     assert progress.step in (1, 2)
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder):
     config = ModelConfig.model_validate(TINY_MODEL)
     model = VLPModel(config)
     heads = {"mlm_head.bias": torch.zeros(4)}
     save_pretrained(folder, config, model.state_dict(), TEXT, Preprocessing(16), heads)
 
 
-def read_model(folder: Path, before: Files, target: str) -> None:
+def read_model(folder, before, target):
     loaded = vlp.load(folder)
     loaded.text(CAPTIONS)
 
 
-def make_tensors(folder: Path) -> None:
+def make_tensors(folder):
     torch.save({"model": {"a": torch.ones(3), "b": torch.zeros(2, 2)}}, folder / "weights.pth")
     torch.save({"a": torch.ones(3)}, folder / "old.pth", _use_new_zipfile_serialization=False)
 
 
-def read_weights(folder: Path, before: Files, target: str) -> None:
+def read_weights(folder, before, target):
     read_tensors(folder / target)
 
 
-def make_config(folder: Path) -> None:
+def make_config(folder):
     (folder / "base.yaml").write_text(
         "model: &model\n  text: {vocab_size: 64, width: 768}\n  embed_dim: 8\n"
         "data:\n  sources: [{path: shards, weight: 2.5}]\n  canonical_streams: 4\n"
@@ -252,11 +249,11 @@ def make_config(folder: Path) -> None:
     )
 
 
-def read_config(folder: Path, before: Files, target: str) -> None:
+def read_config(folder, before, target):
     load_config(folder / "run.yaml", PretrainConfig)
 
 
-def make_run(folder: Path) -> None:
+def make_run(folder):
     make_config(folder)
     (folder / "run.yaml").rename(folder / "config.yaml")
     steps = [{"step": n, "loss": 1.5 / n, "samples": 64 * n} for n in range(1, 5)]
@@ -275,13 +272,13 @@ def make_run(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"key": "a", "score": 1.5}\n{"key": "b", "score": 2}\n')
 
 
-def read_run(folder: Path, before: Files, target: str) -> None:
+def read_run(folder, before, target):
     [source] = read_sources([folder])
     assert isinstance(source.training, dict)
     read_lines(folder / "rows.jsonl")
 
 
-def make_features(folder: Path) -> None:
+def make_features(folder):
     (folder / "shards").mkdir()
     make_shards(folder / "shards")
     index = ShardIndex.open(folder / "shards")
@@ -308,10 +305,10 @@ def make_features(folder: Path) -> None:
         np.save(codes, np.zeros((5, 2), "u1"))
 
 
-def read_features(folder: Path, before: Files, target: str) -> None:
+def read_features(folder, before, target):
     stored = StoredFeatures(folder)
     index = ShardIndex.open(folder / "shards")
-    sources: list[SourceFeatures] = stored.require(Preprocessing(16), [index])
+    sources = stored.require(Preprocessing(16), [index])
     for shard in range(2):
         for sample in range(5):
             with contextlib.suppress(BadSample):
@@ -321,7 +318,7 @@ def read_features(folder: Path, before: Files, target: str) -> None:
 
 _MODEL_ERRORS = (ConfigError, ValueError, FileNotFoundError)
 
-READERS: dict[str, Reader] = {
+READERS = {
     "samples": Reader(make_sample, "sample.*", read_sample, weight=6),
     "shards": Reader(make_shards, "*.tar", read_indexed, weight=4),
     "new shards": Reader(make_shards, "*.tar", read_tar, weight=2),

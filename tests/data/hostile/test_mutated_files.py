@@ -4,8 +4,6 @@ VLP_FUZZ and VLP_FUZZ_SEED say how many and which. What fails is told by its
 number: `VLP_FUZZ_ONLY=4711` reads that one alone.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from guard import Hang, guarded
 from mutations import mutated
-from readers import READERS, Files
+from readers import READERS
 
 COUNT = int(os.environ.get("VLP_FUZZ", "10000"))
 SEED = int(os.environ.get("VLP_FUZZ_SEED", "30"))
@@ -29,7 +27,7 @@ _TURNS = [name for name, reader in READERS.items() for _ in range(reader.weight)
 
 
 @cache
-def good_files(name: str, variant: int) -> Files:
+def good_files(name, variant):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / str(variant)
         folder.mkdir()
@@ -41,7 +39,7 @@ def good_files(name: str, variant: int) -> Files:
         }
 
 
-def targets(name: str, files: Files) -> list[str]:
+def targets(name, files):
     pattern = READERS[name].targets
     return [
         file
@@ -51,7 +49,7 @@ def targets(name: str, files: Files) -> list[str]:
     ]
 
 
-def attempt(number: int, folder: Path) -> str | None:
+def attempt(number, folder):
     """Read one mutant; returns what is wrong with the outcome, if anything."""
     rng = np.random.default_rng((SEED, number))
     name = _TURNS[int(rng.integers(len(_TURNS)))]
@@ -93,7 +91,7 @@ def attempt(number: int, folder: Path) -> str | None:
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part: int, tmp_path: Path) -> None:
+def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part, tmp_path):
     wrong = []
     numbers = range(part, COUNT, PARTS) if ONLY is None else [int(ONLY)] * (part == 0)
     tempfile.tempdir = str(tmp_path)
@@ -113,7 +111,7 @@ def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part: int, tmp_path:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_not_mutated_is_read(name: str, tmp_path: Path) -> None:
+def test_what_is_not_mutated_is_read(name, tmp_path):
     files = good_files(name, 0)
     for target in targets(name, files):
         folder = tmp_path / target.replace("/", "-")

@@ -1,11 +1,7 @@
 """Names in files that others wrote lead nowhere, and links are not written through."""
 
-from __future__ import annotations
-
 import json
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ OUTSIDE = ("../../x", "/tmp/x", "a/../../../x", "..", "x\\0y")
 
 
 @pytest.mark.parametrize("digest", [*OUTSIDE, "", "AB" * 32, "ab" * 33, 7, None, ["ab" * 32]])
-def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path: Path, digest: object) -> None:
+def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path, digest):
     """It becomes a part of the name under which the cache keeps the shard."""
     remote, names = tmp_path / "remote", np.array([b"0.tar"])
     remote.mkdir()
@@ -44,7 +40,7 @@ def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path: Path, digest: object
         folder.digests(names)
 
 
-def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path: Path) -> None:
+def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path):
     remote, kept, precious = tmp_path / "remote", tmp_path / "kept", tmp_path / "precious"
     remote.mkdir()
     (remote / "0.tar").write_bytes(b"x" * 700)
@@ -61,14 +57,14 @@ def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path: Path) 
 
 
 @pytest.fixture
-def indexed(tmp_path: Path) -> Path:
+def indexed(tmp_path):
     (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "txt": b"a dog"})]))
     index_folder(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "a/0.tar", "", "0.zip", "0.tar\n", "0\0.tar"])
-def test_shards_of_an_index_lie_in_its_folder(indexed: Path, name: str) -> None:
+def test_shards_of_an_index_lie_in_its_folder(indexed, name):
     good = index_columns(indexed)["table"]
     for changed in ({"name": np.array([name.encode()])}, {"table": np.bytes_(name)}):
         change_index(indexed, **({"table": good} | changed))
@@ -83,14 +79,14 @@ def test_shards_of_an_index_lie_in_its_folder(indexed: Path, name: str) -> None:
     [2**43, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1, 1.0, True, "1"],
     ids=lambda number: f"{number!r}"[:30],
 )
-def test_numbers_of_an_index_fit_64_bits(indexed: Path, field: str, number: Any) -> None:
+def test_numbers_of_an_index_fit_64_bits(indexed, field, number):
     change_index(indexed, **{field: np.array(number if field == "version" else [number])})
     with pytest.raises(ConfigError, match=r"index\.npz: (not an index|an index of)") as error:
         ShardIndex.open(indexed)
     assert "\n" not in str(error.value)
 
 
-def test_an_index_is_no_larger_than_its_file(indexed: Path) -> None:
+def test_an_index_is_no_larger_than_its_file(indexed):
     columns = index_columns(indexed) | {"name": np.full(10**7, b"0.tar")}
     np.savez_compressed(indexed / "index.npz", **columns)
     with pytest.raises(ConfigError, match=r"not an index of shards \(\w+: is compressed\)"):
@@ -98,7 +94,7 @@ def test_an_index_is_no_larger_than_its_file(indexed: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "9" * 10**5])
-def test_deep_json_and_long_numbers_are_no_json(tmp_path: Path, text: str) -> None:
+def test_deep_json_and_long_numbers_are_no_json(tmp_path, text):
     for content in (text, text.encode()):
         with pytest.raises(json.JSONDecodeError):
             parse_json(content)
@@ -109,7 +105,7 @@ def test_deep_json_and_long_numbers_are_no_json(tmp_path: Path, text: str) -> No
     assert "\n" not in str(bad.value)
 
 
-def test_integers_up_to_64_bits_are_kept() -> None:
+def test_integers_up_to_64_bits_are_kept():
     numbers = [0, -(2**63), 2**64 - 1, 12345678901234567890]
     assert parse_json(json.dumps(numbers)) == numbers
     assert parse_json(b'{"id": "99999999999999999999999", "x": 0.1234567890123456789}') == {
@@ -131,7 +127,7 @@ def test_integers_up_to_64_bits_are_kept() -> None:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_images_of_an_annotation_file_lie_in_their_folder(tmp_path: Path, name: str) -> None:
+def test_images_of_an_annotation_file_lie_in_their_folder(tmp_path, name):
     images = tmp_path / "a" / "b"
     images.mkdir(parents=True)
     (tmp_path / "x").write_bytes(PNG)
@@ -148,7 +144,7 @@ def test_images_of_an_annotation_file_lie_in_their_folder(tmp_path: Path, name: 
         CocoImages(source).read(0)
 
 
-def test_archives_write_nothing_by_the_names_in_them(tmp_path: Path) -> None:
+def test_archives_write_nothing_by_the_names_in_them(tmp_path):
     import gzip
 
     names = ("../../up.png", "/tmp/absolute.png", "plain.png")
@@ -168,7 +164,7 @@ def test_archives_write_nothing_by_the_names_in_them(tmp_path: Path) -> None:
         assert not seen
 
 
-def test_sums_of_a_checkpoint_name_its_own_files(tmp_path: Path) -> None:
+def test_sums_of_a_checkpoint_name_its_own_files(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     for name in ("/dev/zero", "../x", "absent", ""):
         (tmp_path / SUMS).write_text(f"ab  state.json\n{'ab' * 32}  {name}\n")
@@ -178,7 +174,7 @@ def test_sums_of_a_checkpoint_name_its_own_files(tmp_path: Path) -> None:
     assert "/dev/zero" in str(verify(tmp_path))
 
 
-def test_links_in_the_place_of_a_file_are_not_written_through(tmp_path: Path) -> None:
+def test_links_in_the_place_of_a_file_are_not_written_through(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     out = tmp_path / "out"
@@ -198,9 +194,7 @@ def test_links_in_the_place_of_a_file_are_not_written_through(tmp_path: Path) ->
     assert precious.read_text() == "mine"
 
 
-def test_a_mistyped_path_is_not_looked_up_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "one").mkdir(parents=True)
     for name in ("runs/bsae", "models/noe", "./a/b", "/a/b", "~/a", "runs/a/model", "a/b/c"):

@@ -1,15 +1,11 @@
 """Images decoded: whole, cut, absurd, and files that would cost minutes or gigabytes."""
 
-from __future__ import annotations
-
 import struct
 import time
 import tracemalloc
 import warnings
 import zlib
-from collections.abc import Callable
 from io import BytesIO
-from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,25 +18,25 @@ from vlp.data.limits import Limits, limits, put_in_force
 from vlp.data.shards.sample_files import BadSample
 
 
-def saved(image: Image.Image, kind: str = "png", **how: object) -> bytes:
+def saved(image, kind="png", **how):
     stream = BytesIO()
     image.save(stream, kind, **how)
     return stream.getvalue()
 
 
-def fully(data: bytes) -> bytes:
+def fully(data):
     return decode_image(data, "x").tobytes()
 
 
-def for_training(data: bytes) -> bytes:
+def for_training(data):
     return JpegImage(data, "x").levels().numpy().tobytes()
 
 
-def reduced(data: bytes) -> bytes:
+def reduced(data):
     return JpegImage(data, "x").levels((1, 1)).numpy().tobytes()
 
 
-def kind_of(data: bytes, decode: Callable[[bytes], bytes] = fully) -> str:
+def kind_of(data, decode=fully):
     with pytest.raises(BadSample) as bad:
         decode(data)
     return bad.value.kind
@@ -61,9 +57,7 @@ def kind_of(data: bytes, decode: Callable[[bytes], bytes] = fully) -> str:
     ],
     ids=str,
 )
-def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(
-    decode: Callable[[bytes], bytes], kind: str, how: dict[str, Any]
-) -> None:
+def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(decode, kind, how):
     """Never an image with a grey lower part."""
     data = photo(kind, **how)
     whole = {decode(data), for_training(data)}  # where the reduced decoder refuses, the other one
@@ -79,7 +73,7 @@ def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB", "1", "P", "LA", "RGBA"])
-def test_images_of_every_mode_look_the_same(mode: str) -> None:
+def test_images_of_every_mode_look_the_same(mode):
     kind = "jpeg" if mode == "CMYK" else "png"
     original = Image.open(BytesIO(photo("png"))).convert(mode)
     expected = np.asarray(original.convert("RGB"), dtype=int)
@@ -88,7 +82,7 @@ def test_images_of_every_mode_look_the_same(mode: str) -> None:
     assert found.std() > 10
 
 
-def test_what_is_transparent_shows_white() -> None:
+def test_what_is_transparent_shows_white():
     pixels = np.zeros((2, 2, 4), np.uint8)
     pixels[..., 3] = [[0, 255], [128, 0]]
     image = np.asarray(decode_image(saved(Image.fromarray(pixels)), "x"))
@@ -106,9 +100,7 @@ def test_what_is_transparent_shows_white() -> None:
     ("depth", "colour", "level"),
     [(1, 0, 1), (2, 0, 1), (4, 0, 5), (8, 0, 5), (16, 0, 5), (16, 2, 5)],
 )
-def test_a_transparent_level_shows_white_at_every_depth(
-    depth: int, colour: int, level: int
-) -> None:
+def test_a_transparent_level_shows_white_at_every_depth(depth, colour, level):
     parts = 3 if colour else 1
     rows = [
         b"\0"
@@ -131,7 +123,7 @@ def test_a_transparent_level_shows_white_at_every_depth(
 
 
 @pytest.mark.parametrize("where", ["before", "behind"])
-def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where: str) -> None:
+def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where):
     note = b"workflow\0\0" + zlib.compress(b"a" * 3_000_000)
     notes = [chunk(b"zTXt", note), chunk(b"iCCP", note), chunk(b"tEXt", b"xmp\0" + b"x" * 2**21)]
     exif = Image.Exif()
@@ -145,7 +137,7 @@ def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where: str) 
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "png"])
-def test_of_an_animation_the_first_image_is_taken(kind: str) -> None:
+def test_of_an_animation_the_first_image_is_taken(kind):
     red, *others = (Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue"))
     data = saved(red, kind, save_all=True, append_images=others)
     assert Image.open(BytesIO(data)).n_frames == 3
@@ -156,7 +148,7 @@ def test_of_an_animation_the_first_image_is_taken(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_upright_once(kind: str, orientation: int) -> None:
+def test_turned_upright_once(kind, orientation):
     tags = Image.Exif()
     tags[0x0112] = orientation
     data = photo(kind, exif=tags)
@@ -168,7 +160,7 @@ def test_turned_upright_once(kind: str, orientation: int) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 6])
-def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn: int) -> None:
+def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     rough = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8))
@@ -189,7 +181,7 @@ def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn: int) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*" * 9]
 )
-def test_garbage_beside_the_pixels_does_no_harm(garbage: bytes) -> None:
+def test_garbage_beside_the_pixels_does_no_harm(garbage):
     whole = decode_image(photo("jpeg"), "x").tobytes()
     assert decode_image(photo("jpeg", exif=garbage), "x").tobytes() == whole
     assert decode_image(photo("jpeg", icc_profile=garbage * 9), "x").tobytes() == whole
@@ -200,9 +192,7 @@ def test_garbage_beside_the_pixels_does_no_harm(garbage: bytes) -> None:
 @pytest.mark.parametrize("name", bombs())
 @pytest.mark.parametrize("decode", [fully, for_training])
 @pytest.mark.parametrize("warning", ["ignore", "error"])
-def test_a_bomb_is_refused_by_its_header(
-    name: str, decode: Callable[[bytes], bytes], warning: Literal["ignore", "error"]
-) -> None:
+def test_a_bomb_is_refused_by_its_header(name, decode, warning):
     with warnings.catch_warnings():
         # Pillow's own warning is the same answer where warnings are errors.
         warnings.simplefilter(warning)
@@ -212,30 +202,30 @@ def test_a_bomb_is_refused_by_its_header(
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
 
 
-def segment(marker: int, content: bytes) -> bytes:
+def segment(marker, content):
     return bytes((0xFF, marker)) + struct.pack(">H", len(content) + 2) + content
 
 
-def after_start(data: bytes, more: bytes) -> bytes:
+def after_start(data, more):
     """A JPEG with something behind its first segment."""
     return data[:20] + more + data[20:]
 
 
-def exif(fields: int, size: int) -> bytes:
+def exif(fields, size):
     """EXIF of so many fields, each of which is said to hold the same `size` bytes."""
     start = 8 + 2 + 12 * fields + 4
     entries = b"".join(struct.pack("<HHII", 7, 7, size, start) for _ in range(fields))
     return b"II*\0\x08\0\0\0" + struct.pack("<H", fields) + entries + bytes(4 + size)
 
 
-def scans(count: int, size: tuple[int, int] = (64, 64)) -> bytes:
+def scans(count, size=(64, 64)):
     """A progressive JPEG whose last scan comes again and again."""
     data = photo("jpeg", size, progressive=True)
     start = data.rindex(b"\xff\xda")
     return data[:start] + data[start:-2] * count + b"\xff\xd9"
 
 
-def sequential(count: int) -> bytes:
+def sequential(count):
     """A JPEG that is not progressive and comes one colour a scan, each of them `count` times."""
     data = photo("jpeg", (64, 64), mode="L")
     start = data.rindex(b"\xff\xda")
@@ -247,13 +237,13 @@ def sequential(count: int) -> bytes:
     return head + data[start:-2] * count + b"\xff\xd9"
 
 
-def gif_of(extensions: bytes) -> bytes:
+def gif_of(extensions):
     data = photo("gif", mode="P")
     place = 13 + 3 * 2 ** (data[10] % 8 + 1)
     return data[:place] + extensions + data[place:]
 
 
-def run_length_bmp(size: int, rows: int) -> bytes:
+def run_length_bmp(size, rows):
     """A BMP of empty rows of run lengths: Pillow fills each byte by byte."""
     content = b"\1\0\0\0" * rows
     info = struct.pack("<IiiHHIIiiII", 40, size, size, 1, 8, 1, len(content), 0, 0, 256, 0)
@@ -281,7 +271,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("decode", [decode_image, JpegImage], ids=["decoded", "opened"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_at_once(name: str, decode: type) -> None:
+def test_refused_at_once(name, decode):
     tracemalloc.start()
     started = time.process_time()
     with pytest.raises(BadSample, match="shard, key") as bad:
@@ -306,7 +296,7 @@ def test_refused_at_once(name: str, decode: type) -> None:
     ],
     ids=["png", "png text", "webp"],
 )
-def test_exif_of_many_large_fields_is_cut(data: bytes) -> None:
+def test_exif_of_many_large_fields_is_cut(data):
     """Whole, they are copied field by field, to 5 gigabytes and more."""
     tracemalloc.start()
     started = time.process_time()
@@ -334,14 +324,14 @@ def test_exif_of_many_large_fields_is_cut(data: bytes) -> None:
     ],
     ids=lambda data: f"{data[:4]!r}{len(data)}",
 )
-def test_what_is_merely_unusual_decodes(data: bytes) -> None:
+def test_what_is_merely_unusual_decodes(data):
     expected = Image.open(BytesIO(data))
     assert decode_image(data, "x").size == expected.size
     assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
     assert JpegImage(data, "x").levels().shape[1:] == expected.size[::-1]
 
 
-def test_pixels_are_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_a_key(monkeypatch):
     data = photo("jpeg", progressive=True)
     monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
     assert decode_image(data, "x").size == JpegImage(data, "x").size == (20, 16)
@@ -355,7 +345,7 @@ def test_pixels_are_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "most"),
     [("MAX_IMAGE_BYTES", 300), ("MAX_SIDE", 19), ("MAX_ASPECT", 1.2), ("MAX_SCAN_PIXELS", 3199)],
 )
-def test_other_limits(monkeypatch: pytest.MonkeyPatch, name: str, most: float) -> None:
+def test_other_limits(monkeypatch, name, most):
     data = photo("jpeg", progressive=True)
     decode_image(data, "x")
     monkeypatch.setattr(f"vlp.data.image.decode.{name}", most)
@@ -364,7 +354,7 @@ def test_other_limits(monkeypatch: pytest.MonkeyPatch, name: str, most: float) -
             decode(data, "x")
 
 
-def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_come_from_the_environment(monkeypatch):
     monkeypatch.delenv("VLP_LIMITS", raising=False)
     assert limits() == Limits()
     monkeypatch.setenv("VLP_LIMITS", "")

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
-from collections.abc import Callable
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
-from torch import Tensor
 
 from vlp.data.image.decode import JpegImage, decode_image, levels_of
 from vlp.data.shards.sample_files import BadSample
 
 
-def photo(width: int = 90, height: int = 70, seed: int = 0) -> Image.Image:
+def photo(width=90, height=70, seed=0):
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def encoded(image: Image.Image, kind: str = "jpeg", **how: Any) -> bytes:
+def encoded(image, kind="jpeg", **how):
     stream = BytesIO()
     image.save(stream, kind, **how)
     return stream.getvalue()
@@ -31,9 +26,7 @@ def encoded(image: Image.Image, kind: str = "jpeg", **how: Any) -> bytes:
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_levels_of_a_jpeg_are_exactly_pillows(
-    subsampling: str, progressive: bool, mode: str
-) -> None:
+def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
     image = photo(91, 67).convert(mode)
     data = encoded(image, subsampling=subsampling, progressive=progressive, quality=80)
     found = JpegImage(data, "x").levels()
@@ -42,7 +35,7 @@ def test_levels_of_a_jpeg_are_exactly_pillows(
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
-def test_other_formats_are_decoded_by_pillow_at_full_size(kind: str) -> None:
+def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
     data = encoded(photo(), kind)
     for least in ((0, 0), (5, 5)):
         found = JpegImage(data, "x").levels(least)
@@ -50,7 +43,7 @@ def test_other_formats_are_decoded_by_pillow_at_full_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_size_and_levels_are_of_the_upright_image(orientation: int) -> None:
+def test_size_and_levels_are_of_the_upright_image(orientation):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     data = encoded(photo(64, 40), exif=exif)
@@ -67,9 +60,7 @@ def test_size_and_levels_are_of_the_upright_image(orientation: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
-def test_a_reduced_image_is_never_smaller_than_asked(
-    width: int, height: int, across: float, down: float
-) -> None:
+def test_a_reduced_image_is_never_smaller_than_asked(width, height, across, down):
     least = max(1, int(across * width)), max(1, int(down * height))
     own = JpegImage(encoded(photo(width, height)), "x")
     rows, columns = own.levels(least).shape[1:]
@@ -83,7 +74,7 @@ def test_a_reduced_image_is_never_smaller_than_asked(
         assert (columns, rows) <= half  # whatever half can serve is not decoded at full size
 
 
-def test_a_reduced_image_is_the_image() -> None:
+def test_a_reduced_image_is_the_image():
     image = photo(400, 320)
     own = JpegImage(encoded(image, quality=95), "x")
     for size in ((200, 160), (100, 80), (50, 40)):
@@ -94,7 +85,7 @@ def test_a_reduced_image_is_the_image() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_damaged_images_are_refused_where_pillow_refuses_them(seed: int) -> None:
+def test_damaged_images_are_refused_where_pillow_refuses_them(seed):
     rng = np.random.default_rng(seed)
     data = bytearray(encoded(photo(), quality=85, progressive=bool(seed % 2)))
     for place in rng.integers(0, len(data), 3):
@@ -102,7 +93,7 @@ def test_damaged_images_are_refused_where_pillow_refuses_them(seed: int) -> None
     if seed % 4 == 0:
         del data[rng.integers(len(data)) :]
 
-    def outcome(decode: Callable[[], Tensor]) -> str | bytes:
+    def outcome(decode):
         try:
             return decode().numpy().tobytes()
         except BadSample as bad:

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import colorsys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
-from torch import Tensor
 
 from vlp.data.image.transforms import OPERATIONS, randaugment
 
@@ -14,18 +11,18 @@ BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 FILL = (128, 128, 128)
 
 
-def photo(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+def photo(width=40, height=30, seed=0):
     """Smooth enough that a shift of half a level of a place changes little."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def levels(image: Image.Image) -> Tensor:
+def levels(image):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
 
 
-def as_array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor):
     return tensor.permute(1, 2, 0).numpy()
 
 
@@ -34,7 +31,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 @pytest.mark.parametrize(
     "colour", [(200, 40, 40), (40, 160, 60), (60, 60, 220), (210, 190, 40), (220, 120, 40)]
 )
-def test_no_operation_changes_hue(operation, sign: int, colour: tuple[int, int, int]) -> None:
+def test_no_operation_changes_hue(operation, sign, colour):
     # On dark grey with a black corner, so that stretching the channels one by one, or past their
     # end, would show; shifted or turned, the middle still lies in the coloured square.
     image = Image.new("RGB", (32, 32), (60, 60, 60))
@@ -55,32 +52,32 @@ def test_no_operation_changes_hue(operation, sign: int, colour: tuple[int, int, 
     assert saturation > 0.9 * expected[1]
 
 
-def test_every_operation_but_identity_does_something() -> None:
+def test_every_operation_but_identity_does_something():
     # Muted, so that stretching contrast has room.
     muted = levels(Image.eval(photo(32, 32), lambda value: 60 + value // 3))
     same = [op.__name__ for op in OPERATIONS if torch.equal(op(muted, 0.7, 1), muted)]
     assert same == ["_identity"]
 
 
-def hsv_value(image: Image.Image, change) -> Image.Image:
+def hsv_value(image, change):
     hue, saturation, value = image.convert("HSV").split()
     return Image.merge("HSV", (hue, saturation, change(value))).convert("RGB")
 
 
-def pillow_autocontrast(image: Image.Image, strength: float, sign: int) -> Image.Image:
+def pillow_autocontrast(image, strength, sign):
     low, high = int(np.array(image).min()), int(np.array(image).max())
     return image.point(
         [255 * min(max(n - low, 0), high - low) / (high - low) for n in range(256)] * 3
     )
 
 
-def pillow_brightness(image: Image.Image, strength: float, sign: int) -> Image.Image:
+def pillow_brightness(image, strength, sign):
     table = [min(round((1 + sign * 0.9 * strength) * level), 255) for level in range(256)]
     return hsv_value(image, lambda value: value.point(table))
 
 
-def pillow_affine(matrix) -> Image.Image:
-    def move(image: Image.Image, strength: float, sign: int) -> Image.Image:
+def pillow_affine(matrix):
+    def move(image, strength, sign):
         numbers = matrix(sign * strength, *image.size)
         bilinear = Image.Resampling.BILINEAR
         return image.transform(
@@ -113,7 +110,7 @@ REFERENCE = {
 @pytest.mark.parametrize("name", REFERENCE)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("strength", [0.3, 0.7])
-def test_operations_are_pillows(name: str, sign: int, strength: float) -> None:
+def test_operations_are_pillows(name, sign, strength):
     image = photo(48, 36, seed=3)
     found = as_array(BY_NAME[name](levels(image), strength, sign))
     expected = np.array(REFERENCE[name](image, strength, sign)).astype(float)
@@ -126,7 +123,7 @@ def test_operations_are_pillows(name: str, sign: int, strength: float) -> None:
     assert alike.mean() > (0.93 if name.startswith(moved) else 0.999)
 
 
-def test_uncovered_places_are_mid_grey() -> None:
+def test_uncovered_places_are_mid_grey():
     bright = torch.full((3, 20, 20), 250.0)
     shifted = BY_NAME["_translate_x"](bright, 1.0, 1)
     shift = 20 * 10 / 256
@@ -140,7 +137,7 @@ def test_uncovered_places_are_mid_grey() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (3, 2, 5), (3, 7, 1)])
 @pytest.mark.parametrize("level", [0.0, 77.0, 255.0])
-def test_tiny_and_plain_images(operation, shape: tuple[int, ...], level: float) -> None:
+def test_tiny_and_plain_images(operation, shape, level):
     result = operation(torch.full(shape, level), 0.7, -1)
     assert result.shape == shape
     assert result.isfinite().all()
@@ -148,7 +145,7 @@ def test_tiny_and_plain_images(operation, shape: tuple[int, ...], level: float) 
     assert result.max() <= 255
 
 
-def test_choices_come_from_the_generator_and_the_input_stays() -> None:
+def test_choices_come_from_the_generator_and_the_input_stays():
     given = levels(photo())
     before = given.clone()
     first = [randaugment(given, np.random.default_rng(seed)) for seed in range(30)]

@@ -1,10 +1,6 @@
 """Images prepared for training and evaluation."""
 
-from __future__ import annotations
-
 from io import BytesIO
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +23,13 @@ from vlp.data.image.transforms import (
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
 
-def photo(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+def photo(width=40, height=30, seed=0):
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
+def test_preprocessing_is_a_bicubic_squash_and_a_normalisation():
     prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
     image = photo()
     squashed = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)) / 255
@@ -44,7 +40,7 @@ def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
     assert torch.allclose(tensor.double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6)
 
 
-def turned() -> Image.Exif:
+def turned():
     tags = Image.Exif()
     tags[0x0112] = 6
     return tags
@@ -66,9 +62,7 @@ SHADES = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
         (photo(), "webp", {"exif": turned()}),
     ],
 )
-def test_a_file_that_pillow_opened_is_what_training_sees(
-    image: Image.Image, kind: str, how: dict[str, Any]
-) -> None:
+def test_a_file_that_pillow_opened_is_what_training_sees(image, kind, how):
     stream = BytesIO()
     image.save(stream, kind, **how)
     prepare, train = Preprocessing(16), TrainTransform(AugmentConfig(), Preprocessing(16))
@@ -80,7 +74,7 @@ def test_a_file_that_pillow_opened_is_what_training_sees(
     assert upright_rgb(decoded) is decoded  # neither turned twice nor copied
 
 
-def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_preprocessing_is_saved_and_loaded(tmp_path):
     Preprocessing(24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).save(tmp_path / "model")
     again = Preprocessing.load(tmp_path / "model")
     assert (again.image_size, again.mean, again.std) == (24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
@@ -91,14 +85,14 @@ def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
         Preprocessing.load(tmp_path)
 
 
-def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
+def test_without_augmentation_training_sees_what_evaluation_sees():
     prepare = Preprocessing(16)
     train = TrainTransform(PLAIN, prepare)
     image = photo()
     assert torch.equal(train(image, np.random.default_rng(0), "a dog"), prepare(image))
 
 
-def test_all_choices_come_from_the_generator() -> None:
+def test_all_choices_come_from_the_generator():
     train = TrainTransform(AugmentConfig(), Preprocessing(16))
     image = photo()
     first = [train(image, np.random.default_rng(seed), "x") for seed in range(20)]
@@ -112,7 +106,7 @@ def test_all_choices_come_from_the_generator() -> None:
 @pytest.mark.parametrize(
     "caption", ["left of it", "A dog on the Right", "leftmost", "the right-hand door", "RIGHT"]
 )
-def test_no_mirror_when_the_caption_tells_sides(caption: str) -> None:
+def test_no_mirror_when_the_caption_tells_sides(caption):
     prepare = Preprocessing(16)
     train = TrainTransform(PLAIN.model_copy(update={"hflip": True}), prepare)
     image = photo()
@@ -125,7 +119,7 @@ def test_no_mirror_when_the_caption_tells_sides(caption: str) -> None:
     assert flips + sum(torch.equal(tensor, plain) for tensor in free) == 40
 
 
-def test_crops_have_the_stated_area_and_stay_inside() -> None:
+def test_crops_have_the_stated_area_and_stay_inside():
     boxes = [random_crop(100, 80, (0.3, 0.6), np.random.default_rng(seed)) for seed in range(100)]
     left, upper, right, lower = np.array(boxes).T
     width, height = right - left, lower - upper
@@ -140,7 +134,7 @@ def test_crops_have_the_stated_area_and_stay_inside() -> None:
     assert 1.2 < (width / height).max() < 1.4
 
 
-def test_a_crop_is_resized_as_pillow_does() -> None:
+def test_a_crop_is_resized_as_pillow_does():
     """To one level, where rounding between rows and columns falls otherwise."""
     size = (120, 90)
     noise = np.random.default_rng(0).integers(60, 200, (90, 120, 3), dtype=np.uint8)
@@ -156,14 +150,14 @@ def test_a_crop_is_resized_as_pillow_does() -> None:
             assert (difference > 1).mean() < 0.01
 
 
-def jpeg(image: Image.Image) -> JpegImage:
+def jpeg(image):
     stream = BytesIO()
     image.save(stream, "jpeg", quality=95)
     return JpegImage(stream.getvalue(), "x")
 
 
 @pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
-def test_encoded_images_give_what_decoded_ones_give(config: AugmentConfig) -> None:
+def test_encoded_images_give_what_decoded_ones_give(config):
     encoded = jpeg(photo(60, 44))  # too small to be decoded at half size
     train = TrainTransform(config, Preprocessing(32))
     for seed in range(10):
@@ -171,7 +165,7 @@ def test_encoded_images_give_what_decoded_ones_give(config: AugmentConfig) -> No
         assert torch.equal(found, train(encoded.image(), np.random.default_rng(seed), "x"))
 
 
-def test_a_reduced_image_shows_the_same_crop() -> None:
+def test_a_reduced_image_shows_the_same_crop():
     image = photo(640, 480)
     image.paste((255, 0, 0), (300, 200, 420, 330))  # an edge would show a crop that is off
     encoded = jpeg(image)
@@ -191,7 +185,7 @@ def test_a_reduced_image_shows_the_same_crop() -> None:
 
 
 @given(st.integers(8, 900), st.integers(8, 900), st.integers(1, 300), st.integers(0, 99))
-def test_a_crop_keeps_its_resolution(width: int, height: int, side: int, seed: int) -> None:
+def test_a_crop_keeps_its_resolution(width, height, side, seed):
     """Or, where it had less from the start, the image is decoded at full size."""
     box = random_crop(width, height, (0.1, 1.0), np.random.default_rng(seed))
     least = _least_size((width, height), box, side)

@@ -1,13 +1,8 @@
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,22 +19,13 @@ from vlp.data.stream.batch import Batch, Inputs, PatchMasking
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Request
 
-MakeShards = Callable[..., Path]
-MakeData = Callable[..., PretrainData]
-
 INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
 
 @pytest.fixture
-def make_data(vocabulary: Path) -> MakeData:
-    def make(
-        *folders: Path | tuple[Path, float],
-        batch: int = 8,
-        seed: int = 5,
-        inputs: Inputs = INPUTS,
-        **options: Any,
-    ) -> PretrainData:
+def make_data(vocabulary):
+    def make(*folders, batch=8, seed=5, inputs=INPUTS, **options):
         sources = [
             SourceConfig(path=str(folder[0]), weight=folder[1])
             if isinstance(folder, tuple)
@@ -58,7 +44,7 @@ def make_data(vocabulary: Path) -> MakeData:
     return make
 
 
-def assert_same(first: Batch, second: Batch) -> None:
+def assert_same(first, second):
     for name, one, other in zip(Batch._fields, first, second):
         if name in ("skipped", "statistics") or one is None:
             assert one == other
@@ -67,13 +53,13 @@ def assert_same(first: Batch, second: Batch) -> None:
             assert torch.equal(one, other), name
 
 
-def joined(parts: Iterable[Batch]) -> Batch:
+def joined(parts):
     *tensors, skipped, statistics = zip(*parts)
     whole = (None if field[0] is None else torch.cat(field) for field in tensors)
     return Batch(*whole, tuple(sum(skipped, ())), statistics[0])
 
 
-def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) -> None:
+def test_fields_shapes_and_values(make_shards, make_data):
     folder = make_shards(count=8, per_shard=8)
     data = make_data(folder, augment=PLAIN)
     [(batch, consumed)] = data.batches(stop_after=1)
@@ -122,9 +108,7 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
 
 
 @pytest.mark.parametrize("shuffle", ["windows", "sliding"])
-def test_resume_at_any_batch_on_any_number_of_ranks(
-    make_shards: MakeShards, make_data: MakeData, shuffle: str
-) -> None:
+def test_resume_at_any_batch_on_any_number_of_ranks(make_shards, make_data, shuffle):
     folders = make_shards("a", 11), (make_shards("b", 5), 2.0)
     whole = list(make_data(*folders, shuffle=shuffle).batches(stop_after=7))
     for stopped, (_, consumed) in enumerate(whole[:-1], start=1):
@@ -136,9 +120,7 @@ def test_resume_at_any_batch_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_workers_accumulation_and_stops_change_nothing(
-    make_shards: MakeShards, make_data: MakeData, workers: int
-) -> None:
+def test_ranks_workers_accumulation_and_stops_change_nothing(make_shards, make_data, workers):
     """The same global batches, value by value, before a stop and after it, each sample once."""
     folders = make_shards("a", 13, per_shard=4), (make_shards("b", 6), 0.5)
     data = make_data(*folders)
@@ -147,7 +129,7 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
     ends = [0, *(after for _, after in whole)]
     assert [data.batches_left(after, 2) for after in ends] == [*range(2 * per_epoch, -1, -1)]
 
-    def run(world_size: int, consumed: int, batches: int) -> list[tuple[Batch, int]]:
+    def run(world_size, consumed, batches):
         data = make_data(*folders, workers=workers)
         shares = [list(data.batches(consumed, r, world_size, batches)) for r in range(world_size)]
         found = []
@@ -160,7 +142,7 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
     @given(
         st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 3)
     )
-    def check(ranks: int, later: int, gradient_accumulation_steps: int, steps: int) -> None:
+    def check(ranks, later, gradient_accumulation_steps, steps):
         stopped = min(steps * gradient_accumulation_steps, len(whole) - 1)
         found = run(ranks, 0, stopped)
         found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
@@ -174,9 +156,7 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
     check()
 
 
-def test_each_sample_once_an_epoch_with_fresh_draws(
-    make_shards: MakeShards, make_data: MakeData
-) -> None:
+def test_each_sample_once_an_epoch_with_fresh_draws(make_shards, make_data):
     data = make_data(make_shards(count=23))
     per_epoch = data.batches_in_epoch(0)
     assert data.samples_in_epoch(0) == 23
@@ -198,9 +178,7 @@ def test_each_sample_once_an_epoch_with_fresh_draws(
     assert 3 < same_text < 20  # one of two captions, drawn afresh on each visit
 
 
-def test_weights_and_images_shared_by_sources(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
-) -> None:
+def test_weights_and_images_shared_by_sources(tmp_path, make_shards, make_data):
     common = make_shards("a", 6)
     data = make_data(
         (common, 2.0), common, (make_shards("b", 8), 0.5), canonical_streams=2, batch=2
@@ -216,7 +194,7 @@ def test_weights_and_images_shared_by_sources(
     assert not torch.equal(first, second)
 
 
-def test_every_caption_is_a_sample_when_asked(make_shards: MakeShards, make_data: MakeData) -> None:
+def test_every_caption_is_a_sample_when_asked(make_shards, make_data):
     folder = make_shards(count=7, per_shard=3, captions=3)
     data = make_data(folder, captions="all")
     assert data.samples_in_epoch(0) == 21
@@ -234,7 +212,7 @@ def test_every_caption_is_a_sample_when_asked(make_shards: MakeShards, make_data
     assert Counter(map(tuple, batch.text_ids[batch.valid].tolist())) == expected
 
 
-def test_objectives_that_are_off_mask_nothing(make_shards: MakeShards, make_data: MakeData) -> None:
+def test_objectives_that_are_off_mask_nothing(make_shards, make_data):
     folder = make_shards()
     none = INPUTS._replace(word_masking=None, patch_masking=None)
     [(batch, _)] = make_data(folder, inputs=none).batches(stop_after=1)
@@ -247,7 +225,7 @@ def test_objectives_that_are_off_mask_nothing(make_shards: MakeShards, make_data
         assert torch.equal(getattr(batch, name), getattr(full, name))
 
 
-def test_slots_beyond_the_end_are_empty(make_shards: MakeShards, make_data: MakeData) -> None:
+def test_slots_beyond_the_end_are_empty(make_shards, make_data):
     data = make_data(make_shards(count=5))
     [(batch, consumed)] = data.batches(stop_after=1)
     assert consumed == 5
@@ -263,9 +241,7 @@ def test_slots_beyond_the_end_are_empty(make_shards: MakeShards, make_data: Make
     assert set(batch.image_ids[empty].tolist()) == {-1}
 
 
-def test_slots_together_are_those_one_by_one(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
-) -> None:
+def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
     """With images that fail before their pixels are decoded, and while they are."""
     good = ShardIndex.open(make_shards(count=30, per_shard=30, captions=1))
     folder = tmp_path / "mixed"
@@ -298,9 +274,7 @@ def test_slots_together_are_those_one_by_one(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(
-    tmp_path: Path, make_data: MakeData, workers: int
-) -> None:
+def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(tmp_path, make_data, workers):
     with ShardWriter(tmp_path / "bad", 50) as writer:
         for number in range(40):
             writer.write(f"k{number}", b"x", "png", Annotation(caption="a dog"))
@@ -316,9 +290,7 @@ def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(
     assert multiprocessing.active_children() == []
 
 
-def test_samples_without_text_are_seen_with_all_captions_too(
-    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
-) -> None:
+def test_samples_without_text_are_seen_with_all_captions_too(tmp_path, make_shards, make_data):
     image = ShardIndex.open(make_shards()).read(0, 0).image
     with ShardWriter(tmp_path / "some", 50) as writer:
         for number in range(8):
@@ -331,17 +303,17 @@ def test_samples_without_text_are_seen_with_all_captions_too(
     assert [skip.kind for skip in batch.skipped] == ["no text"] * 3
 
 
-def test_left_early_no_worker_stays(make_shards: MakeShards, make_data: MakeData) -> None:
+def test_left_early_no_worker_stays(make_shards, make_data):
     batches = make_data(make_shards(), workers=2).batches()
     next(batches)
     assert len(multiprocessing.active_children()) == 2
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert multiprocessing.active_children() == []
 
 
 @pytest.fixture
-def data(vocabulary: Path) -> Callable[..., PretrainData]:
-    def open_(*folders: Path, vocabulary: Path = vocabulary, **options: object) -> PretrainData:
+def data(vocabulary):
+    def open_(*folders, vocabulary=vocabulary, **options):
         config = DataConfig.model_validate(
             {
                 "sources": [{"path": str(folder)} for folder in folders],
@@ -356,11 +328,11 @@ def data(vocabulary: Path) -> Callable[..., PretrainData]:
     return open_
 
 
-def changed(first: PretrainData, second: PretrainData) -> set[str]:
+def changed(first, second):
     return set(dict(first.fingerprint.items() ^ second.fingerprint.items()))
 
 
-def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_path) -> None:
+def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_path):
     one, two = make_shards(count=21, per_shard=5), make_shards("two", count=12, per_shard=4)
     before = data(one, two)
     assert set(before.fingerprint) == {"source 0", "source 1", "vocabulary"}
@@ -381,7 +353,7 @@ def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_
     assert changed(before, data(one, two, vocabulary=other)) == {"vocabulary"}
 
 
-def test_listed_tars_are_told_by_their_names(make_shards, data, tmp_path) -> None:
+def test_listed_tars_are_told_by_their_names(make_shards, data, tmp_path):
     folder = make_shards(count=12, per_shard=4)
     more = {"epoch_samples": 24}
     before = data(folder, **more)

@@ -1,12 +1,7 @@
-from __future__ import annotations
-
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,26 +11,23 @@ from vlp.config import ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.pretrain import DataError, ListedShards, PretrainData
 from vlp.data.shards import remote as outages_module
-from vlp.data.stream.batch import Batch, Inputs, PatchMasking
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.rng import identity
 from vlp.data.stream.sampler import EndlessSampler
 
-MakeShards = Callable[..., Path]
-Stream = list[tuple[Batch, int]]
-
 
 @pytest.fixture
-def stream(vocabulary: Path) -> Callable[..., Stream]:
+def stream(vocabulary):
     def make(
-        *paths: str | tuple[str, float],
-        consumed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        stop_after: int = 6,
-        seed: int = 1,
-        max_skipped_share: float = 0.5,
-        **options: Any,
-    ) -> Stream:
+        *paths,
+        consumed=0,
+        rank=0,
+        world_size=1,
+        stop_after=6,
+        seed=1,
+        max_skipped_share=0.5,
+        **options,
+    ):
         pairs = [path if isinstance(path, tuple) else (path, 1.0) for path in paths]
         sources = [{"path": path, "weight": weight} for path, weight in pairs]
         settings = {"sources": sources, "vocabulary": str(vocabulary)}
@@ -51,11 +43,11 @@ def stream(vocabulary: Path) -> Callable[..., Stream]:
     return make
 
 
-def ids(stream: Stream) -> list[int]:
+def ids(stream):
     return [number for batch, _ in stream for number in batch.sample_ids.tolist()]
 
 
-def equal(one: Stream, other: Stream) -> bool:
+def equal(one, other):
     return len(one) == len(other) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
         for first, second in zip(one, other)
@@ -63,15 +55,13 @@ def equal(one: Stream, other: Stream) -> bool:
     )
 
 
-def without_index(folder: Path) -> Path:
+def without_index(folder):
     for path in [*folder.glob("*.json"), *folder.glob("*.npy")]:
         path.unlink()
     return folder
 
 
-def test_everything_comes_in_the_long_run_and_batches_are_full(
-    make_shards: MakeShards, stream: Callable[..., Stream]
-) -> None:
+def test_everything_comes_in_the_long_run_and_batches_are_full(make_shards, stream):
     folder = without_index(make_shards(count=23))
     found = stream(str(folder), stop_after=25)
     assert [consumed for _, consumed in found] == list(range(8, 201, 8))
@@ -87,9 +77,7 @@ def test_everything_comes_in_the_long_run_and_batches_are_full(
     assert len(texts.unique(dim=0)) > 80
 
 
-def test_neighbours_of_a_shard_are_mixed(
-    make_shards: MakeShards, stream: Callable[..., Stream]
-) -> None:
+def test_neighbours_of_a_shard_are_mixed(make_shards, stream):
     folder = str(without_index(make_shards(count=40, per_shard=40)))
     in_order = ids(stream(folder, shuffle_window=1, stop_after=5))
     mixed = ids(stream(folder, shuffle_window=20, stop_after=5))
@@ -101,19 +89,15 @@ def test_neighbours_of_a_shard_are_mixed(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_start_gives_the_same_stream_and_another_another(
-    make_shards: MakeShards, stream: Callable[..., Stream], workers: int
-) -> None:
+def test_the_same_start_gives_the_same_stream_and_another_another(make_shards, stream, workers):
     folder = str(without_index(make_shards()))
     first = stream(folder, workers=workers)
     assert equal(first, stream(folder, workers=workers))
     for other in ({"seed": 2}, {"consumed": 48}):
-        assert not equal(first, stream(folder, workers=workers, **other))  # type: ignore[arg-type]
+        assert not equal(first, stream(folder, workers=workers, **other))
 
 
-def test_ranks_and_workers_read_different_things(
-    make_shards: MakeShards, stream: Callable[..., Stream]
-) -> None:
+def test_ranks_and_workers_read_different_things(make_shards, stream):
     folder = str(without_index(make_shards(count=60, per_shard=2)))
     ranks = [stream(folder, rank=rank, world_size=2, workers=2) for rank in range(2)]
     assert {len(batch.valid) for rank in ranks for batch, _ in rank} == {4}
@@ -125,9 +109,7 @@ def test_ranks_and_workers_read_different_things(
     assert len(uniform.unique(dim=0)) == len(uniform)
 
 
-def test_weights_say_how_often_a_source_comes(
-    make_shards: MakeShards, stream: Callable[..., Stream]
-) -> None:
+def test_weights_say_how_often_a_source_comes(make_shards, stream):
     often = without_index(make_shards("often", 20, 2))
     seldom = without_index(make_shards("seldom", 20, 2))
     found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
@@ -137,9 +119,7 @@ def test_weights_say_how_often_a_source_comes(
     assert 0.6 < share < 0.9  # 0.75; 100 shards are drawn, one deviation is 0.04
 
 
-def test_patterns_lists_and_urls(
-    make_shards: MakeShards, stream: Callable[..., Stream], tmp_path: Path
-) -> None:
+def test_patterns_lists_and_urls(make_shards, stream, tmp_path):
     folder = without_index(make_shards(count=20))
     expected = stream(str(folder))
     assert equal(expected, stream(f"{folder}/shard-{{000000..000003}}.tar"))
@@ -167,11 +147,7 @@ def test_patterns_lists_and_urls(
         assert "secret" not in str(skips)
 
 
-def test_bad_samples_and_shards_are_counted(
-    make_shards: MakeShards,
-    stream: Callable[..., Stream],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
     monkeypatch.setattr(outages_module, "_FIRST_WAIT", 0.001)
     folder = without_index(make_shards(count=25, per_shard=5))
     cut = folder / "shard-000001.tar"
@@ -198,16 +174,14 @@ def test_bad_samples_and_shards_are_counted(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_nothing_but_bad_shards_is_an_error_not_a_hang(
-    tmp_path: Path, stream: Callable[..., Stream], workers: int
-) -> None:
+def test_nothing_but_bad_shards_is_an_error_not_a_hang(tmp_path, stream, workers):
     for number in range(3):
         (tmp_path / f"{number}.tar").write_bytes(b"no tar" * 1000)
     with pytest.raises(DataError, match=r"^16 shards in a row gave nothing.*corrupt shard: .*tar"):
         stream(str(tmp_path), max_skipped_share=1.0, workers=workers)
 
 
-def test_endless_order() -> None:
+def test_endless_order():
     sampler = EndlessSampler(25, 10)
     assert sampler.samples_in_epoch(0) == 30
     steps = list(islice(sampler.steps(20, 10), 5))

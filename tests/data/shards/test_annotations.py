@@ -1,10 +1,6 @@
 """Annotations of samples: what is read, and what is broken, absurd or of other tools."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -30,38 +26,38 @@ from vlp.data.shards.tar import Member
         ({"caption": " \n"}, []),
     ],
 )
-def test_captions_of(fields: dict, expected: list[str]) -> None:
+def test_captions_of(fields, expected):
     assert captions_of(Annotation(**fields)) == expected
 
 
-def test_numbers_as_identifiers_and_every_kind_of_label() -> None:
-    assert Annotation(image_id=7).image_id == "7"  # type: ignore[arg-type]
+def test_numbers_as_identifiers_and_every_kind_of_label():
+    assert Annotation(image_id=7).image_id == "7"
     assert Annotation.model_validate_json(b'{"label": true}').label is True
     assert Annotation.model_validate_json(b'{"label": "neutral"}').label == "neutral"
     for number in (0, 1, 2):
         annotation = Annotation.model_validate_json(b'{"label": %d}' % number)
-        assert annotation.label == Annotation(label=number).label == str(number)  # type: ignore[arg-type]
+        assert annotation.label == Annotation(label=number).label == str(number)
         assert Annotation.model_validate_json(annotation.to_json()) == annotation
     for truth in (False, True):
         assert Annotation.model_validate_json(Annotation(label=truth).to_json()).label is truth
 
 
-def test_equal_annotations_give_equal_bytes_without_unset_fields() -> None:
+def test_equal_annotations_give_equal_bytes_without_unset_fields():
     annotation = Annotation(captions=["à la carte"], image_id="1")
     assert annotation.to_json() == Annotation(image_id="1", captions=["à la carte"]).to_json()
     assert annotation.to_json() == '{"version":1,"captions":["à la carte"],"image_id":"1"}'.encode()
 
 
-def reader(files: dict[str, bytes]) -> tuple[SampleFiles, Callable[[Member], bytes]]:
+def reader(files):
     members = {name: Member(name, 0, len(content)) for name, content in files.items()}
     return SampleFiles("k", members), lambda member: files[member.name]
 
 
-def read(**files: bytes) -> Annotation:
+def read(**files):
     return parse_annotation(*reader(files), "0.tar, k")
 
 
-def reason(**files: bytes) -> str:
+def reason(**files):
     with pytest.raises(BadSample) as bad:
         read(**files)
     assert bad.value.kind == "bad annotation"
@@ -92,7 +88,7 @@ def reason(**files: bytes) -> str:
         '{"caption": "a"}'.encode("utf-16"),
     ],
 )
-def test_what_is_no_json_of_a_sample(content: bytes) -> None:
+def test_what_is_no_json_of_a_sample(content):
     assert reason(json=content).startswith("0.tar, k.json: ")
 
 
@@ -120,11 +116,11 @@ def test_what_is_no_json_of_a_sample(content: bytes) -> None:
         ("words", [{"caption": 0}], "words.0.index"),
     ],
 )
-def test_fields_that_mean_something_else_are_named(field: str, value: Any, place: str) -> None:
+def test_fields_that_mean_something_else_are_named(field, value, place):
     assert reason(json=json.dumps({field: value}).encode()).startswith(f"0.tar, k.json: {place}")
 
 
-def test_what_other_tools_write_is_kept(tmp_path: object) -> None:
+def test_what_other_tools_write_is_kept(tmp_path):
     content = {
         "caption": 12,
         "url": "u",
@@ -143,7 +139,7 @@ def test_what_other_tools_write_is_kept(tmp_path: object) -> None:
     assert captions_of(read(json=b'{"caption": "first", "caption": "second"}')) == ["second"]
 
 
-def test_text_beside_json() -> None:
+def test_text_beside_json():
     assert captions_of(read(txt="größer".encode())) == ["größer"]
     assert captions_of(read(txt=b"\xef\xbb\xbfa dog\r\n")) == ["a dog"]
     assert captions_of(read(json=b'\xef\xbb\xbf{"caption": "a dog"}')) == ["a dog"]
@@ -168,7 +164,7 @@ def test_text_beside_json() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_fields_of_other_tools_do_not_cost_a_good_text(content: Any) -> None:
+def test_fields_of_other_tools_do_not_cost_a_good_text(content):
     about = content if isinstance(content, bytes) else json.dumps({**content, "url": "u"}).encode()
     found = read(json=about, txt=b"a dog")
     assert captions_of(found) == ["a dog"]
@@ -177,19 +173,19 @@ def test_fields_of_other_tools_do_not_cost_a_good_text(content: Any) -> None:
     assert reason(json=about, txt=b" ")
 
 
-def test_a_class_file_is_the_label() -> None:
+def test_a_class_file_is_the_label():
     assert read(cls=b"\xef\xbb\xbf3\n").label == "3"
     assert read(cls=b"3", json=b'{"label": "dog"}').label == "dog"
 
 
-def test_files_of_megabytes_are_not_parsed() -> None:
+def test_files_of_megabytes_are_not_parsed():
     large = b'{"caption": "' + b"a" * MAX_ANNOTATION_BYTES + b'"}'
     assert f"{len(large)} bytes" in reason(json=large)
     assert "bytes" in reason(txt=large)
     assert captions_of(read(txt=large[:MAX_ANNOTATION_BYTES]))
 
 
-def test_of_an_endless_caption_the_start_is_read() -> None:
+def test_of_an_endless_caption_the_start_is_read():
     long = "a red dog " * 300_000
     [text] = captions_of(read(txt=long.encode()))
     assert text == long[:MAX_CAPTION]
@@ -216,7 +212,7 @@ WORD = {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": [0, 0,
     ],
     ids=str,
 )
-def test_words_that_cannot_be_placed_are_refused(change: dict[str, Any]) -> None:
+def test_words_that_cannot_be_placed_are_refused(change):
     for words in ([WORD | change], [WORD, WORD | change], WORD | change):
         with pytest.raises(ValidationError, match="words"):
             Annotation(words=words)

@@ -1,15 +1,11 @@
 """A writer of shards that is killed, or whose disk is full: nothing half written keeps its name."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource
 import signal
 import stat
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +17,7 @@ from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.lock import is_lock
 
 
-def write(
-    folder: Path, count: int = 10, before: Callable[[int], None] = lambda number: None
-) -> None:
+def write(folder, count=10, before=lambda number: None):
     with ShardWriter(folder, 4) as writer:
         for number in range(count):
             before(number)
@@ -32,12 +26,12 @@ def write(
                 writer.write(f"k{number}", image, "png", Annotation(caption=f"image {number}"))
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     found = (path for path in sorted(folder.iterdir()) if not is_lock(path))
     return {path.name: path.read_bytes() for path in found}
 
 
-def require_whole(folder: Path, whole: dict[str, bytes]) -> None:
+def require_whole(folder, whole):
     """Whatever has its final name has its final content, and there is no index too early."""
     found = {name: data for name, data in files(folder).items() if not name.endswith(".tmp")}
     for name, data in found.items():
@@ -50,7 +44,7 @@ def require_whole(folder: Path, whole: dict[str, bytes]) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_before_any_step_of_writing(tmp_path: Path) -> None:
+def test_killed_before_any_step_of_writing(tmp_path):
     write(tmp_path / "whole")
     whole = files(tmp_path / "whole")
     steps = steps_of(write, tmp_path / "counted")
@@ -65,7 +59,7 @@ def test_killed_before_any_step_of_writing(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_at_any_moment_again_and_again(tmp_path: Path) -> None:
+def test_killed_at_any_moment_again_and_again(tmp_path):
     count = 200
     started = time.monotonic()
     write(tmp_path / "whole", count)
@@ -88,13 +82,13 @@ def test_killed_at_any_moment_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path: Path) -> None:
+def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path):
     write(tmp_path / "old", 4)
     write(tmp_path / "new", 8)
     shard = "shard-000001.tar"
     start = files(tmp_path / "old") | {shard: files(tmp_path / "new")[shard]}
 
-    def folder_before(name: str) -> Path:
+    def folder_before(name):
         folder = tmp_path / name
         folder.mkdir()
         for file, data in start.items():
@@ -119,11 +113,11 @@ def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a device")
-def test_a_disk_that_is_full_is_named_and_finished_shards_stay(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_named_and_finished_shards_stay(tmp_path):
     write(tmp_path / "whole")
     whole, folder = files(tmp_path / "whole"), tmp_path / "full"
 
-    def full_at(number: int) -> None:
+    def full_at(number):
         if number == 4:  # /dev/full takes no byte, as a disk without room
             os.mknod(folder / "shard-000001.tar.tmp", stat.S_IFCHR | 0o600, os.makedev(1, 7))
 
@@ -137,7 +131,7 @@ def test_a_disk_that_is_full_is_named_and_finished_shards_stay(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("deleted", [[0], [1], [0, 1], [2]])
-def test_deleted_shards_come_back_and_the_others_stay(tmp_path: Path, deleted: list[int]) -> None:
+def test_deleted_shards_come_back_and_the_others_stay(tmp_path, deleted):
     write(tmp_path)
     whole = files(tmp_path)
     for number in deleted:
@@ -150,7 +144,7 @@ def test_deleted_shards_come_back_and_the_others_stay(tmp_path: Path, deleted: l
     )
 
 
-def test_a_shard_of_another_process_is_not_written_over(tmp_path: Path) -> None:
+def test_a_shard_of_another_process_is_not_written_over(tmp_path):
     other = tmp_path / "shard-000000.tar"
     with pytest.raises(ConfigError, match=r"shard-000000\.tar: was written by another process"):
         write(tmp_path, before=lambda number: other.write_bytes(b"theirs") if number == 3 else None)
@@ -158,12 +152,12 @@ def test_a_shard_of_another_process_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 300, 4000, 20_000, 23_000])
-def test_room_for_so_many_bytes_of_a_file(tmp_path: Path, limit: int) -> None:
+def test_room_for_so_many_bytes_of_a_file(tmp_path, limit):
     write(tmp_path / "whole")
     whole, folder = files(tmp_path / "whole"), tmp_path / "limited"
     assert max(len(data) for data in whole.values()) > 23_000
 
-    def limited() -> None:
+    def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
             write(folder)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing
@@ -11,16 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
 
 import fsspec
 import numpy as np
 import pytest
 import torch
-from shard_server import MB, ShardServer, batches, content, file_of, manifest, serve
+from shard_server import MB, batches, content, file_of, manifest, serve
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
@@ -29,7 +25,6 @@ from vlp.data.shards import remote as cache_module
 from vlp.data.shards import remote as outages_module
 from vlp.data.shards.remote import (
     FETCHED_AHEAD,
-    CachedFile,
     OutageConfig,
     RemoteFolder,
     ShardCache,
@@ -39,39 +34,37 @@ from vlp.data.shards.sample_files import DataError, PausedDataError
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
 from vlp.data.stream.batch import Inputs
 
-MakeShards = Callable[..., Path]
-
 SHORT = OutageConfig(seconds=0.1, policy="skip")
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch):
     monkeypatch.setattr(outages_module, "_FIRST_WAIT", 0.002)
 
 
 @pytest.fixture
-def server(make_shards: MakeShards) -> Iterator[ShardServer]:
+def server(make_shards):
     """Five shards of five samples each."""
     with serve(make_shards(count=25, per_shard=5)) as told:
         yield told
 
 
-def room_for(server: ShardServer, *numbers: int) -> int:
+def room_for(server, *numbers):
     return sum(file_of(server, number).bytes for number in numbers)
 
 
-def held(cache: ShardCache) -> list[int]:
+def held(cache):
     """The numbers of the shards that the cache holds whole."""
     paths = sorted(path.name for path in cache.folder.glob("*/shard-*") if path.suffix != ".part")
     return [int(name.partition("-")[2][:6]) for name in paths]
 
 
-def on_disk(folder: Path) -> int:
+def on_disk(folder):
     """Bytes of all files; what was only about to be fetched takes none."""
     return sum(path.stat().st_size for path in folder.glob("*/*"))
 
 
-def read_all(index: ShardIndex) -> list[Any]:
+def read_all(index):
     return [
         index.read(shard, sample)._replace(where="")
         for shard, entry in enumerate(index.shards)
@@ -80,9 +73,7 @@ def read_all(index: ShardIndex) -> list[Any]:
 
 
 @pytest.mark.parametrize("protocol", ["http", "file", "memory"])
-def test_a_url_gives_what_the_folder_gives(
-    server: ShardServer, tmp_path: Path, protocol: str
-) -> None:
+def test_a_url_gives_what_the_folder_gives(server, tmp_path, protocol):
     url = {"http": server.url, "file": f"file://{server.folder}", "memory": "memory://bucket/s"}
     if protocol == "memory":
         for path in server.folder.iterdir():
@@ -104,9 +95,7 @@ def test_a_url_gives_what_the_folder_gives(
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])
-def test_training_from_a_url_is_training_from_the_folder(
-    server: ShardServer, vocabulary: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_training_from_a_url_is_training_from_the_folder(server, vocabulary, tmp_path, options):
     """Two epochs through a cache that holds few of the shards, prefetch and eviction included."""
     limit = room_for(server, 0, 1, 2, 3) + 1000
     cache = {"folder": str(tmp_path / "cache"), "limit": limit}
@@ -120,9 +109,7 @@ def test_training_from_a_url_is_training_from_the_folder(
     assert on_disk(tmp_path / "cache") <= limit
 
 
-def test_the_unused_for_longest_goes_first_and_none_in_use(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unused_for_longest_goes_first_and_none_in_use(server, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "_FULL_SECONDS", 0.5)
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1, 2))
     for number in (0, 1, 2, 0):  # 1 is the one unused for longest now
@@ -149,7 +136,7 @@ def test_the_unused_for_longest_goes_first_and_none_in_use(
     assert content(in_use) == (server.folder / "shard-000002.tar").read_bytes()
 
 
-def test_files_of_others_in_the_folder_stay(server: ShardServer, tmp_path: Path) -> None:
+def test_files_of_others_in_the_folder_stay(server, tmp_path):
     """Whatever they are called: the cache knows its own by a list."""
     files = [file_of(server, number) for number in range(3)]
     limit = max(file.bytes for file in files)
@@ -177,7 +164,7 @@ def test_files_of_others_in_the_folder_stay(server: ShardServer, tmp_path: Path)
     assert not cache.holds(files[0])
 
 
-def test_an_index_makes_room_for_itself(server: ShardServer, tmp_path: Path) -> None:
+def test_an_index_makes_room_for_itself(server, tmp_path):
     """Its own open files are no reason to wait for room."""
     cache = ShardCache(tmp_path / "cache", room_for(server, 0))
     index = ShardIndex.open(server.url, cache)
@@ -187,7 +174,7 @@ def test_an_index_makes_room_for_itself(server: ShardServer, tmp_path: Path) -> 
     assert len(held(cache)) == 1
 
 
-def _fetch_in_any_order(folder: Path, limit: int, files: list[CachedFile], seed: int) -> None:
+def _fetch_in_any_order(folder, limit, files, seed):
     cache = ShardCache(folder, limit)
     for file in random.Random(seed).sample(files * 2, 2 * len(files)):
         data = content(cache.open(file))
@@ -195,7 +182,7 @@ def _fetch_in_any_order(folder: Path, limit: int, files: list[CachedFile], seed:
         assert data[:6] == b"shards"
 
 
-def together(work: Callable[..., None], *arguments: Any) -> None:
+def together(work, *arguments):
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=work, args=(*arguments, seed)) for seed in range(4)]
     for child in children:
@@ -205,14 +192,14 @@ def together(work: Callable[..., None], *arguments: Any) -> None:
     assert [child.exitcode for child in children] == [0] * 4
 
 
-def test_processes_fetch_each_shard_once(server: ShardServer, tmp_path: Path) -> None:
+def test_processes_fetch_each_shard_once(server, tmp_path):
     files = [file_of(server, number) for number in range(5)]
     together(_fetch_in_any_order, tmp_path / "cache", MB, files)
     assert [server.asked[file.name] for file in files] == [1] * 5
     assert not list((tmp_path / "cache").glob("*/*.part"))
 
 
-def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path: Path) -> None:
+def test_processes_share_a_cache_that_is_too_small(server, tmp_path):
     """Four processes and room for two shards: what one fetches another removes."""
     files = [file_of(server, number) for number in range(5)]
     limit = room_for(server, 0, 1) + 100
@@ -221,8 +208,8 @@ def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path
 
 
 def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, tmp_path, monkeypatch
+):
     """It takes its name between the looks at its two places; it stays in the list of the cache."""
     first, second = file_of(server, 0), file_of(server, 1)
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
@@ -232,7 +219,7 @@ def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
     places = (str(path), str(part))
     stat, looks = os.stat, 0
 
-    def renamed_after_each_look(name: Any, *arguments: Any, **options: Any) -> os.stat_result:
+    def renamed_after_each_look(name, *arguments, **options):
         nonlocal looks
         try:
             return stat(name, *arguments, **options)
@@ -255,8 +242,8 @@ def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
 
 
 def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, tmp_path, monkeypatch
+):
     """Not found under the name it was fetched as, it is not taken for removed."""
     read, fetched, wanted = (file_of(server, number) for number in range(3))
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
@@ -267,7 +254,7 @@ def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
     path.rename(part)
     open_file = os.open
 
-    def renamed_before(name: Any, *arguments: Any, **options: Any) -> int:
+    def renamed_before(name, *arguments, **options):
         if str(name) == str(part):
             with suppress(FileNotFoundError):
                 part.rename(path)
@@ -280,16 +267,14 @@ def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
     os.close(handle)
 
 
-def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(server, tmp_path, monkeypatch):
     """It becomes whole, and is read by another, just before its lock would be waited for."""
     file = file_of(server, 1)
     cache = ShardCache(tmp_path / "cache", MB)
     path = cache.folder / file.path
-    readers: list[int] = []
+    readers = []
 
-    def lock(handle: int, how: int) -> None:
+    def lock(handle, how):
         if not readers:
             part = path.with_name(path.name + ".part")
             part.write_bytes((server.folder / file.name).read_bytes())
@@ -299,7 +284,7 @@ def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
         fcntl.flock(handle, how)
 
     monkeypatch.setattr(cache_module, "flock", lock)
-    found: list[bytes] = []
+    found = []
     other = threading.Thread(target=lambda: found.append(content(cache.open(file))), daemon=True)
     other.start()
     other.join(20)
@@ -321,9 +306,7 @@ ShardCache(folder, 10**6).open(CachedFile(RemoteFolder(url), name, int(size)))
 """
 
 
-def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(
-    server: ShardServer, tmp_path: Path
-) -> None:
+def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(server, tmp_path):
     file, folder = file_of(server, 1), tmp_path / "cache"
     server.stalls[file.name] = 1
     command = [sys.executable, "-c", KILLED, server.url, file.name, str(file.bytes), str(folder)]
@@ -345,7 +328,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(
     assert not part.exists()
 
 
-def test_what_a_killed_fetch_left_makes_room(server: ShardServer, tmp_path: Path) -> None:
+def test_what_a_killed_fetch_left_makes_room(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
     left = cache.folder / (file_of(server, 2).path + ".part")
     left.parent.mkdir()
@@ -358,7 +341,7 @@ def test_what_a_killed_fetch_left_makes_room(server: ShardServer, tmp_path: Path
     assert held(cache) == [0, 1]
 
 
-def test_a_file_cut_off_on_the_disk_is_fetched_again(server: ShardServer, tmp_path: Path) -> None:
+def test_a_file_cut_off_on_the_disk_is_fetched_again(server, tmp_path):
     cache, file = ShardCache(tmp_path / "cache", MB), file_of(server, 0)
     os.close(cache.open(file))
     os.truncate(cache.folder / file.path, 100)
@@ -366,7 +349,7 @@ def test_a_file_cut_off_on_the_disk_is_fetched_again(server: ShardServer, tmp_pa
     assert server.asked[file.name] == 2
 
 
-def test_another_shard_of_that_name_is_another_file(server: ShardServer, tmp_path: Path) -> None:
+def test_another_shard_of_that_name_is_another_file(server, tmp_path):
     manifest(server)
     cache = ShardCache(tmp_path / "cache", MB)
     assert ShardIndex.open(server.url, cache).read(0, 0).image != b""
@@ -383,7 +366,7 @@ def test_another_shard_of_that_name_is_another_file(server: ShardServer, tmp_pat
         ShardIndex.open(server.url, cache, SHORT).read(0, 0)
 
 
-def test_prefetch_fetches_and_keeps_trouble_to_itself(server: ShardServer, tmp_path: Path) -> None:
+def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     index = ShardIndex.open(server.url, cache, SHORT)
     server.fails["shard-000001.tar"] = 1000
@@ -404,9 +387,7 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server: ShardServer, tmp_p
     assert server.asked["shard-000003.tar"] == 1
 
 
-def test_rows_come_in_the_background_and_spare_the_headers(
-    server: ShardServer, tmp_path: Path
-) -> None:
+def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
     """If they are few beside the cache; without them headers do."""
     [rows] = server.folder.glob("samples-*.npy")
     cache = ShardCache(tmp_path / "cache", MB)
@@ -431,7 +412,7 @@ def test_rows_come_in_the_background_and_spare_the_headers(
     assert read_all(index) == read_all(ShardIndex.open(server.folder))
 
 
-def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_path: Path) -> None:
+def test_what_cannot_start_says_so(server, vocabulary, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     with pytest.raises(ConfigError, match=r"say where.*data\.cache=\{folder"):
         ShardIndex.open(server.url, None)
@@ -459,10 +440,8 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
         ShardIndex.open(server.url, cache)
 
 
-def test_a_full_disk_is_no_missing_shard(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_full_disk_is_no_missing_shard(server, tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
@@ -472,16 +451,14 @@ def test_a_full_disk_is_no_missing_shard(
 
 
 @pytest.mark.parametrize(("limit", "size"), [("200GB", 2 * 10**11), ("1.5MiB", 1572864), (9, 9)])
-def test_the_limit_as_people_write_it(limit: Any, size: int) -> None:
-    config = DataConfig(sources=({"path": "s"},), cache={"folder": "c", "limit": limit})  # type: ignore[arg-type]
+def test_the_limit_as_people_write_it(limit, size):
+    config = DataConfig(sources=({"path": "s"},), cache={"folder": "c", "limit": limit})
     assert config.cache is not None
     assert config.cache.limit == size
     assert DataConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(tmp_path, monkeypatch):
     ShardCache(tmp_path / "made" / "cache", 1)
     assert (tmp_path / "made" / "cache").stat().st_mode & 0o777 == 0o700
     (tmp_path / "planted").mkdir()
@@ -499,9 +476,7 @@ def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(
 WORD = "a/b@c&d=e %2F"
 
 
-def test_a_path_of_the_environment_is_inserted_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_the_environment_is_inserted_as_it_is(tmp_path, monkeypatch):
     folder = tmp_path / "a b" / "c%d"
     folder.mkdir(parents=True)
     digest = "ab" * 32
@@ -518,9 +493,7 @@ def test_a_path_of_the_environment_is_inserted_as_it_is(
         assert RemoteFolder(url).digests(names) == {"0.tar": digest}
 
 
-def test_secrets_of_the_environment_may_hold_any_character(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_secrets_of_the_environment_may_hold_any_character(monkeypatch):
     monkeypatch.setenv("WORD", WORD)
     monkeypatch.setenv("D", "a/b")
     files, path = connected("https://me:${WORD}@host/${D}/x?token=${WORD}")
@@ -530,8 +503,7 @@ def test_secrets_of_the_environment_may_hold_any_character(
 
 
 SHARD = "shard-000001.tar"
-Policy = Literal["fail", "pause", "skip"]
-POLICIES: dict[Policy, type[Exception]] = {
+POLICIES = {
     "fail": DataError,
     "pause": PausedDataError,
     "skip": BadSample,
@@ -539,9 +511,7 @@ POLICIES: dict[Policy, type[Exception]] = {
 
 
 @pytest.mark.parametrize("trouble", ["fails", "halves", "stalls", "others"])
-def test_trouble_that_passes_is_sat_out(
-    server: ShardServer, tmp_path: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_that_passes_is_sat_out(server, tmp_path, trouble, monkeypatch):
     manifest(server)
     monkeypatch.setattr(outages_module, "_SILENT_SECONDS", 0.2)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
@@ -552,9 +522,7 @@ def test_trouble_that_passes_is_sat_out(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("status", [404, 403, 500, 503, 429])
-def test_trouble_that_stays_ends_as_the_policy_says(
-    server: ShardServer, tmp_path: Path, status: int, policy: Policy
-) -> None:
+def test_trouble_that_stays_ends_as_the_policy_says(server, tmp_path, status, policy):
     outages = OutageConfig(seconds=0.1, policy=policy)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
     server.status, server.fails[SHARD] = status, 1000
@@ -573,9 +541,7 @@ def test_trouble_that_stays_ends_as_the_policy_says(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_other_bytes_than_the_manifest_says_are_never_read(
-    server: ShardServer, tmp_path: Path, policy: Policy
-) -> None:
+def test_other_bytes_than_the_manifest_says_are_never_read(server, tmp_path, policy):
     manifest(server, 3)
     outages = OutageConfig(seconds=0.1, policy=policy)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
@@ -593,9 +559,7 @@ def test_other_bytes_than_the_manifest_says_are_never_read(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_store_that_is_away_for_a_while_costs_no_sample(
-    server: ShardServer, vocabulary: Path, tmp_path: Path, workers: int
-) -> None:
+def test_a_store_that_is_away_for_a_while_costs_no_sample(server, vocabulary, tmp_path, workers):
     cache = {"folder": str(tmp_path / "cache"), "limit": MB}
     local = list(batches(str(server.folder), vocabulary, None, workers=workers))
     stream = batches(server.url, vocabulary, cache, workers=workers)
@@ -608,10 +572,8 @@ def test_a_store_that_is_away_for_a_while_costs_no_sample(
 
 
 @pytest.mark.parametrize("policy", ["fail", "pause"])
-def test_a_worker_says_why_it_cannot_go_on(
-    server: ShardServer, vocabulary: Path, tmp_path: Path, policy: Policy
-) -> None:
-    options: dict[str, Any] = {"outages": {"seconds": 0.1, "policy": policy}, "workers": 1}
+def test_a_worker_says_why_it_cannot_go_on(server, vocabulary, tmp_path, policy):
+    options = {"outages": {"seconds": 0.1, "policy": policy}, "workers": 1}
     cache = {"folder": str(tmp_path / "cache"), "limit": MB}
     stream = batches(server.url, vocabulary, cache, **options)
     server.down_until = time.monotonic() + 60
@@ -624,19 +586,17 @@ def test_a_worker_says_why_it_cannot_go_on(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("window", [20, 60])
-def test_cold_shards_keep_every_connection_busy(
-    make_shards: MakeShards, vocabulary: Path, tmp_path: Path, window: int
-) -> None:
+def test_cold_shards_keep_every_connection_busy(make_shards, vocabulary, tmp_path, window):
     shards, seconds = 12, 0.5
     with serve(make_shards(count=10 * shards, per_shard=10)) as server:
         server.seconds = seconds
         config = DataConfig(
-            sources=({"path": server.url},),  # type: ignore[arg-type]
+            sources=({"path": server.url},),
             vocabulary=str(vocabulary),
             canonical_streams=2,
             shuffle_window=window,
             workers=0,
-            cache={"folder": str(tmp_path / "cache"), "limit": MB},  # type: ignore[arg-type]
+            cache={"folder": str(tmp_path / "cache"), "limit": MB},
         )
         data = PretrainData(config, Inputs(16, (4, 4), 10, 90), 4, 3)
         started = time.monotonic()
@@ -648,9 +608,7 @@ def test_cold_shards_keep_every_connection_busy(
     assert taken < 1.3 * shards * seconds / FETCHED_AHEAD
 
 
-def test_what_somebody_fetches_keeps_no_other_shard_waiting(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_what_somebody_fetches_keeps_no_other_shard_waiting(make_shards, tmp_path):
     with serve(make_shards(count=25, per_shard=5)) as server:
         slow, *others = (file_of(server, number) for number in range(5))
         server.stalls[slow.name] = 1

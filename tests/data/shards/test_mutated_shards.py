@@ -1,20 +1,15 @@
 """Thousands of damaged tars, images and annotations: each costs its own samples, nothing more."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from broken_images import photo, png_of
-from broken_shards import BYTES, TARS, Damage, full_annotation, plain_tar, splice_json
+from broken_shards import BYTES, TARS, full_annotation, plain_tar, splice_json
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.pretrain import PretrainData, Slot
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_reader import index_folder
@@ -42,16 +37,16 @@ ENCODED = {
 COUNT = 24  # mutants of one kind; the nightly test reads 10,000
 
 
-def caption(number: int) -> str:
+def caption(number):
     return f"a red dog number {number}"
 
 
-def annotation(number: int) -> bytes:
+def annotation(number):
     text = caption(number)
     return full_annotation(number, [text, f"{text} again"], url="http://nowhere")
 
 
-def sample(number: int) -> tuple[str, dict[str, bytes]]:
+def sample(number):
     kind = ("jpg", "png", "webp")[number % 3]
     files = {kind: ENCODED[kind]}
     if number % 4 == 3:
@@ -59,7 +54,7 @@ def sample(number: int) -> tuple[str, dict[str, bytes]]:
     return f"k{number}", files | {"json": annotation(number)}
 
 
-def open_data(folder: Path, vocabulary: Path, **options: Any) -> PretrainData:
+def open_data(folder, vocabulary, **options):
     config = DataConfig(
         sources=(SourceConfig(path=str(folder)),),
         vocabulary=str(vocabulary),
@@ -70,7 +65,7 @@ def open_data(folder: Path, vocabulary: Path, **options: Any) -> PretrainData:
     return PretrainData(config, INPUTS, 8, seed=1)
 
 
-def slots(data: PretrainData) -> Iterator[tuple[str, Slot]]:
+def slots(data):
     """Every place of the index with its shard, as training would ask for it."""
     [index] = data.sources
     for shard, entry in enumerate(index.shards):
@@ -78,9 +73,9 @@ def slots(data: PretrainData) -> Iterator[tuple[str, Slot]]:
             yield entry.name, data.samples[Request(0, Element(0, shard, position, 0))]
 
 
-def outcomes(data: PretrainData) -> Counter[str]:
+def outcomes(data):
     """How many slots were good and how many bad by kind; each is one or the other."""
-    found: Counter[str] = Counter()
+    found = Counter()
     for shard, slot in slots(data):
         assert slot.valid == (slot.skip is None)
         assert slot.levels is None or slot.levels.isfinite().all()
@@ -95,14 +90,12 @@ def outcomes(data: PretrainData) -> Counter[str]:
     return found
 
 
-def shard(first: int) -> bytes:
+def shard(first):
     return plain_tar(sample(number) for number in range(first, first + 3))
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
-def test_tars_damaged_before_they_are_indexed(
-    tmp_path: Path, vocabulary: Path, damage: Damage
-) -> None:
+def test_tars_damaged_before_they_are_indexed(tmp_path, vocabulary, damage):
     for number in range(COUNT):
         rng = np.random.default_rng((TARS.index(damage), number))
         (tmp_path / f"{number:03d}.tar").write_bytes(damage(rng, shard(number)))
@@ -115,9 +108,7 @@ def test_tars_damaged_before_they_are_indexed(
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
-def test_tars_damaged_after_they_were_indexed(
-    tmp_path: Path, vocabulary: Path, damage: Damage
-) -> None:
+def test_tars_damaged_after_they_were_indexed(tmp_path, vocabulary, damage):
     for number in range(COUNT):
         (tmp_path / f"{number:03d}.tar").write_bytes(shard(number))
     index_folder(tmp_path)
@@ -129,9 +120,7 @@ def test_tars_damaged_after_they_were_indexed(
     assert found["good"] >= COUNT / 2
 
 
-def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(
-    tmp_path: Path, vocabulary: Path
-) -> None:
+def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, vocabulary):
     whole = shard(0)
     lengths = sorted({*range(0, len(whole), 512), *range(7, len(whole), 512)})
     for length in lengths:
@@ -153,9 +142,7 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
 @pytest.mark.parametrize("kind", ENCODED)
-def test_damaged_images(
-    tmp_path: Path, vocabulary: Path, kind: str, augment: AugmentConfig
-) -> None:
+def test_damaged_images(tmp_path, vocabulary, kind, augment):
     mutants = list(damaged(BYTES, ENCODED[kind], 5 * COUNT, seed=len(kind)))
     text = annotation(0)
     (tmp_path / "0.tar").write_bytes(
@@ -171,7 +158,7 @@ def test_damaged_images(
 
 
 @pytest.mark.parametrize("name", ["values", "bytes"])
-def test_damaged_annotations(tmp_path: Path, vocabulary: Path, name: str) -> None:
+def test_damaged_annotations(tmp_path, vocabulary, name):
     damages = (splice_json,) if name == "values" else BYTES
     mutants = list(damaged(damages, annotation(0), 12 * COUNT, seed=1))
     (tmp_path / "0.tar").write_bytes(
@@ -197,7 +184,7 @@ def test_damaged_annotations(tmp_path: Path, vocabulary: Path, name: str) -> Non
         assert again.to_json() == content.to_json()
 
 
-def damaged(damages: Sequence[Damage], data: bytes, count: int, seed: int) -> Iterator[bytes]:
+def damaged(damages, data, count, seed):
     """Mutants of one file; every fifth is damaged twice, by bytes the second time."""
     for number in range(count):
         rng = np.random.default_rng((seed, number))
@@ -207,9 +194,7 @@ def damaged(damages: Sequence[Damage], data: bytes, count: int, seed: int) -> It
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("content", ["cut", "flip_bits", "overwrite", "drop", "insert"])
-def test_a_damaged_index_is_refused_or_leads_to_counted_samples(
-    tmp_path: Path, vocabulary: Path, content: str
-) -> None:
+def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, vocabulary, content):
     [damage] = [one for one in BYTES if one.__name__ == content]
     for number in range(4):
         (tmp_path / f"{number}.tar").write_bytes(shard(number))
@@ -233,11 +218,9 @@ def test_a_damaged_index_is_refused_or_leads_to_counted_samples(
     assert refused > COUNT / 4
 
 
-def test_bad_samples_up_to_the_stated_share_are_counted_once(
-    tmp_path: Path, vocabulary: Path
-) -> None:
+def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, vocabulary):
     """Through the loader: an epoch of every kind, then an index that says too much."""
-    files: list[dict[str, bytes]] = [
+    files = [
         dict(sample(0)[1]),
         {"png": ENCODED["png"][:300], "json": annotation(1)},
         {"png": png_of(9000, 8000), "json": annotation(2)},

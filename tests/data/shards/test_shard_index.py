@@ -1,7 +1,5 @@
 """Shards and their index: written, read at random, broken, and what a million shards cost."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing
@@ -10,9 +8,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,10 +29,8 @@ from vlp.data.shards.shard_reader import (
     index_folder,
 )
 
-MakeShards = Callable[..., Path]
 
-
-def write(folder: Path, numbers: Iterator[int] | range, per_shard: int = 4) -> None:
+def write(folder, numbers, per_shard=4):
     with ShardWriter(folder, per_shard) as writer:
         for number in numbers:
             if f"k{number}" not in writer.done:
@@ -44,11 +38,11 @@ def write(folder: Path, numbers: Iterator[int] | range, per_shard: int = 4) -> N
                 writer.write(f"k{number}", bytes([number]) * 700, "png", annotation)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def foreign(path: Path, members: dict[str, bytes]) -> None:
+def foreign(path, members):
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
@@ -56,7 +50,7 @@ def foreign(path: Path, members: dict[str, bytes]) -> None:
             archive.addfile(info, io.BytesIO(content))
 
 
-def test_what_is_written_is_read_at_random(tmp_path: Path) -> None:
+def test_what_is_written_is_read_at_random(tmp_path):
     first = Annotation(captions=["a", "b"], boxes=[[0, 1, 2, 3]])
     with ShardWriter(tmp_path, 2) as writer:
         writer.write("x", b"X" * 513, "jpg", first)
@@ -79,7 +73,7 @@ def test_what_is_written_is_read_at_random(tmp_path: Path) -> None:
         index.read(1, 1)
 
 
-def test_webdataset_reads_our_shards(make_shards: MakeShards) -> None:
+def test_webdataset_reads_our_shards(make_shards):
     folder = make_shards(count=7, per_shard=7)
     stream = webdataset.WebDataset(str(folder / "shard-000000.tar"), shardshuffle=False)
     theirs = list(stream)
@@ -91,7 +85,7 @@ def test_webdataset_reads_our_shards(make_shards: MakeShards) -> None:
     assert captions == [captions_of(sample.annotation) for sample in ours]
 
 
-def test_we_read_what_webdataset_writes(tmp_path: Path) -> None:
+def test_we_read_what_webdataset_writes(tmp_path):
     long = "a_very_long_key_" * 10
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as sink:
         sink.write({"__key__": "folder/one", "jpg": b"1", "txt": "first", "json": {"url": "u"}})
@@ -110,17 +104,15 @@ def test_we_read_what_webdataset_writes(tmp_path: Path) -> None:
     assert index.caption_ends(0).tolist() == [1, 2, 3]
 
 
-def test_a_shard_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
+def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = []
     fsync, rename = os.fsync, Path.rename
 
-    def note(handle: int) -> None:
+    def note(handle):
         synced.append(os.readlink(f"/proc/self/fd/{handle}"))
         fsync(handle)
 
-    def check(path: Path, target: Path) -> Path:
+    def check(path, target):
         assert synced[-1] == str(path)
         return rename(path, target)
 
@@ -134,8 +126,8 @@ def test_a_shard_is_on_disk_before_it_has_its_name(
 
 
 @pytest.mark.parametrize("stop", [0, 3, 4, 6, 8, 9])
-def test_interrupted_and_run_again_gives_the_same_files(tmp_path: Path, stop: int) -> None:
-    def interrupted() -> Iterator[int]:
+def test_interrupted_and_run_again_gives_the_same_files(tmp_path, stop):
+    def interrupted():
         yield from range(stop)
         raise KeyboardInterrupt
 
@@ -151,12 +143,12 @@ def test_interrupted_and_run_again_gives_the_same_files(tmp_path: Path, stop: in
 
 
 @pytest.mark.parametrize("key", ["", "a.b", "a/b"])
-def test_keys_that_readers_would_split_are_refused(tmp_path: Path, key: str) -> None:
+def test_keys_that_readers_would_split_are_refused(tmp_path, key):
     with ShardWriter(tmp_path) as writer, pytest.raises(ValueError, match="cannot be a key"):
         writer.write(key, b"", "png", Annotation())
 
 
-def test_a_key_twice_or_an_unknown_extension_is_refused(tmp_path: Path) -> None:
+def test_a_key_twice_or_an_unknown_extension_is_refused(tmp_path):
     with ShardWriter(tmp_path) as writer:
         writer.write("a", b"", "png", Annotation())
         with pytest.raises(ValueError, match="already"):
@@ -165,7 +157,7 @@ def test_a_key_twice_or_an_unknown_extension_is_refused(tmp_path: Path) -> None:
             writer.write("b", b"", "pdf", Annotation())
 
 
-def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
+def test_missing_folder_no_shards_no_index(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         ShardIndex.open(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no such folder"):
@@ -180,7 +172,7 @@ def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
-def test_shards_of_several_splits_are_refused(make_shards: MakeShards) -> None:
+def test_shards_of_several_splits_are_refused(make_shards):
     folder = make_shards(count=10)
     for number, name in enumerate(("cc3m-train-0000.tar", "cc3m-validation-0000.tar")):
         (folder / f"shard-{number:06d}.tar").rename(folder / name)
@@ -192,7 +184,7 @@ def test_shards_of_several_splits_are_refused(make_shards: MakeShards) -> None:
     assert index_folder(folder) == []
 
 
-def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_without_its_rows_an_index_reads_headers(make_shards, tmp_path):
     folder = make_shards()
     places = [(shard, n) for shard, entry in enumerate(ShardIndex.open(folder).shards)
               for n in range(entry.samples)]  # fmt: skip
@@ -212,11 +204,11 @@ def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_pa
     assert ShardIndex.open(folder).read(*places[7]) == expected[7]
 
 
-def test_rows_spare_the_headers(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_spare_the_headers(make_shards, monkeypatch):
     index = ShardIndex.open(make_shards(count=30, per_shard=30, kind="jpg"))
     read, asked = os.pread, []
 
-    def note(file: int, size: int, offset: int) -> bytes:
+    def note(file, size, offset):
         asked.append(size)
         return read(file, size, offset)
 
@@ -226,7 +218,7 @@ def test_rows_spare_the_headers(make_shards: MakeShards, monkeypatch: pytest.Mon
     assert size < index.shards[0].bytes / 20
 
 
-def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path: Path) -> None:
+def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path):
     foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
     index_folder(tmp_path)
     foreign(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)})
@@ -239,7 +231,7 @@ def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path: Path) -> None
     assert set(read_all(ShardIndex.open(tmp_path))) == {"corrupt shard"}
 
 
-def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
+def test_several_processes_index_as_one(make_shards):
     folder = make_shards(per_shard=1)
     (folder / "zero.tar").write_bytes(b"")
     assert index_folder(folder) == ["zero.tar: empty"]
@@ -249,7 +241,7 @@ def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
     assert files(folder) == written
 
 
-def read_all(index: ShardIndex) -> list[str]:
+def read_all(index):
     """What each place of the index gives: its key, or the kind of what is wrong."""
     found = []
     for shard, entry in enumerate(index.shards):
@@ -261,7 +253,7 @@ def read_all(index: ShardIndex) -> list[str]:
     return found
 
 
-def test_a_truncated_tar_loses_only_what_is_behind_the_cut(tmp_path: Path) -> None:
+def test_a_truncated_tar_loses_only_what_is_behind_the_cut(tmp_path):
     write(tmp_path, range(8))
     path = tmp_path / "shard-000000.tar"
     with tarfile.open(path) as archive:
@@ -274,7 +266,7 @@ def test_a_truncated_tar_loses_only_what_is_behind_the_cut(tmp_path: Path) -> No
     assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
 
 
-def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
+def test_a_damaged_header_in_the_middle(tmp_path):
     write(tmp_path, range(8))
     path = tmp_path / "shard-000000.tar"
     with tarfile.open(path) as archive:
@@ -290,7 +282,7 @@ def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
     assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
 
 
-def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
+def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path):
     write(tmp_path, range(8))
     (tmp_path / "shard-000000.tar").write_bytes(os.urandom(4096))
     (tmp_path / "shard-000001.tar").unlink()
@@ -300,7 +292,7 @@ def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
     assert read_all(ShardIndex.open(tmp_path, outages=OutageConfig(policy="skip"))) == expected
 
 
-def test_a_sample_without_image_or_with_a_bad_annotation(tmp_path: Path) -> None:
+def test_a_sample_without_image_or_with_a_bad_annotation(tmp_path):
     foreign(
         tmp_path / "0.tar",
         {
@@ -322,12 +314,12 @@ def test_a_sample_without_image_or_with_a_bad_annotation(tmp_path: Path) -> None
     assert captions_of(index.read(0, 4).annotation) == []
 
 
-def _keys(index: ShardIndex, queue: multiprocessing.Queue) -> None:
+def _keys(index, queue):
     queue.put([index.read(shard, 1).key for shard in (1, 0, 1)])
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_index_in_use_goes_to_other_processes(make_shards: MakeShards, method: str) -> None:
+def test_an_index_in_use_goes_to_other_processes(make_shards, method):
     index = ShardIndex.open(make_shards())
     index.read(0, 0)
     if method == "spawn":
@@ -347,7 +339,7 @@ def test_an_index_in_use_goes_to_other_processes(make_shards: MakeShards, method
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"\x93NUMPY\x01\x00", b"[" * 100_000])
-def test_what_is_no_index(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_index(tmp_path, content):
     (tmp_path / "index.npz").write_bytes(content)
     with pytest.raises(ConfigError, match=r"index\.npz: not an index.*data_tools index"):
         ShardIndex.open(tmp_path)
@@ -375,16 +367,14 @@ def test_what_is_no_index(tmp_path: Path, content: bytes) -> None:
         ({"bytes": np.array([9, 9], dtype=object)}, "allow_pickle"),
     ],
 )
-def test_an_index_that_cannot_be_used(
-    make_shards: Callable[..., Path], changed: dict[str, Any], reason: str
-) -> None:
+def test_an_index_that_cannot_be_used(make_shards, changed, reason):
     folder = make_shards(count=4, per_shard=2)
     change_index(folder, **changed)
     with pytest.raises(ConfigError, match=rf"index\.npz: .*{reason}.*data_tools index"):
         ShardIndex.open(folder)
 
 
-def test_columns_hold_any_numbers_in_few_bytes() -> None:
+def test_columns_hold_any_numbers_in_few_bytes():
     numbers = [0, 127, 128, 2**15, 2**31 - 1, 2**31, 2**42]
     for most in numbers:
         entries = [ShardEntry(f"{n}.tar", most, n, most, most) for n in range(2)]
@@ -413,7 +403,7 @@ print(len(index.shards), peak() - before, seconds)
 """
 
 
-def test_an_index_of_many_shards_is_small_and_quick(tmp_path: Path) -> None:
+def test_an_index_of_many_shards_is_small_and_quick(tmp_path):
     """A tenth of the bounds of a million shards: 50 MB and 2 s."""
     shards = 100_000
     entries = (ShardEntry(f"{n:08d}.tar", 1000, 30_000_000 + n, 5000, n % 3) for n in range(shards))

@@ -1,7 +1,5 @@
 """Tars with every trick of the format: what they hold plainly is read, the rest is counted."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -9,7 +7,6 @@ import sys
 import tarfile
 import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from broken_shards import (
@@ -34,7 +31,6 @@ from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.sample_files import BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.shards.tar import (
-    Member,
     append_member,
     members_in,
     plain_members,
@@ -43,7 +39,7 @@ from vlp.data.shards.tar import (
 )
 
 
-def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
+def problem_of(path, content):
     path.write_bytes(content)
     members, problem = read_members(path)
     return [one.name for one in members], problem
@@ -85,7 +81,7 @@ def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
         "nothing",
     ],
 )
-def test_what_is_no_plain_image_is_a_missing_one(tmp_path: Path, trick: bytes) -> None:
+def test_what_is_no_plain_image_is_a_missing_one(tmp_path, trick):
     content = tar(GOOD, trick, member("a.json", JSON), member("b.png", PNG))
     assert found(tmp_path, content) == ["good", "missing image", "b"]
 
@@ -104,21 +100,21 @@ def test_what_is_no_plain_image_is_a_missing_one(tmp_path: Path, trick: bytes) -
         (b"%s{}.png", "%s{}"),
     ],
 )
-def test_names_are_labels_and_never_paths(tmp_path: Path, name: bytes, key: str) -> None:
+def test_names_are_labels_and_never_paths(tmp_path, name, key):
     assert found(tmp_path, tar(member(name, PNG), GOOD)) == [key, "good"]
     key.encode()
 
 
-def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
+def test_nothing_outside_of_the_folder_is_opened(tmp_path):
     outside = tmp_path / "outside.png"
     outside.write_bytes(PNG)
     folder = tmp_path / "folder"
     folder.mkdir()
     assert found(folder, tar(GOOD)) == ["good"]  # what Python imports at first use is there
-    opened: list[str] = []
+    opened = []
     watching = True
 
-    def watch(event: str, arguments: tuple) -> None:
+    def watch(event, arguments):
         if watching and event == "open":
             opened.append(os.path.abspath(os.fsdecode(arguments[0])))
 
@@ -136,7 +132,7 @@ def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
     assert all(path.startswith(str(folder)) for path in opened), opened
 
 
-def test_samples_of_one_key(tmp_path: Path) -> None:
+def test_samples_of_one_key(tmp_path):
     again = member("a.png", PNG) + member("a.json", JSON)
     assert found(tmp_path, tar(again, again)) == ["a", "duplicate key"]
     assert found(tmp_path, tar(again, GOOD, again)) == ["a", "good", "duplicate key"]
@@ -148,7 +144,7 @@ def test_samples_of_one_key(tmp_path: Path) -> None:
         ShardIndex.open(tmp_path).read(0, 3)
 
 
-def test_long_names_of_both_kinds(tmp_path: Path) -> None:
+def test_long_names_of_both_kinds(tmp_path):
     long = "folder/" * 30 + "a" * 200
     gnu = member("././@LongLink", f"{long}.png\0".encode(), b"L") + member("cut.png", PNG)
     assert found(tmp_path, tar(gnu, GOOD)) == [long, "good"]
@@ -158,7 +154,7 @@ def test_long_names_of_both_kinds(tmp_path: Path) -> None:
     assert found(tmp_path, tar(everywhere, GOOD)) == ["good"]
 
 
-def test_content_behind_the_end_is_not_passed_over(tmp_path: Path) -> None:
+def test_content_behind_the_end_is_not_passed_over(tmp_path):
     path = tmp_path / "0.tar"
     one, two = tar(GOOD) + bytes(8192), tar(FINE)
     names, problem = problem_of(path, one + two)
@@ -170,7 +166,7 @@ def test_content_behind_the_end_is_not_passed_over(tmp_path: Path) -> None:
     assert problem == f"more content behind its end at byte {len(GOOD)}"
 
 
-def test_a_compressed_tar_or_none_at_all(tmp_path: Path) -> None:
+def test_a_compressed_tar_or_none_at_all(tmp_path):
     for content in (gzip.compress(tar(GOOD)), b"<html>404</html>" * 99, b"x", bytes(511), PNG):
         names, problem = problem_of(tmp_path / "0.tar", content)
         assert names == []
@@ -179,7 +175,7 @@ def test_a_compressed_tar_or_none_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere", "loop"])
-def test_what_is_called_a_shard_but_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_what_is_called_a_shard_but_is_no_file(tmp_path, kind):
     path = tmp_path / "0.tar"
     if kind == "folder":
         path.mkdir()
@@ -192,7 +188,7 @@ def test_what_is_called_a_shard_but_is_no_file(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere"])
-def test_a_shard_that_becomes_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_shard_that_becomes_no_file(tmp_path, kind):
     assert found(tmp_path, tar(GOOD)) == ["good"]
     path = tmp_path / "0.tar"
     index = ShardIndex.open(tmp_path)
@@ -239,7 +235,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path: Path, name: str) -> None:
+def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path, name):
     path = tmp_path / "0.tar"
     path.write_bytes(GOOD + FINE + SIZES[name] + END)
     tracemalloc.start()
@@ -258,7 +254,7 @@ def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path: Path, name: str) ->
     assert [index.read(0, number).key for number in range(2)] == ["good", "fine"]
 
 
-def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path: Path) -> None:
+def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path):
     icon = pax({"LIBARCHIVE.xattr.com.apple.ResourceFork": "x" * 500_000})
     path = tmp_path / "0.tar"
     path.write_bytes(icon + GOOD + icon + FINE + END)
@@ -267,7 +263,7 @@ def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path: Path) -
     assert [one.name for one in members[::2]] == ["good.png", "fine.png"]
 
 
-def test_headers_that_lie_are_named(tmp_path: Path) -> None:
+def test_headers_that_lie_are_named(tmp_path):
     path = tmp_path / "0.tar"
     for name in ("beyond the end", "back to its own header", "pax header of a terabyte"):
         path.write_bytes(GOOD + SIZES[name] + END)
@@ -279,7 +275,7 @@ def test_headers_that_lie_are_named(tmp_path: Path) -> None:
     assert "1 samples before it" in line
 
 
-def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
+def sparse_file(path, *parts):
     """Headers, each with so many bytes behind it that take no room on the disk."""
     with open(path, "wb") as file:
         for content, gap in parts:
@@ -329,9 +325,7 @@ def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
     ],
     ids=["image", "second", "json", "txt", "film", "between"],
 )
-def test_files_of_gigabytes_are_not_read(
-    tmp_path: Path, parts: list[tuple[bytes, int]], result: str
-) -> None:
+def test_files_of_gigabytes_are_not_read(tmp_path, parts, result):
     sparse_file(tmp_path / "0.tar", *parts)
     tracemalloc.start()
     assert found(tmp_path, None) == [result]
@@ -340,7 +334,7 @@ def test_files_of_gigabytes_are_not_read(
     assert peak < 16_000_000
 
 
-def test_small_tars_hold_plain_files_and_no_floods(tmp_path: Path) -> None:
+def test_small_tars_hold_plain_files_and_no_floods(tmp_path):
     path = tmp_path / "small.tar"
     link = member("a.png", b"", b"2", b"/etc/passwd")
     path.write_bytes(gzip.compress(tar(GOOD, link)))
@@ -360,21 +354,21 @@ def test_small_tars_hold_plain_files_and_no_floods(tmp_path: Path) -> None:
 contents = st.lists(st.binary(max_size=1500), min_size=1, max_size=3)
 
 
-def part(files: dict[str, bytes]) -> bytes:
+def part(files):
     stream = io.BytesIO()
     for name, content in files.items():
         append_member(stream, name, content)
     return stream.getvalue()
 
 
-def slow(data: bytes) -> list[Member] | None:
+def slow(data):
     members, problem = members_in(io.BytesIO(data + bytes(512)), len(data) + 512)
     return None if problem else members
 
 
 @settings(deadline=None)
 @given(contents)
-def test_plain_parts_are_read(files: list[bytes]) -> None:
+def test_plain_parts_are_read(files):
     data = part({f"key_{n}.json": content for n, content in enumerate(files)})
     members = plain_members(data)
     assert members is not None
@@ -384,9 +378,7 @@ def test_plain_parts_are_read(files: list[bytes]) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(contents, st.integers(0, 511), st.integers(0, 255), st.booleans(), st.booleans())
-def test_of_anything_else_tarfile_is_asked(
-    files: list[bytes], place: int, byte: int, mend: bool, cut: bool
-) -> None:
+def test_of_anything_else_tarfile_is_asked(files, place, byte, mend, cut):
     """A byte of the first header changed, its checksum mended or not: no other answer."""
     data = bytearray(part({f"key_{n}.json": content for n, content in enumerate(files)}))
     data[place] = byte
@@ -400,7 +392,7 @@ def test_of_anything_else_tarfile_is_asked(
 
 
 @pytest.mark.parametrize("kind", ["long", "umlaut", "folder", "link", "deep"])
-def test_unusual_files_are_left_to_tarfile(kind: str) -> None:
+def test_unusual_files_are_left_to_tarfile(kind):
     info = tarfile.TarInfo({"long": "k" * 150, "umlaut": "ü"}.get(kind, "k") + ".json")
     if kind == "deep":
         info.name = f"{'f' * 90}/{'k' * 90}.json"

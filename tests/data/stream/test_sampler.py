@@ -1,7 +1,5 @@
 """The order of an epoch: windows and sliding, over ranks, workers and resumes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from itertools import islice
@@ -13,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
-from vlp.data.stream.loader import BatchRequest, ShardAwareBatchSampler, read_at_once
+from vlp.data.stream.loader import ShardAwareBatchSampler, read_at_once
 from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element, Pool, SampleStep, SlidingSampler, TrainingSampler
+from vlp.data.stream.sampler import Element, Pool, SlidingSampler, TrainingSampler
 
 Sampler = TrainingSampler | SlidingSampler
 
 
-def epoch_of(order: Sampler, epoch: int, size: int) -> list[list[Element | None]]:
+def epoch_of(order, epoch, size):
     """All global batches of one epoch."""
     batches = []
     for step in order.steps(order.samples_before(epoch), size):
@@ -30,11 +28,9 @@ def epoch_of(order: Sampler, epoch: int, size: int) -> list[list[Element | None]
     raise AssertionError
 
 
-def slow_epoch(
-    pools: list[Pool], streams: int, window: int, seed: int, epoch: int, size: int
-) -> list[list[Element | None]]:
+def slow_epoch(pools, streams, window, seed, epoch, size):
     """The definition spelled out: everything is laid out as lists of single elements."""
-    chunks: list[list[Element]] = []
+    chunks = []
     for source, pool in enumerate(pools):
         total = sum(pool.sizes)
         row, chunk_ids = [], []
@@ -45,7 +41,7 @@ def slow_epoch(
                     row.append(Element(source, int(shard), position, visit))
                     chunk_ids.append((visit, shard))
         start, stop = int(epoch * pool.weight * total), int((epoch + 1) * pool.weight * total)
-        by_chunk: dict[tuple[int, int], list[Element]] = {}
+        by_chunk = {}
         for element, chunk in zip(row[start:stop], chunk_ids[start:stop]):
             by_chunk.setdefault(chunk, []).append(element)
         chunks += by_chunk.values()
@@ -63,7 +59,7 @@ def slow_epoch(
     each = size // streams
     batches = []
     for start in range(0, max(map(len, pieces)), each):
-        batch: list[Element | None] = []
+        batch = []
         for piece in pieces:
             taken = piece[start : start + each]
             batch += [*taken, *[None] * (each - len(taken))]
@@ -78,9 +74,7 @@ weights = st.sampled_from([0.1, 0.5, 1.0, 2.0])
 @settings(deadline=None)
 @given(st.lists(st.tuples(sizes, weights), min_size=1, max_size=3), st.integers(1, 4),
        st.integers(1, 5), st.integers(0, 5), st.integers(0, 3))  # fmt: skip
-def test_windows_against_their_definition(
-    sources: list[tuple[list[int], float]], streams: int, window: int, seed: int, epoch: int
-) -> None:
+def test_windows_against_their_definition(sources, streams, window, seed, epoch):
     pools = [Pool(*source) for source in sources] + [Pool([3, 2])]
     order = TrainingSampler(pools, streams, window, seed)
     assert epoch_of(order, epoch, 2 * streams) == slow_epoch(
@@ -93,7 +87,7 @@ runs = st.tuples(sizes, st.integers(1, 6), st.integers(1, 5), st.integers(1, 8),
 
 @settings(deadline=None)
 @given(runs, st.integers(1, 6))
-def test_ranks_share_every_batch(run: tuple[list[int], int, int, int, int], world: int) -> None:
+def test_ranks_share_every_batch(run, world):
     shards, streams, each, window, seed = run
     size = streams * each
     order = TrainingSampler([Pool(shards)], streams, window, seed)
@@ -111,16 +105,14 @@ def test_ranks_share_every_batch(run: tuple[list[int], int, int, int, int], worl
 
 @settings(deadline=None)
 @given(runs, st.integers(0, 12), st.integers(1, 4))
-def test_resuming_with_another_batch_loses_and_repeats_nothing(
-    run: tuple[list[int], int, int, int, int], stop: int, other: int
-) -> None:
+def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other):
     shards, streams, each, window, seed = run
     pools = [Pool(shards), Pool([3, 2], 0.5)]
     order = TrainingSampler(pools, streams, window, seed)
     consumed = 0
-    seen: list[tuple[int, Element]] = []
+    seen = []
 
-    def take(steps: list[SampleStep], size: int) -> int:
+    def take(steps, size):
         for step in steps:
             seen.extend(
                 (step.epoch, slot) for slot in order.slots(step.epoch, step.start, size) if slot
@@ -144,13 +136,13 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(
         assert len(found) == len(set(found)) == order.samples_in_epoch(epoch)
 
 
-def test_a_stream_reads_few_shards_at_a_time() -> None:
+def test_a_stream_reads_few_shards_at_a_time():
     order = TrainingSampler([Pool([100] * 40)], streams=4, window=100, seed=0)
     opened = {slot.shard for slot in order.slots(0, 0, 400, rank=0, world_size=4) if slot}
     assert len(opened) <= 2
 
 
-def test_numbers_that_fit_no_run() -> None:
+def test_numbers_that_fit_no_run():
     order = TrainingSampler([Pool([10])], streams=4, window=4, seed=0)
     assert order.locate(8) == (0, 2)
     assert order.locate(10) == (1, 0)
@@ -162,19 +154,17 @@ def test_numbers_that_fit_no_run() -> None:
 
 
 @pytest.mark.parametrize("pools", [[], [Pool([])], [Pool([0, 0]), Pool([0])]])
-def test_no_samples_is_an_error_not_a_hang(pools: list[Pool]) -> None:
+def test_no_samples_is_an_error_not_a_hang(pools):
     with pytest.raises(ConfigError, match="hold no samples"):
         TrainingSampler(pools, 2, 4, 0)
 
 
-def slow_streams(
-    sizes: list[int], streams: int, window: int, seed: int, epoch: int
-) -> list[list[tuple[int, int]]]:
+def slow_streams(sizes, streams, window, seed, epoch):
     """The definition spelled out for one source of weight 1: (shard, position) of each stream."""
     keys = make_rng(seed, 0, 0, "deal").random(len(sizes))
     shards = sorted((shard for shard in range(len(sizes)) if sizes[shard]), key=keys.__getitem__)
     row = [(shard, position) for shard in shards for position in range(sizes[shard])]
-    pieces: list[tuple[int, list[tuple[int, int]]]] = []
+    pieces = []
     for stream in range(streams):
         part = row[stream * len(row) // streams : (stream + 1) * len(row) // streams]
         for shard in dict.fromkeys(shard for shard, _ in part):
@@ -191,14 +181,10 @@ def slow_streams(
     ]
 
 
-def slow_stream(
-    chunks: list[list[tuple[int, int]]], window: int, seed: int, epoch: int, stream: int
-) -> list[tuple[int, int]]:
+def slow_stream(chunks, window, seed, epoch, stream):
     length, block = sum(map(len, chunks)), max(1, window // 8)
     shifts = make_rng(seed, epoch, stream, "shifts").random(len(chunks))
-    blocks: list[list[tuple[float, int, tuple[int, int]]]] = [
-        [] for _ in range(ceil(length / block))
-    ]
+    blocks = [[] for _ in range(ceil(length / block))]
     first = 0
     for number, chunk in enumerate(chunks):
         size = len(chunk)
@@ -225,12 +211,10 @@ sliding_runs = st.tuples(
 
 @given(sliding_runs)
 @settings(max_examples=150, deadline=None)
-def test_the_sliding_order_against_its_definition(
-    run: tuple[list[int], int, int, int, int],
-) -> None:
+def test_the_sliding_order_against_its_definition(run):
     sizes, streams, window, seed, epoch = run
     order = SlidingSampler([Pool(sizes)], streams, window, seed)
-    found: list[list[tuple[int, int]]] = [[] for _ in range(streams)]
+    found = [[] for _ in range(streams)]
     for batch in epoch_of(order, epoch, streams):
         for stream, element in enumerate(batch):
             if element is not None:
@@ -240,9 +224,7 @@ def test_the_sliding_order_against_its_definition(
 
 @given(sliding_runs, st.sampled_from([0.5, 1.0, 1.5, 2.0]))
 @settings(max_examples=100, deadline=None)
-def test_every_element_once_for_any_number_of_ranks(
-    run: tuple[list[int], int, int, int, int], weight: float
-) -> None:
+def test_every_element_once_for_any_number_of_ranks(run, weight):
     sizes, streams, window, seed, epoch = run
     pools = [Pool(sizes, weight), Pool([3, 1])]
     order = SlidingSampler(pools, streams, window, seed)
@@ -256,10 +238,10 @@ def test_every_element_once_for_any_number_of_ranks(
     assert [slot for part in parts for slot in part] == (batches[start] if batches else [])
 
 
-def test_it_mixes_as_well_as_a_uniform_shuffle() -> None:
+def test_it_mixes_as_well_as_a_uniform_shuffle():
     """Four million samples in shards of 1,000, batches of 512, at most 64 shards held by a rank."""
     shards, streams, batch = 4000, 64, 512
-    order = SlidingSampler([Pool(np.full(shards, 1000))], streams, 11_000, 0)  # type: ignore[arg-type]
+    order = SlidingSampler([Pool(np.full(shards, 1000))], streams, 11_000, 0)
     pairs, batches = 0, 60
     for number in range(batches):
         found = Counter(
@@ -275,7 +257,7 @@ shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)
 numbers = st.integers(1, 4)
 
 
-def shards_of(asked: BatchRequest) -> set[tuple[int, int]]:
+def shards_of(asked):
     slots = (request.element for request in asked.slots)
     return {(element.source, element.shard) for element in slots if element is not None}
 
@@ -284,15 +266,15 @@ def shards_of(asked: BatchRequest) -> set[tuple[int, int]]:
 @given(st.sampled_from([TrainingSampler, SlidingSampler]), shards, st.sampled_from([0.3, 1.0]),
        numbers, numbers, st.integers(1, 7), st.integers(0, 5))  # fmt: skip
 def test_every_shard_is_asked_for_before_it_is_read(
-    kind: type[Sampler], sizes: list[int], weight: float, streams: int, each: int, window: int,
-    start: int,
-) -> None:  # fmt: skip
+    kind, sizes, weight, streams, each, window,
+    start
+):  # fmt: skip
     """From wherever a run starts, and over the ends of epochs, empty ones too."""
     sampler = kind([Pool(sizes, weight), Pool([3, 1], 0.5)], streams, window, 0)
     batch = streams * each
     consumed = [0, *(step.consumed for step in islice(sampler.steps(0, batch), start))][-1]
     for rank in range(streams):
-        asked: set[tuple[int, int]] = set()
+        asked = set()
         at_once = read_at_once(sampler, batch, consumed, rank, streams)
         stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
         for number, found in enumerate(stream):
@@ -304,9 +286,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
 
 @settings(deadline=None, max_examples=30)
 @given(shards, numbers, st.integers(1, 7), st.integers(2, 5))
-def test_workers_share_what_is_to_be_fetched(
-    sizes: list[int], streams: int, window: int, workers: int
-) -> None:
+def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
     sampler = TrainingSampler([Pool(sizes)], streams, window, 0)
     alone = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=1))
     shared = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=workers))
@@ -322,7 +302,7 @@ def test_workers_share_what_is_to_be_fetched(
     )
 
 
-def test_a_rank_asks_for_what_it_reads_alone() -> None:
+def test_a_rank_asks_for_what_it_reads_alone():
     """Two windows of each of its streams, however many shards there are."""
     sampler = TrainingSampler([Pool([100] * 1000)], streams=16, window=250, seed=1)
     for rank in range(4):
@@ -330,7 +310,7 @@ def test_a_rank_asks_for_what_it_reads_alone() -> None:
         assert len(read_at_once(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)
 
 
-def test_equal_arguments_give_equal_streams_and_any_other_differs() -> None:
+def test_equal_arguments_give_equal_streams_and_any_other_differs():
     base = make_rng(1, 2, "x", "crop").random(4)
     assert np.array_equal(base, make_rng(1, 2, "x", "crop").random(4))
     others = [(2, 2, "x", "crop"), (1, 3, "x", "crop"), (1, 2, "y", "crop"), (1, 2, "x", "mlm")]
@@ -341,17 +321,17 @@ def test_equal_arguments_give_equal_streams_and_any_other_differs() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [((1,), ("1",)), (("a", "bc"), ("ab", "c")), (("a", "b"), ("b", "a"))]
 )
-def test_identities_keep_names_apart(first: tuple, second: tuple) -> None:
+def test_identities_keep_names_apart(first, second):
     assert identity(*first) != identity(*second)
     assert 0 <= identity(*first) < 2**63
 
 
-def test_draws_stay_what_they_were() -> None:
+def test_draws_stay_what_they_were():
     # A run may be resumed in another process, on another machine or with a newer release.
     assert make_rng(3, 1, "s", "p").integers(10**9) == 592918018
 
 
-def test_draws_are_even() -> None:
+def test_draws_are_even():
     values = np.array([make_rng(0, 0, sample, "itm").random() for sample in range(4000)])
     counts = np.histogram(values, bins=10, range=(0, 1))[0]
     # Chi-square of 9 degrees: 27.9 is passed once in a thousand; the draws are fixed.
@@ -359,7 +339,7 @@ def test_draws_are_even() -> None:
 
 
 @pytest.mark.parametrize("sample", range(20))
-def test_the_key_of_philox_is_the_hash(sample: int) -> None:
+def test_the_key_of_philox_is_the_hash(sample):
     digest = hashlib.blake2b(repr([3, 1, sample, "crop"]).encode(), digest_size=16).digest()
     plain = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     drawn = make_rng(3, 1, sample, "crop")

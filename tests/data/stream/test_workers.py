@@ -1,7 +1,5 @@
 """Loader processes that do not end by themselves, as in an outage of the store."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -29,18 +27,18 @@ class Stuck(Dataset[Any]):
 
     given = 0
 
-    def __getitem__(self, request: Any) -> int:
+    def __getitem__(self, request):
         if self.given == 2:
             time.sleep(600)
         self.given += 1
         return 1
 
 
-def collate(slots: list[Any]) -> Any:
+def collate(slots):
     return Batch(torch.ones(len(slots), dtype=torch.bool))
 
 
-def started() -> Any:
+def started():
     sampler = TrainingSampler([Pool([100], 1.0)], 2, 10, 0)
     batches = OrderedData(sampler, Stuck(), collate, 2, workers=1).batches()
     next(batches)
@@ -48,7 +46,7 @@ def started() -> Any:
 
 
 @pytest.mark.nightly
-def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_stuck_is_killed(monkeypatch):
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
     batches = started()
     assert len(active_children()) == 1
@@ -58,7 +56,7 @@ def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_end_with_their_process(tmp_path: Path, method: str) -> None:
+def test_workers_end_with_their_process(tmp_path, method):
     process = subprocess.Popen(
         [sys.executable, __file__, str(tmp_path), method], stdout=subprocess.PIPE, text=True
     )

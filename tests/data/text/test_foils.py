@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -11,7 +9,7 @@ from vlp.data.text.foils import FOIL_KINDS, Edit, edited, make_foils
 MAN_DOG = "A man in red chases a small dog ."
 
 
-def every_foil(kind: str, *captions: str) -> set[str]:
+def every_foil(kind, *captions):
     """All foils of the first caption that any of 40 seeds draws."""
     drawn = [make_foils(captions, seed, "key")[0] for seed in range(40)]
     return {foil.text for foils in drawn for foil in foils if foil.kind == kind}
@@ -105,7 +103,7 @@ def test_a_choice_depends_on_seed_key_and_kind_alone():
 
 def test_foils_of_flickr8k_are_many_and_their_words_are_those_of_their_kind(shared):
     content = json.loads((shared / "data/flickr8k/dataset_flickr8k.json").read_text())
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for image in content["images"]:
         if image["split"] != "val":
             continue
@@ -125,6 +123,6 @@ def test_foils_of_flickr8k_are_many_and_their_words_are_those_of_their_kind(shar
     assert counts["preposition"] > 900
 
 
-def bag(text: str) -> Counter[str]:
+def bag(text):
     """Words without articles, which follow them."""
     return Counter(word for word in re.findall(r"[\w'-]+", text.lower()) if word not in ("a", "an"))

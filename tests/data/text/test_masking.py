@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -11,13 +9,13 @@ from vlp.data.masking import mask_patches, mask_words
 SPECIAL = (0, 1, 2, 3, 4)
 
 
-def masked(ids: np.ndarray, words: np.ndarray, probability: float, seed: int):
+def masked(ids, words, probability, seed):
     rng = np.random.default_rng(seed)
     return mask_words(ids, words, probability, 50, 4, SPECIAL, rng)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.floats(0.01, 0.99), st.integers(0, 99))
-def test_only_words_are_masked_and_at_least_one(words: list[bool], share: float, seed: int) -> None:
+def test_only_words_are_masked_and_at_least_one(words, share, seed):
     mask = np.array(words)
     ids = np.where(mask, np.arange(len(words)) + 10, 0)
     before = ids.copy()
@@ -31,7 +29,7 @@ def test_only_words_are_masked_and_at_least_one(words: list[bool], share: float,
     assert new.dtype == labels.dtype == np.int64
 
 
-def test_shares_of_the_three_kinds() -> None:
+def test_shares_of_the_three_kinds():
     ids = np.full(20_000, 10)
     new, labels = masked(ids, np.ones(20_000, dtype=bool), 0.15, 0)
     chosen = labels != -100
@@ -52,7 +50,7 @@ def test_shares_of_the_three_kinds() -> None:
     st.floats(0.05, 0.95),
     st.integers(0, 9),
 )
-def test_patches(rows: int, columns: int, unit: int, ratio: float, seed: int) -> None:
+def test_patches(rows, columns, unit, ratio, seed):
     mask = mask_patches((rows, columns), ratio, unit, np.random.default_rng(seed))
     assert mask.shape == (rows, columns)
     assert mask.dtype == bool

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +17,11 @@ CAPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def text() -> TextProcessor:
+def text():
     return TextProcessor(train_wordpiece(CAPTIONS, 90), 10)
 
 
-def test_ids_and_masks(text: TextProcessor) -> None:
+def test_ids_and_masks(text):
     tokens = text(["dog", CAPTIONS[0], ""])
     assert [tuple(part.shape) for part in tokens] == [(3, 10)] * 3
     assert [part.dtype for part in tokens] == [torch.int64, torch.bool, torch.bool]
@@ -41,14 +38,14 @@ def test_ids_and_masks(text: TextProcessor) -> None:
     assert text.words("") == ["[CLS]", "[SEP]"]
 
 
-def test_special_tokens_written_in_a_caption_are_no_words(text: TextProcessor) -> None:
+def test_special_tokens_written_in_a_caption_are_no_words(text):
     tokens = text(["dog [SEP] dog [MASK]"])
     assert tokens.text_ids[0].tolist()[2] == text.sep_id
     words = tokens.word_mask[0].tolist()
     assert words[:6] == [False, True, False, True, False, False]
 
 
-def test_trained_vocabulary(text: TextProcessor) -> None:
+def test_trained_vocabulary(text):
     vocabulary = train_wordpiece(CAPTIONS, 90).get_vocab()
     assert [vocabulary[name] for name in SPECIALS] == [0, 1, 2, 3, 4]
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
@@ -58,7 +55,7 @@ def test_trained_vocabulary(text: TextProcessor) -> None:
         assert "[UNK]" not in TextProcessor(train_wordpiece(CAPTIONS, 90), 64).words(caption)
 
 
-def test_training_is_the_same_in_every_process() -> None:
+def test_training_is_the_same_in_every_process():
     # The library seeds its hash tables afresh in each process.
     code = (
         "import json, sys; from vlp.data.text.tokenizer import train_wordpiece;"
@@ -69,7 +66,7 @@ def test_training_is_the_same_in_every_process() -> None:
     assert json.loads(fresh.stdout) == train_wordpiece(CAPTIONS, 90).get_vocab()
 
 
-def test_saved_and_loaded(text: TextProcessor, tmp_path: Path) -> None:
+def test_saved_and_loaded(text, tmp_path):
     text.save(tmp_path)
     again = TextProcessor.load(tmp_path, 10)
     assert torch.equal(again(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
@@ -79,7 +76,7 @@ def test_saved_and_loaded(text: TextProcessor, tmp_path: Path) -> None:
     assert torch.equal(from_vocabulary(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
 
 
-def test_transformers_reads_the_same_ids(text: TextProcessor, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_ids(text, tmp_path):
     from transformers import AutoTokenizer
 
     text.save(tmp_path)
@@ -94,7 +91,7 @@ def test_transformers_reads_the_same_ids(text: TextProcessor, tmp_path: Path) ->
     assert theirs.model_max_length == 10
 
 
-def byte_level() -> Tokenizer:
+def byte_level():
     """Return a byte-level BPE tokenizer with BERT's names, as ModernBERT's."""
     from tokenizers import ByteLevelBPETokenizer, processors
 
@@ -105,14 +102,14 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def cased() -> Tokenizer:
+def cased():
     words = (*SPECIALS, "A", "a", "dog", "Dog", "Two", "café", "犬")
     vocabulary = {word: number for number, word in enumerate(words)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=False))
 
 
 @pytest.mark.parametrize("make", [cased, byte_level])
-def test_transformers_reads_the_same_ids_where_letters_keep_their_case(make, tmp_path) -> None:
+def test_transformers_reads_the_same_ids_where_letters_keep_their_case(make, tmp_path):
     from transformers import AutoTokenizer
 
     text, texts = TextProcessor(make(), 40), [*CAPTIONS, "A Dog a dog café 犬"]
@@ -132,7 +129,7 @@ def test_transformers_reads_the_same_ids_where_letters_keep_their_case(make, tmp
         {"tokenize_chinese_chars": False},
     ],
 )
-def test_a_vocabulary_alone_is_read_with_its_settings(settings, tmp_path) -> None:
+def test_a_vocabulary_alone_is_read_with_its_settings(settings, tmp_path):
     from transformers import BertTokenizer
 
     words = [*SPECIALS, "dog", "Dog", "cafe", "Cafe", "café", "Café", "犬", "##dog"]
@@ -146,7 +143,7 @@ def test_a_vocabulary_alone_is_read_with_its_settings(settings, tmp_path) -> Non
         TextProcessor.load(tmp_path, 5)
 
 
-def test_robertas_special_tokens_are_read_and_saved(tmp_path: Path) -> None:
+def test_robertas_special_tokens_are_read_and_saved(tmp_path):
     from tokenizers import ByteLevelBPETokenizer, processors
     from transformers import AutoTokenizer
 
@@ -168,9 +165,7 @@ def test_robertas_special_tokens_are_read_and_saved(tmp_path: Path) -> None:
     assert theirs.mask_token_id == 4
 
 
-def test_words_of_weights_are_held_against_the_vocabulary(
-    text: TextProcessor, tmp_path: Path
-) -> None:
+def test_words_of_weights_are_held_against_the_vocabulary(text, tmp_path):
     text.require_words_of(str(tmp_path))  # it has no tokenizer
     text.require_words_of("bert-base-uncased")  # a name of the hub
     text.save(tmp_path)
@@ -180,7 +175,7 @@ def test_words_of_weights_are_held_against_the_vocabulary(
         other.require_words_of(str(tmp_path))
 
 
-def test_a_vocabulary_without_the_special_tokens(tmp_path: Path) -> None:
+def test_a_vocabulary_without_the_special_tokens(tmp_path):
     with pytest.raises(ConfigError, match=r"no \[MASK\]"):
         bert_tokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "dog": 4})
     from tokenizers import models

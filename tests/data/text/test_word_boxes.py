@@ -1,7 +1,5 @@
 """Words and the patches of their boxes."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
