@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlp.data.config import DataConfig
+from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
+from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
+INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
 WORDS = ("red", "green", "blue", "dog", "cat", "house", "left", "runs")
 
 
@@ -42,6 +46,24 @@ def make_shards(tmp_path):
                     ),
                 )
         return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def make_data(vocabulary):
+    """Pretraining data of folders, each perhaps with a weight."""
+
+    def make(*sources, batch=8, seed=5, inputs=INPUTS, **options):
+        pairs = [source if isinstance(source, tuple) else (source, 1.0) for source in sources]
+        settings = {
+            "sources": [{"path": str(path), "weight": weight} for path, weight in pairs],
+            "vocabulary": str(vocabulary),
+            "canonical_streams": 4,
+            "shuffle_window": 6,
+            "workers": 0,
+        }
+        return PretrainData(DataConfig.model_validate(settings | options), inputs, batch, seed)
 
     return make
 

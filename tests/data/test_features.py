@@ -156,19 +156,16 @@ def places_of(stored):
 def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_features, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 2)
-
-    def refused(*overrides):
-        with pytest.raises(ConfigError) as error:
-            data_of(config, f"data.features={out}", *overrides)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    assert "image_size is 16 there, 20 here" in refused("model.image.image_size=20")
-    assert "augment.hflip is True there, False here" in refused("data.augment.hflip=false")
     other = tmp_path / "other"
     with ShardWriter(other, 4) as writer:
         writer.write("k", encoded(photo(0)), "jpg", Annotation(captions=["a dog"]))
-    assert "holds no features of" in refused(f"data.sources=[{{path: {other}}}]")
+    for override, message in (
+        ("model.image.image_size=20", "image_size is 16 there, 20 here"),
+        ("data.augment.hflip=false", r"augment\.hflip is True there, False here"),
+        (f"data.sources=[{{path: {other}}}]", "holds no features of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            data_of(config, f"data.features={out}", override)
     features = StoredFeatures(out)
     with pytest.raises(ConfigError, match=r"weights is '\w+' there, 'f+' here"):
         features.require_tower(TowerKey(features.header.tower, 64 * "f"))
@@ -190,16 +187,10 @@ def test_features_that_are_missing_or_damaged_are_named(
     file.write_bytes(content)
     header = out / HEADER_NAME
     good = json.loads(header.read_text())
-    for text, said in (
-        ("{", "Invalid JSON"),
-        (json.dumps(good | {"weights": "x"}), "weights: String should match"),
-        (json.dumps({k: v for k, v in good.items() if k != "views"}), "views: Field required"),
-        (json.dumps(good | {"version": 2}), "version: Input should be 1"),
-    ):
+    for text in ("{", json.dumps(good | {"weights": "x"}), json.dumps(good | {"version": 2})):
         header.write_text(text)
-        with pytest.raises(ConfigError, match=said) as error:
+        with pytest.raises(ConfigError, match=r"no header of features \(.*\); delete"):
             data_of(config, f"data.features={out}")
-        assert "\n" not in str(error.value)
     header.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         data_of(config, f"data.features={out}")
@@ -297,10 +288,6 @@ def test_workers_and_ranks_change_nothing(make_shards, configuration, make_featu
     ranks = launch(2, [*map(str, command), "--out", str(tmp_path / "ranks")])
     assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
     assert contents(tmp_path / "ranks") == alone
-    said = [line for line in ranks[0].stdout.splitlines() if "images" in line]
-    assert len(said) == 1
-    assert "23 images x 2 views of 17 x 16 written" in said[0]
-    assert "images" not in ranks[1].stdout
 
 
 @pytest.mark.nightly
@@ -359,16 +346,14 @@ def test_another_command_does_not_go_on(
     out = make_features(config, tmp_path / "out")
     before = contents(out)
     options = ["features", "--config", str(config), "--out", str(out)]
-    for change, said in (
-        (["--views", "2"], "augment is None there, {'randaugment'"),
-        (["--precision", "bf16"], "precision is 'float32' there, 'bf16' here"),
-        (["training.seed=1"], "weights is '"),
-        (["model.image.layers=2"], "tower.layers is 1 there, 2 here"),
+    for change, field in (
+        (["--views", "2"], "augment"),
+        (["--precision", "bf16"], "precision"),
+        (["training.seed=1"], "weights"),
+        (["model.image.layers=2"], "tower.layers"),
     ):
         assert main([*options, *change]) == 2
-        message = capsys.readouterr().err
-        assert said in message
-        assert message.count("\n") == 1
+        assert f"{field} is " in capsys.readouterr().err
     assert contents(out) == before
     (out / HEADER_NAME).unlink()
     assert main(options) == 2
@@ -379,8 +364,8 @@ def test_bad_samples_have_no_features(configuration, make_features, tmp_path, ca
     folder = tmp_path / "shards"
     with ShardWriter(folder, 4) as writer:
         for number in range(6):
-            image = os.urandom(99) if number in (1, 4) else noise_png(number)
-            writer.write(f"k{number}", image, "png", Annotation(captions=["a dog"]))
+            image = os.urandom(99) if number in (1, 4) else encoded(photo(number))
+            writer.write(f"k{number}", image, "jpg", Annotation(captions=["a dog"]))
     out = make_features(configuration(folder), tmp_path / "out", "--views", 2)
     assert "2 images cannot be read" in capsys.readouterr().out
     kinds = FeatureHeader.read(out).kinds
@@ -389,17 +374,6 @@ def test_bad_samples_have_no_features(configuration, make_features, tmp_path, ca
     assert last[:, 0].tolist() == [BAD + kinds.index("unreadable image"), PLAIN]
     assert (features[1] == 0).all()
     assert (features[[0, 2, 3]] != 0).any((1, 2, 3)).all()
-
-
-def noise_png(number):
-    from io import BytesIO
-
-    from PIL import Image
-
-    stream = BytesIO()
-    levels = np.random.default_rng(number).integers(0, 256, (16, 20, 3), dtype=np.uint8)
-    Image.fromarray(levels).save(stream, "png")
-    return stream.getvalue()
 
 
 def test_what_float16_cannot_hold_is_refused(
@@ -422,6 +396,7 @@ FLIPS = {"randaugment": False, "crop_scale": [0.5, 1.0], "hflip": True}
 def configuration(tmp_path, vocabulary):
     def write(*folders, augment=FLIPS, **data):
         model = TINY_MODEL | {"text": TINY_MODEL["text"] | {"vocab_size": 90}}
+        contrastive, itm = {"token": {"group": 4}}, {"group": 4}
         values = {
             "model": model,
             "data": {
@@ -433,13 +408,8 @@ def configuration(tmp_path, vocabulary):
                 "augment": augment,
                 **data,
             },
-            "objectives": {
-                "contrastive": {"token": {"group": 4}},
-                "itm": {"group": 4},
-                "mim": None,
-                "teacher": None,
-            },
-            "training": {"batch": 8, "steps": 3, "precision": "float32", "log_every": 1},
+            "objectives": {"contrastive": contrastive, "itm": itm, "mim": None, "teacher": None},
+            "training": {"batch": 8, "steps": 3, "precision": "float32"},
         }
         path = tmp_path / "pretrain.yaml"
         path.write_text(yaml.safe_dump(values))

@@ -9,13 +9,24 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+import torch
 from broken_images import bombs, chunk, photo, png_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import JpegImage, decode_image
+from vlp.data.image.decode import JpegImage, decode_image, levels_of
 from vlp.data.limits import Limits, limits, put_in_force
 from vlp.data.shards.sample_files import BadSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
+
+
+def smooth(width=90, height=70):
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def saved(image, kind="png", **how):
@@ -177,7 +188,6 @@ def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn):
         decode_image(data[: len(data) // 2], "x", 150)
 
 
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize(
     "garbage", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*" * 9]
 )
@@ -197,9 +207,6 @@ def test_a_bomb_is_refused_by_its_header(name, decode, warning):
         # Pillow's own warning is the same answer where warnings are errors.
         warnings.simplefilter(warning)
         assert kind_of(bombs()[name], decode) == "image too large"
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
 
 
 def segment(marker, content):
@@ -364,3 +371,83 @@ def test_limits_come_from_the_environment(monkeypatch):
         monkeypatch.setenv("VLP_LIMITS", text)
         with pytest.raises(ConfigError, match=f"VLP_LIMITS: .*{told}"):
             limits()
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
+    image = smooth(91, 67).convert(mode)
+    data = saved(image, "jpeg", subsampling=subsampling, progressive=progressive, quality=80)
+    found = JpegImage(data, "x").levels()
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, levels_of(decode_image(data, "x")))
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
+def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
+    data = saved(smooth(), kind)
+    for least in ((0, 0), (5, 5)):
+        found = JpegImage(data, "x").levels(least)
+        assert torch.equal(found, levels_of(decode_image(data, "x")))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_size_and_levels_are_of_the_upright_image(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(smooth(64, 40), "jpeg", exif=exif)
+    upright = decode_image(data, "x")
+    jpeg = JpegImage(data, "x")
+    assert jpeg.size == upright.size
+    assert jpeg.image().tobytes() == upright.tobytes()
+    for least in ((0, 0), (4, 4)):
+        width, height = upright.size
+        rows, columns = jpeg.levels(least).shape[1:]
+        assert columns / rows == pytest.approx(width / height, rel=0.1)
+    assert torch.equal(jpeg.levels(), levels_of(upright))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
+def test_a_reduced_image_is_never_smaller_than_asked(width, height, across, down):
+    least = max(1, int(across * width)), max(1, int(down * height))
+    jpeg = JpegImage(saved(smooth(width, height), "jpeg"), "x")
+    rows, columns = jpeg.levels(least).shape[1:]
+    assert columns >= min(least[0], width)
+    assert rows >= min(least[1], height)
+    assert (columns, rows) in {
+        (-(-width * number // 8), -(-height * number // 8)) for number in (8, 4, 3, 2, 1)
+    }
+    half = -(-width // 2), -(-height // 2)
+    if least[0] <= half[0] and least[1] <= half[1]:
+        assert (columns, rows) <= half  # whatever half can serve is not decoded at full size
+
+
+def test_a_reduced_image_is_the_image():
+    image = smooth(400, 320)
+    jpeg = JpegImage(saved(image, "jpeg", quality=95), "x")
+    for size in ((200, 160), (100, 80), (50, 40)):
+        found = jpeg.levels(size).permute(1, 2, 0).numpy()
+        expected = np.array(image.resize(size, Image.Resampling.BOX))
+        assert found.shape == expected.shape
+        assert np.abs(found.astype(int) - expected).mean() < 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_images_are_refused_where_pillow_refuses_them(seed):
+    rng = np.random.default_rng(seed)
+    data = bytearray(saved(smooth(), "jpeg", quality=85, progressive=bool(seed % 2)))
+    for place in rng.integers(0, len(data), 3):
+        data[place] = rng.integers(256)
+    if seed % 4 == 0:
+        del data[rng.integers(len(data)) :]
+
+    def outcome(decode):
+        try:
+            return decode().numpy().tobytes()
+        except BadSample as bad:
+            return bad.kind
+
+    expected = outcome(lambda: levels_of(decode_image(bytes(data), "x")))
+    assert outcome(lambda: JpegImage(bytes(data), "x").levels()) == expected

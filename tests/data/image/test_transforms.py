@@ -1,5 +1,6 @@
 """Images prepared for training and evaluation."""
 
+import colorsys
 from io import BytesIO
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.decode import JpegImage, decode_image, upright_rgb
 from vlp.data.image.transforms import (
+    OPERATIONS,
     Preprocessing,
     TrainTransform,
     _least_size,
@@ -123,15 +125,10 @@ def test_crops_have_the_stated_area_and_stay_inside():
     boxes = [random_crop(100, 80, (0.3, 0.6), np.random.default_rng(seed)) for seed in range(100)]
     left, upper, right, lower = np.array(boxes).T
     width, height = right - left, lower - upper
-    areas = width * height / 8000
-    assert 0.28 < areas.min() < 0.35
-    assert 0.55 < areas.max() < 0.62
-    assert left.min() >= 0
-    assert right.max() <= 100
-    assert upper.min() >= 0
-    assert lower.max() <= 80
-    assert 0.7 < (width / height).min() < 0.85
-    assert 1.2 < (width / height).max() < 1.4
+    for values, least, most in ((width * height / 8000, 0.3, 0.6), (width / height, 3 / 4, 4 / 3)):
+        assert values.min() == pytest.approx(least, rel=0.1)
+        assert values.max() == pytest.approx(most, rel=0.1)
+    assert min(left.min(), upper.min(), 100 - right.max(), 80 - lower.max()) >= 0
 
 
 def test_a_crop_is_resized_as_pillow_does():
@@ -211,6 +208,7 @@ def test_shuffled_images_are_patches_of_the_moved_image():
     assert not torch.equal(mixed, pixels)
     assert torch.equal(viewed(pixels, "shuffled", 4, 1), mixed)
     assert torch.equal(viewed(pixels, "image", 4, 1), pixels)
+    assert not viewed(pixels, "blank", 4, 0).any()
 
 
 def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
@@ -223,5 +221,125 @@ def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it(
     assert ((columns - 800).abs() < 160).all()
 
 
-def test_a_blank_image_says_nothing():
-    assert not viewed(torch.rand(2, 3, 8, 8), "blank", 4, 0).any()
+BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
+FILL = (128, 128, 128)
+
+
+def float_levels(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
+
+
+def as_array(tensor):
+    return tensor.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    "colour", [(200, 40, 40), (40, 160, 60), (60, 60, 220), (210, 190, 40), (220, 120, 40)]
+)
+def test_no_operation_changes_hue(operation, sign, colour):
+    # On dark grey with a black corner, so that stretching the channels one by one, or past their
+    # end, would show; shifted or turned, the middle still lies in the coloured square.
+    image = Image.new("RGB", (32, 32), (60, 60, 60))
+    image.paste(colour, (6, 6, 26, 26))
+    image.paste((0, 0, 0), (0, 0, 4, 4))
+    given = float_levels(image)
+    before = given.clone()
+    result = operation(given, 0.7, sign)
+    assert torch.equal(given, before)
+    assert result.shape == (3, 32, 32)
+    assert result.dtype == torch.float32
+    assert result.min() >= 0
+    assert result.max() <= 255
+    red, green, blue = as_array(result)[16, 16] / 255
+    hue, saturation, _ = colorsys.rgb_to_hsv(red, green, blue)
+    expected = colorsys.rgb_to_hsv(*(value / 255 for value in colour))
+    assert min(abs(hue - expected[0]), 1 - abs(hue - expected[0])) < 0.015
+    assert saturation > 0.9 * expected[1]
+
+
+def hsv_value(image, change):
+    hue, saturation, value = image.convert("HSV").split()
+    return Image.merge("HSV", (hue, saturation, change(value))).convert("RGB")
+
+
+def pillow_autocontrast(image, strength, sign):
+    low, high = int(np.array(image).min()), int(np.array(image).max())
+    return image.point(
+        [255 * min(max(n - low, 0), high - low) / (high - low) for n in range(256)] * 3
+    )
+
+
+def pillow_brightness(image, strength, sign):
+    table = [min(round((1 + sign * 0.9 * strength) * level), 255) for level in range(256)]
+    return hsv_value(image, lambda value: value.point(table))
+
+
+def pillow_affine(matrix):
+    def move(image, strength, sign):
+        numbers = matrix(sign * strength, *image.size)
+        bilinear = Image.Resampling.BILINEAR
+        return image.transform(
+            image.size, Image.Transform.AFFINE, numbers, bilinear, fillcolor=FILL
+        )
+
+    return move
+
+
+# The same operations in Pillow, in 8 bits.
+REFERENCE = {
+    "_autocontrast": pillow_autocontrast,
+    "_equalize": lambda image, strength, sign: hsv_value(image, ImageOps.equalize),
+    "_brightness": pillow_brightness,
+    "_sharpness": lambda image, strength, sign: ImageEnhance.Sharpness(image).enhance(
+        1 + sign * 0.9 * strength
+    ),
+    "_shear_x": pillow_affine(lambda by, width, height: (1, 0.3 * by, 0, 0, 1, 0)),
+    "_shear_y": pillow_affine(lambda by, width, height: (1, 0, 0, 0.3 * by, 1, 0)),
+    "_translate_x": pillow_affine(lambda by, width, height: (1, 0, by * width * 10 / 256, 0, 1, 0)),
+    "_translate_y": pillow_affine(
+        lambda by, width, height: (1, 0, 0, 0, 1, by * height * 10 / 256)
+    ),
+    "_rotate": lambda image, strength, sign: image.rotate(
+        sign * 30 * strength, Image.Resampling.BILINEAR, fillcolor=FILL
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("strength", [0.3, 0.7])
+def test_operations_are_pillows(name, sign, strength):
+    image = photo(48, 36, seed=3)
+    found = as_array(BY_NAME[name](float_levels(image), strength, sign))
+    expected = np.array(REFERENCE[name](image, strength, sign)).astype(float)
+    difference = np.abs(found - expected)
+    # Apart by the rounding of the reference, which HSV multiplies, and along the edge of what was
+    # moved, where Pillow repeats the last pixel for half a pixel before the fill begins.
+    through_hsv, moved = ("_equalize", "_brightness"), ("_shear", "_trans", "_rotat")
+    assert np.median(difference) < 1
+    alike = difference < (8 if name in through_hsv else 1.5)
+    assert alike.mean() > (0.93 if name.startswith(moved) else 0.999)
+
+
+def test_uncovered_places_are_mid_grey():
+    bright = torch.full((3, 20, 20), 250.0)
+    shifted = BY_NAME["_translate_x"](bright, 1.0, 1)
+    shift = 20 * 10 / 256
+    assert torch.equal(shifted[:, :, :19], bright[:, :, :19])
+    share = 1 - (shift % 1)
+    assert torch.allclose(shifted[:, :, 19], torch.tensor(128 + share * 122))
+    corner = BY_NAME["_rotate"](bright, 1.0, 1)[:, 0, 0]
+    assert torch.equal(corner, torch.full((3,), 128.0))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 2, 5), (3, 7, 1)])
+@pytest.mark.parametrize("level", [0.0, 77.0, 255.0])
+def test_tiny_and_plain_images(operation, shape, level):
+    result = operation(torch.full(shape, level), 0.7, -1)
+    assert result.shape == shape
+    assert result.isfinite().all()
+    assert result.min() >= 0
+    assert result.max() <= 255

@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import shutil
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,38 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
+from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain import DataError, PretrainData
+from vlp.data.pretrain import DataError
 from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
-from vlp.data.stream.batch import Batch, Inputs, PatchMasking
+from vlp.data.stream import loader
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.loader import SkippedShareWatch
 from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element, Request
+from vlp.data.stream.sampler import Element, Pool, Request, TrainingSampler
 
-INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
-
-
-@pytest.fixture
-def make_data(vocabulary):
-    def make(*folders, batch=8, seed=5, inputs=INPUTS, **options):
-        sources = [
-            SourceConfig(path=str(folder[0]), weight=folder[1])
-            if isinstance(folder, tuple)
-            else SourceConfig(path=str(folder))
-            for folder in folders
-        ]
-        settings = {
-            "sources": tuple(sources),
-            "vocabulary": str(vocabulary),
-            "canonical_streams": 4,
-            "shuffle_window": 6,
-            "workers": 0,
-        }
-        return PretrainData(DataConfig(**(settings | options)), inputs, batch, seed)
-
-    return make
 
 
 def assert_same(first, second):
@@ -64,22 +46,14 @@ def test_fields_shapes_and_values(make_shards, make_data):
     data = make_data(folder, augment=PLAIN)
     [(batch, consumed)] = data.batches(stop_after=1)
     assert consumed == 8
-    shapes = {
-        "pixels": (8, 3, 16, 16),
-        "mim_mask": (8, 4, 4),
-        "uniform": (8, 2),
-        "image_ids": (8,),
-        "caption_ids": (8,),
-        "valid": (8,),
-        "sample_ids": (8,),
-        "word_patches": (8, 10, 16),
-    }
+    shapes = dict.fromkeys(("image_ids", "caption_ids", "valid", "sample_ids"), (8,))
+    shapes |= {"pixels": (8, 3, 16, 16), "mim_mask": (8, 4, 4), "uniform": (8, 2)}
+    shapes |= {"word_patches": (8, 10, 16)}
+    dtypes = dict.fromkeys(("attention_mask", "word_mask", "mim_mask", "valid"), torch.bool)
+    dtypes |= {"pixels": torch.uint8, "uniform": torch.float64, "word_patches": torch.int8}
     for name, field in zip(Batch._fields[:-2], batch):
         assert tuple(field.shape) == shapes.get(name, (8, 10)), name
-    types = (torch.uint8, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
-    types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
-    types += (torch.int64,)
-    assert tuple(field.dtype for field in batch[:-2]) == types
+        assert field.dtype == dtypes.get(name, torch.int64), name
     there = batch.to("cpu")
     torch.testing.assert_close(there.pixels, batch.pixels / 127.5 - 1)
     assert there.to("cpu").pixels.equal(there.pixels)  # once is enough
@@ -95,10 +69,7 @@ def test_fields_shapes_and_values(make_shards, make_data):
     # Every row is the image and one of the captions of the sample that its image id names.
     index = ShardIndex.open(folder)
     prepare = Preprocessing(16)
-    by_id = {}
-    for number in range(8):
-        raw = index.read(0, number)
-        by_id[identity("picture", "shards", str(number))] = raw
+    by_id = {identity("picture", "shards", str(n)): index.read(0, n) for n in range(8)}
     assert set(batch.image_ids.tolist()) == set(by_id)
     for row, image_id in enumerate(batch.image_ids.tolist()):
         raw = by_id[image_id]
@@ -107,30 +78,18 @@ def test_fields_shapes_and_values(make_shards, make_data):
         assert (texts == batch.text_ids[row]).all(1).any()
 
 
-@pytest.mark.parametrize("shuffle", ["windows", "sliding"])
-def test_resume_at_any_batch_on_any_number_of_ranks(make_shards, make_data, shuffle):
-    folders = make_shards("a", 11), (make_shards("b", 5), 2.0)
-    whole = list(make_data(*folders, shuffle=shuffle).batches(stop_after=7))
-    for stopped, (_, consumed) in enumerate(whole[:-1], start=1):
-        data = make_data(*folders, shuffle=shuffle)
-        ranks = [list(data.batches(consumed, rank, 2, stop_after=7 - stopped)) for rank in range(2)]
-        for number, (batch, after) in enumerate(whole[stopped:]):
-            assert_same(joined(rank[number][0] for rank in ranks), batch)
-            assert {rank[number][1] for rank in ranks} == {after}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_workers_accumulation_and_stops_change_nothing(make_shards, make_data, workers):
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, "windows"), (2, "windows"), (0, "sliding")])
+def test_ranks_workers_and_stops_change_nothing(make_shards, make_data, workers, shuffle):
     """The same global batches, value by value, before a stop and after it, each sample once."""
     folders = make_shards("a", 13, per_shard=4), (make_shards("b", 6), 0.5)
-    data = make_data(*folders)
+    data = make_data(*folders, shuffle=shuffle)
     per_epoch = data.batches_in_epoch(0)
     whole = list(data.batches(stop_after=2 * per_epoch))
     ends = [0, *(after for _, after in whole)]
     assert [data.batches_left(after, 2) for after in ends] == [*range(2 * per_epoch, -1, -1)]
 
     def run(world_size, consumed, batches):
-        data = make_data(*folders, workers=workers)
+        data = make_data(*folders, workers=workers, shuffle=shuffle)
         shares = [list(data.batches(consumed, r, world_size, batches)) for r in range(world_size)]
         found = []
         for together in zip(*shares, strict=True):
@@ -139,11 +98,8 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(make_shards, make_d
         return found
 
     @settings(max_examples=8 if workers == 0 else 2, deadline=None)
-    @given(
-        st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 3)
-    )
-    def check(ranks, later, gradient_accumulation_steps, steps):
-        stopped = min(steps * gradient_accumulation_steps, len(whole) - 1)
+    @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, len(whole) - 1))
+    def check(ranks, later, stopped):
         found = run(ranks, 0, stopped)
         found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
         for (batch, after), (expected, expected_after) in zip(found, whole, strict=True):
@@ -214,8 +170,9 @@ def test_every_caption_is_a_sample_when_asked(make_shards, make_data):
 
 def test_objectives_that_are_off_mask_nothing(make_shards, make_data):
     folder = make_shards()
-    none = INPUTS._replace(word_masking=None, patch_masking=None)
-    [(batch, _)] = make_data(folder, inputs=none).batches(stop_after=1)
+    inputs = make_data(folder).captioned.inputs
+    inputs = inputs._replace(word_masking=None, patch_masking=None)
+    [(batch, _)] = make_data(folder, inputs=inputs).batches(stop_after=1)
     assert torch.equal(batch.mlm_ids, batch.text_ids)
     assert (batch.mlm_labels == -100).all()
     assert not batch.mim_mask.any()
@@ -311,38 +268,21 @@ def test_left_early_no_worker_stays(make_shards, make_data):
     assert multiprocessing.active_children() == []
 
 
-@pytest.fixture
-def data(vocabulary):
-    def open_(*folders, vocabulary=vocabulary, **options):
-        config = DataConfig.model_validate(
-            {
-                "sources": [{"path": str(folder)} for folder in folders],
-                "vocabulary": str(vocabulary),
-                "canonical_streams": 4,
-                "workers": 0,
-                **options,
-            }
-        )
-        return PretrainData(config, Inputs(16, (4, 4), 10, 90), 8, 0)
-
-    return open_
-
-
 def changed(first, second):
     return set(dict(first.fingerprint.items() ^ second.fingerprint.items()))
 
 
-def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_path):
+def test_every_part_is_told_wherever_it_lies(make_shards, make_data, vocabulary, tmp_path):
     one, two = make_shards(count=21, per_shard=5), make_shards("two", count=12, per_shard=4)
-    before = data(one, two)
+    before = make_data(one, two)
     assert set(before.fingerprint) == {"source 0", "source 1", "vocabulary"}
     moved = shutil.copytree(two, tmp_path / "moved")
-    assert not changed(before, data(one, moved))
+    assert not changed(before, make_data(one, moved))
 
     last = sorted(moved.glob("*.tar"))[-1]
     last.unlink()
     index_folder(moved)
-    assert changed(before, data(one, moved)) == {"source 1"}
+    assert changed(before, make_data(one, moved)) == {"source 1"}
 
     other = shutil.copytree(vocabulary, tmp_path / "vocabulary")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -350,13 +290,63 @@ def test_every_part_is_told_wherever_it_lies(make_shards, data, vocabulary, tmp_
     words = [word for word in pieces if word.isalpha()][:2]
     pieces[words[0]], pieces[words[1]] = pieces[words[1]], pieces[words[0]]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert changed(before, data(one, two, vocabulary=other)) == {"vocabulary"}
+    assert changed(before, make_data(one, two, vocabulary=str(other))) == {"vocabulary"}
 
 
-def test_listed_tars_are_told_by_their_names(make_shards, data, tmp_path):
+def test_listed_tars_are_told_by_their_names(make_shards, make_data, tmp_path):
     folder = make_shards(count=12, per_shard=4)
     more = {"epoch_samples": 24}
-    before = data(folder, **more)
-    assert not changed(before, data(shutil.copytree(folder, tmp_path / "moved"), **more))
+    before = make_data(folder, **more)
+    assert not changed(before, make_data(shutil.copytree(folder, tmp_path / "moved"), **more))
     sorted(folder.glob("*.tar"))[0].unlink()
-    assert changed(before, data(folder, **more)) == {"source 0"}
+    assert changed(before, make_data(folder, **more)) == {"source 0"}
+
+
+class Share(NamedTuple):
+    valid: torch.Tensor
+    skipped: tuple[SkippedSample, ...]
+
+    def to(self, device):
+        return self
+
+
+def share(good, bad):
+    valid = torch.tensor([True] * good + [False] * bad)
+    return Share(
+        valid, tuple(SkippedSample("unreadable image", f"a.tar, k{n}") for n in range(bad))
+    )
+
+
+def watch(samples, most):
+    return SkippedShareWatch(
+        TrainingSampler([Pool([samples])], 2, 4, 0), most, rank=1, world_size=2
+    )
+
+
+def test_a_share_of_the_epoch_may_be_bad_and_no_more():
+    one = watch(40, 0.25)  # this rank has 20 samples of each epoch
+    for epoch in range(3):
+        one.see(epoch, share(2, 3))
+        one.see(epoch, share(3, 2))
+    with pytest.raises(DataError, match=r"6 of 20 samples of epoch 2 .* unreadable.*a\.tar, k0"):
+        one.see(2, share(7, 1))
+
+
+def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
+    resumed = watch(40, 1.0)
+    resumed.see(0, share(0, 1))  # the last of the 20 of epoch 0
+    resumed.see(1, share(0, 20))
+    with pytest.raises(DataError, match="nothing is left of epoch 1: all of its 20 samples"):
+        resumed.see(2, share(1, 0))
+
+
+def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(monkeypatch):
+    monkeypatch.setattr(loader, "_MOST_IN_A_ROW", 100)
+    one = watch(10**9, 0.5)
+    for _ in range(12):
+        one.see(0, share(0, 8))
+    one.see(0, share(1, 7))  # one good sample, and the count starts anew
+    for _ in range(12):
+        one.see(0, share(0, 8))
+    with pytest.raises(DataError, match=r"104 samples in a row are bad, none good; the last one"):
+        one.see(0, share(0, 8))

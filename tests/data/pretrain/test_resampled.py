@@ -8,37 +8,21 @@ import torch
 from shard_server import serve
 
 from vlp.config import ConfigError
-from vlp.data.config import DataConfig
-from vlp.data.pretrain import DataError, ListedShards, PretrainData
+from vlp.data.pretrain import DataError, ListedShards
 from vlp.data.shards import remote as outages_module
-from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.rng import identity
 from vlp.data.stream.sampler import EndlessSampler
 
 
 @pytest.fixture
-def stream(vocabulary):
-    def make(
-        *paths,
-        consumed=0,
-        rank=0,
-        world_size=1,
-        stop_after=6,
-        seed=1,
-        max_skipped_share=0.5,
-        **options,
-    ):
-        pairs = [path if isinstance(path, tuple) else (path, 1.0) for path in paths]
-        sources = [{"path": path, "weight": weight} for path, weight in pairs]
-        settings = {"sources": sources, "vocabulary": str(vocabulary)}
-        settings |= {"epoch_samples": 40, "shuffle_window": 7, "workers": 0}
-        config = DataConfig.model_validate(settings | options)
-        inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-        data = PretrainData(config, inputs, 8, seed)
+def stream(make_data):
+    def make(*paths, start=(0, 0, 1), stop_after=6, max_skipped_share=0.5, seed=1, **options):
+        options = {"epoch_samples": 40, "shuffle_window": 7} | options
+        data = make_data(*paths, seed=seed, **options)
         data.max_skipped_share = max_skipped_share
         assert data.samples_in_epoch(0) == 40
         assert data.batches_in_epoch(3) == 5
-        return list(data.batches(consumed, rank, world_size, stop_after))
+        return list(data.batches(*start, stop_after))
 
     return make
 
@@ -93,13 +77,13 @@ def test_the_same_start_gives_the_same_stream_and_another_another(make_shards, s
     folder = str(without_index(make_shards()))
     first = stream(folder, workers=workers)
     assert equal(first, stream(folder, workers=workers))
-    for other in ({"seed": 2}, {"consumed": 48}):
+    for other in ({"seed": 2}, {"start": (48, 0, 1)}):
         assert not equal(first, stream(folder, workers=workers, **other))
 
 
 def test_ranks_and_workers_read_different_things(make_shards, stream):
     folder = str(without_index(make_shards(count=60, per_shard=2)))
-    ranks = [stream(folder, rank=rank, world_size=2, workers=2) for rank in range(2)]
+    ranks = [stream(folder, start=(0, rank, 2), workers=2) for rank in range(2)]
     assert {len(batch.valid) for rank in ranks for batch, _ in rank} == {4}
     assert [consumed for _, consumed in ranks[0]] == [consumed for _, consumed in ranks[1]]
     assert ids(ranks[0]) != ids(ranks[1])

@@ -71,20 +71,11 @@ def reason(**files):
         b"{",
         b"[]",
         b"null",
-        b'"text"',
-        b"{'caption': 'a'}",
-        b'{"caption": "a"',
-        b'{"caption": "a"} more',
         b'{"caption": "\xff"}',
         b'{"caption": "\\ud800"}',
         b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"a":' * 5000 + b"1" + b"}" * 5000,
-        b'{"version": 1e999}',
-        b'{"version": ' + b"9" * 5000 + b"}",
         b'{"version": 2}',
         b'{"x": ' + b"9" * 5000 + b"}",
-        bytes(300),
-        b"\x1f\x8b\x08" + bytes(30),
         '{"caption": "a"}'.encode("utf-16"),
     ],
 )
@@ -96,21 +87,14 @@ def test_what_is_no_json_of_a_sample(content):
     ("field", "value", "place"),
     [
         ("caption", {"text": "a"}, "caption"),
-        ("caption", ["a"], "caption"),
         ("caption", True, "caption"),
         ("captions", "a", "captions"),
         ("captions", ["a", None], "captions.1"),
-        ("captions", {"0": "a"}, "captions"),
         ("boxes", [[1, 2, 3]], "boxes.0"),
-        ("boxes", [[1, 2, 3, 4, 5]], "boxes.0"),
         ("boxes", [[1, 2, 3, float("nan")]], "boxes.0.3"),
-        ("boxes", [[float("inf"), 2, 3, 4]], "boxes.0.0"),
         ("boxes", [[0, 0, 1, 1], [1, 2, -3, 4]], "boxes.1"),
-        ("boxes", [[1, 2, 3, "wide"]], "boxes.0.3"),
-        ("boxes", [1, 2, 3, 4], "boxes.0"),
         ("proposals", [[1, 2, 3, -1e-9]], "proposals.0"),
         ("expressions", [{"id": "1", "text": "a", "box": [0, 0, -1, 1]}], "expressions.0.box"),
-        ("expressions", [{"id": "1", "text": "a"}], "expressions.0.box"),
         ("questions", [{"question": "a"}], "questions.0.id"),
         ("scene", "kitchen", "scene"),
         ("words", [{"caption": 0}], "words.0.index"),
@@ -120,20 +104,11 @@ def test_fields_that_mean_something_else_are_named(field, value, place):
     assert reason(json=json.dumps({field: value}).encode()).startswith(f"0.tar, k.json: {place}")
 
 
-def test_what_other_tools_write_is_kept(tmp_path):
-    content = {
-        "caption": 12,
-        "url": "u",
-        "exif": {"a": [1, {"b": None}]},
-        "width": float("nan"),
-        "model_config": 1,
-        "__class__": 2,
-        "to_json": "x",
-        "copy": 3,
-    }
+def test_what_other_tools_write_is_kept():
+    content = {"caption": 12, "exif": {"a": [1, {"b": None}]}, "width": float("nan")}
+    content |= {"model_config": 1, "__class__": 2, "to_json": "x"}
     annotation = read(json=json.dumps(content).encode())
     assert captions_of(annotation) == ["12"]
-    assert annotation.model_extra is not None
     assert annotation.model_extra["exif"] == {"a": [1, {"b": None}]}
     assert read(json=annotation.to_json()).model_extra is not None
     assert captions_of(read(json=b'{"caption": "first", "caption": "second"}')) == ["second"]
@@ -199,16 +174,10 @@ WORD = {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": [0, 0,
     [
         {"caption": -1},
         {"caption": "0"},
-        {"index": None},
-        {"index": -1},
         {"index": 1.5},
         {"word": 5},
-        {"kind": ["colour"]},
-        {"box": [0, 0, 5]},
         {"box": ["0", 0, 5, 5]},
         {"box": [0, 0, 5, -5]},
-        {"box": [0, 0, None, 5]},
-        {"box": "0055"},
     ],
     ids=str,
 )

@@ -8,18 +8,15 @@ from broken_images import photo, png_of
 from broken_shards import BYTES, TARS, full_annotation, plain_tar, splice_json
 
 from vlp.config import ConfigError
-from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.pretrain import PretrainData
+from vlp.data.config import AugmentConfig
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
-from vlp.data.shards.shard_reader import index_folder
-from vlp.data.stream.batch import Inputs, PatchMasking
+from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.stream.sampler import Element, Request
 
 # Pillow warns of sizes that are refused, and of what it finds beside the pixels.
 pytestmark = pytest.mark.filterwarnings("ignore:Image size", "ignore:Corrupt EXIF")
 
-INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 ENCODED = {
     "jpg": photo("jpeg"),
@@ -54,17 +51,6 @@ def sample(number):
     return f"k{number}", files | {"json": annotation(number)}
 
 
-def open_data(folder, vocabulary, **options):
-    config = DataConfig(
-        sources=(SourceConfig(path=str(folder)),),
-        vocabulary=str(vocabulary),
-        canonical_streams=4,
-        workers=0,
-        **({"augment": PLAIN} | options),
-    )
-    return PretrainData(config, INPUTS, 8, seed=1)
-
-
 def slots(data):
     """Every place of the index with its shard, as training would ask for it."""
     [index] = data.sources
@@ -95,32 +81,32 @@ def shard(first):
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
-def test_tars_damaged_before_they_are_indexed(tmp_path, vocabulary, damage):
+def test_tars_damaged_before_they_are_indexed(tmp_path, make_data, damage):
     for number in range(COUNT):
         rng = np.random.default_rng((TARS.index(damage), number))
         (tmp_path / f"{number:03d}.tar").write_bytes(damage(rng, shard(number)))
     problems = index_folder(tmp_path)
     names = {f"{number:03d}.tar" for number in range(COUNT)}
     assert all(problem.split(":")[0] in names for problem in problems)
-    found = outcomes(open_data(tmp_path, vocabulary))
+    found = outcomes(make_data(tmp_path, augment=PLAIN))
     assert found["missing shard"] == 0
     assert found["good"] >= COUNT / 2
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
-def test_tars_damaged_after_they_were_indexed(tmp_path, vocabulary, damage):
+def test_tars_damaged_after_they_were_indexed(tmp_path, make_data, damage):
     for number in range(COUNT):
         (tmp_path / f"{number:03d}.tar").write_bytes(shard(number))
     index_folder(tmp_path)
     for number, path in enumerate(sorted(tmp_path.glob("*.tar"))):
         rng = np.random.default_rng((100 + TARS.index(damage), number))
         path.write_bytes(damage(rng, path.read_bytes()))
-    found = outcomes(open_data(tmp_path, vocabulary))
+    found = outcomes(make_data(tmp_path, augment=PLAIN))
     assert found.total() == 3 * COUNT  # every sample of the index is good or counted
     assert found["good"] >= COUNT / 2
 
 
-def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, vocabulary):
+def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, make_data):
     whole = shard(0)
     lengths = sorted({*range(0, len(whole), 512), *range(7, len(whole), 512)})
     for length in lengths:
@@ -129,7 +115,7 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, vocabul
     for length in lengths:
         (tmp_path / f"{length:06d}.tar").write_bytes(whole[:length])
     good = Counter(
-        name for name, slot in slots(open_data(tmp_path, vocabulary)) if slot.skip is None
+        name for name, slot in slots(make_data(tmp_path, augment=PLAIN)) if slot.skip is None
     )
     parts = [plain_tar([sample(number)])[:-1024] for number in range(3)]
     ends = np.cumsum([len(part) for part in parts])
@@ -142,7 +128,7 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, vocabul
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
 @pytest.mark.parametrize("kind", ENCODED)
-def test_damaged_images(tmp_path, vocabulary, kind, augment):
+def test_damaged_images(tmp_path, make_data, kind, augment):
     mutants = list(damaged(BYTES, ENCODED[kind], 5 * COUNT, seed=len(kind)))
     text = annotation(0)
     (tmp_path / "0.tar").write_bytes(
@@ -151,14 +137,14 @@ def test_damaged_images(tmp_path, vocabulary, kind, augment):
         )
     )
     index_folder(tmp_path)
-    found = outcomes(open_data(tmp_path, vocabulary, augment=augment))
+    found = outcomes(make_data(tmp_path, augment=augment))
     assert found.total() == len(mutants)
     assert set(found) <= {"good", "unreadable image", "image too large"}
     assert min(found["good"], found["unreadable image"]) > 0.05 * len(mutants)
 
 
 @pytest.mark.parametrize("name", ["values", "bytes"])
-def test_damaged_annotations(tmp_path, vocabulary, name):
+def test_damaged_annotations(tmp_path, make_data, name):
     damages = (splice_json,) if name == "values" else BYTES
     mutants = list(damaged(damages, annotation(0), 12 * COUNT, seed=1))
     (tmp_path / "0.tar").write_bytes(
@@ -168,7 +154,7 @@ def test_damaged_annotations(tmp_path, vocabulary, name):
         )
     )
     index_folder(tmp_path)
-    data = open_data(tmp_path, vocabulary)
+    data = make_data(tmp_path, augment=PLAIN)
     found = outcomes(data)
     assert found.total() == len(mutants)
     assert set(found) <= {"good", "bad annotation", "no text"}
@@ -194,7 +180,7 @@ def damaged(damages, data, count, seed):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("content", ["cut", "flip_bits", "overwrite", "drop", "insert"])
-def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, vocabulary, content):
+def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, make_data, content):
     [damage] = [one for one in BYTES if one.__name__ == content]
     for number in range(4):
         (tmp_path / f"{number}.tar").write_bytes(shard(number))
@@ -208,7 +194,7 @@ def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, vocabu
         path = sorted(originals)[number % len(originals)]
         path.write_bytes(damage(rng, originals[path]))
         try:
-            data = open_data(tmp_path, vocabulary)
+            data = make_data(tmp_path, augment=PLAIN)
         except ConfigError:
             refused += 1
             continue
@@ -218,7 +204,7 @@ def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, vocabu
     assert refused > COUNT / 4
 
 
-def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, vocabulary):
+def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, make_data):
     """Through the loader: an epoch of every kind, then an index that says too much."""
     files = [
         dict(sample(0)[1]),
@@ -236,6 +222,7 @@ def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, vocabular
     for shard_number in range(4):
         (tmp_path / f"{shard_number}.tar").write_bytes(plain_tar(zip(names, files)))
     index_folder(tmp_path)
+    assert ShardIndex.open(tmp_path).shards[0].uncaptioned == 4  # none, or none that can be read
     (tmp_path / "2.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:900])
     (tmp_path / "3.tar").unlink()
     expected = {
@@ -251,7 +238,7 @@ def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, vocabular
     assert set(expected) == set(KINDS)
     skip = {"policy": "skip"}
     bad = sum(expected.values())
-    data = open_data(tmp_path, vocabulary, outages=skip)
+    data = make_data(tmp_path, augment=PLAIN, outages=skip)
     data.max_skipped_share = bad / 40
     batches = [batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0))]
     skipped = [skip for batch in batches for skip in batch.skipped]

@@ -136,12 +136,6 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other)
         assert len(found) == len(set(found)) == order.samples_in_epoch(epoch)
 
 
-def test_a_stream_reads_few_shards_at_a_time():
-    order = TrainingSampler([Pool([100] * 40)], streams=4, window=100, seed=0)
-    opened = {slot.shard for slot in order.slots(0, 0, 400, rank=0, world_size=4) if slot}
-    assert len(opened) <= 2
-
-
 def test_numbers_that_fit_no_run():
     order = TrainingSampler([Pool([10])], streams=4, window=4, seed=0)
     assert order.locate(8) == (0, 2)
@@ -310,14 +304,6 @@ def test_a_rank_asks_for_what_it_reads_alone():
         assert len(read_at_once(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)
 
 
-def test_equal_arguments_give_equal_streams_and_any_other_differs():
-    base = make_rng(1, 2, "x", "crop").random(4)
-    assert np.array_equal(base, make_rng(1, 2, "x", "crop").random(4))
-    others = [(2, 2, "x", "crop"), (1, 3, "x", "crop"), (1, 2, "y", "crop"), (1, 2, "x", "mlm")]
-    for other in others:
-        assert not np.array_equal(base, make_rng(*other).random(4))
-
-
 @pytest.mark.parametrize(
     ("first", "second"), [((1,), ("1",)), (("a", "bc"), ("ab", "c")), (("a", "b"), ("b", "a"))]
 )
@@ -329,13 +315,6 @@ def test_identities_keep_names_apart(first, second):
 def test_draws_stay_what_they_were():
     # A run may be resumed in another process, on another machine or with a newer release.
     assert make_rng(3, 1, "s", "p").integers(10**9) == 592918018
-
-
-def test_draws_are_even():
-    values = np.array([make_rng(0, 0, sample, "itm").random() for sample in range(4000)])
-    counts = np.histogram(values, bins=10, range=(0, 1))[0]
-    # Chi-square of 9 degrees: 27.9 is passed once in a thousand; the draws are fixed.
-    assert ((counts - 400) ** 2 / 400).sum() < 27.9
 
 
 @pytest.mark.parametrize("sample", range(20))

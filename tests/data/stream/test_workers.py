@@ -60,7 +60,6 @@ def test_workers_end_with_their_process(tmp_path, method):
     process = subprocess.Popen(
         [sys.executable, __file__, str(tmp_path), method], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     family = psutil.Process(process.pid).children(recursive=True)
     assert family

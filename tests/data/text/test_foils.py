@@ -20,7 +20,6 @@ def every_foil(kind, *captions):
     [
         ("subject_object", MAN_DOG, {"A small dog in red chases a man ."}),
         ("subject_object", "the dogs watch two girls run", set()),  # no number before `dogs`
-        ("subject_object", "A man and a dog", set()),
         ("subject_object", "A man dances with a woman", set()),
         (
             "subject_object",
@@ -28,7 +27,6 @@ def every_foil(kind, *captions):
             {"A boy who lost his hat sees a man"},
         ),
         ("subject_object", "A man who lost his hat sees a girl", set()),
-        ("subject_object", "A dog is followed by a boy", {"A boy is followed by a dog"}),
         ("subject_object", "A child pushes a boy", set()),  # the boy may be the child
         ("subject_object", "A man chases two dogs", set()),  # the verb would not agree
         ("subject_object", "a dog house near a man", set()),
@@ -37,7 +35,6 @@ def every_foil(kind, *captions):
             "A girl in a pink hat",
             {f"A girl in a {c} hat" for c in ["blue", "green", "black", "yellow"]},
         ),
-        ("colour", "A tan dog", {"A black dog"}),
         (
             "colour",
             "a gray cap",
@@ -46,11 +43,9 @@ def every_foil(kind, *captions):
         ("colour", "a black man on white snow in a red-blue cap", set()),
         ("colour", "a black and white photo", set()),
         ("binding", "a blue hat and a red ball", {"a red hat and a blue ball"}),
-        ("binding", "a red hat and a red ball", set()),
         ("binding", "a blue dog and a red dog", set()),
         ("binding", "a black dog with a red ball", set()),  # a red dog is no guess
         ("number", "Two dogs run", {"Three dogs run", "Four dogs run"}),
-        ("number", "six dogs", {"five dogs"}),
         ("number", "a two-piece suit on two wheels", set()),
         ("count", "A young woman running", {"Two young women running"}),
         ("count", "A young woman runs while singing", set()),
@@ -59,13 +54,9 @@ def every_foil(kind, *captions):
         ("preposition", "A dog is outside .", {"A dog is inside .", "A dog is indoors ."}),
         ("preposition", "walking down a street", set()),  # who is to say that it is not up
         ("preposition", "walking down a steep hill", {"walking up a steep hill"}),
-        ("preposition", "a dog jumps over a log", {"a dog jumps under a log"}),
-        ("left_right", "He looks to his Left", {"He looks to his right"}),
         ("left_right", "the left man and the right dog", {"the right man and the left dog"}),
-        ("left_right", "right behind what is left over", set()),
         ("left_right", "from the left to the right", set()),
         ("near_far", "A dog next to a tree", {"A dog far from a tree"}),
-        ("near_far", "People in the background", {"People in the foreground"}),
     ],
 )
 def test_foils_of_one_caption(kind, caption, foils):

@@ -47,22 +47,11 @@ def test_named_patches_are_the_boxes_of_the_named_objects():
 
 def test_a_word_of_several_boxes_names_what_lies_in_any():
     left, right, low = [0.0, 0.0, 4.0, 4.0], [4.0, 0.0, 4.0, 4.0], [0.0, 4.0, 8.0, 4.0]
-    words = [
-        {
-            "caption": 0,
-            "index": 0,
-            "word": "dogs",
-            "kind": "objects",
-            "box": left,
-            "others": [right],
-        },
-        {"caption": 0, "index": 1, "word": "mat", "kind": "object", "box": low},
-    ]
-    scene = Annotation(captions=["dogs mat"], words=words)
-    assert [word.boxes for word in named_words(scene)] == [
-        (tuple(left), tuple(right)),
-        (tuple(low),),
-    ]
+    dogs = {"caption": 0, "index": 0, "word": "dogs", "kind": "objects", "box": left}
+    mat = {"caption": 0, "index": 1, "word": "mat", "kind": "object", "box": low}
+    scene = Annotation(captions=["dogs mat"], words=[dogs | {"others": [right]}, mat])
+    boxes = [word.boxes for word in named_words(scene)]
+    assert boxes == [(tuple(left), tuple(right)), (tuple(low),)]
     shown = named_patches(scene, 0, ["[CLS]", "dogs", "mat", "[SEP]"], 4, (2, 2), (8, 8))
     assert shown.tolist()[1:3] == [[OWN, OWN, OTHER, OTHER], [OTHER, OTHER, OWN, OWN]]
 
