@@ -163,22 +163,6 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
         LabelledSamples(open_labelled(str(folder)), config(folder, augment={"policy": "nonsense"}))
 
 
-def test_an_epoch_has_every_image_once_on_any_number_of_ranks(folder):
-    data = labelled_data(open_labelled(str(folder)), config(folder), 4, 7)
-    assert data.samples_in_epoch(0) == 16
-
-    def epoch(ranks):
-        streams = [data.batches(0, rank, ranks, stop_after=4) for rank in range(ranks)]
-        return [
-            torch.cat([batch.pixels.sum((1, 2, 3)) for batch, _ in step]) for step in zip(*streams)
-        ]
-
-    one, two = epoch(1), epoch(2)
-    assert all(torch.equal(a.sort().values, b.sort().values) for a, b in zip(one, two))
-    assert len(torch.cat(one)) == 16
-    assert int((torch.cat(one) > torch.cat(one).mean()).sum()) == 8
-
-
 def test_bad_images_are_counted_and_left_out(folder):
     (folder / "red" / "3.png").write_bytes(b"broken")
     data = labelled_data(open_labelled(str(folder)), config(folder), 4, 0)

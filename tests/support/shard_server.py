@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from vlp.data.config import DataConfig
-from vlp.data.pretrain import PretrainData
 from vlp.data.shards.remote import DEFAULT_OUTAGES, CachedFile, RemoteFolder
-from vlp.data.stream.batch import Inputs, PatchMasking
 
 MB = 10**6
 
@@ -30,7 +27,6 @@ class ShardServer:
         self.others = Counter()  # answers of other bytes of that length
         self.down_until = 0.0  # monotonic time before which every answer is `status`
         self.wants = None  # user info and query without which the answer is 401
-        self.seconds = 0.0  # that a shard takes
 
 
 @contextmanager
@@ -62,8 +58,6 @@ def serve(folder):
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            if name.endswith(".tar"):
-                time.sleep(told.seconds)
             half = len(content) // 2
             self.wfile.write(content[:half])
             self.wfile.flush()
@@ -118,11 +112,3 @@ def manifest(server, *wrong):
         digest = sha256(path.read_bytes() + b"x" * (number in wrong)).hexdigest()
         rows.append({"name": path.name, "sha256": digest})
     (server.folder / "manifest.json").write_text(json.dumps({"shards": rows}))
-
-
-def batches(path, vocabulary, cache, **options):
-    values = {"sources": ({"path": path},), "vocabulary": str(vocabulary), "cache": cache}
-    values |= {"canonical_streams": 2, "shuffle_window": 4, "workers": 0}
-    config = DataConfig(**(values | options))
-    inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-    return PretrainData(config, inputs, 4, 3).batches(stop_after=14)

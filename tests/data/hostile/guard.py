@@ -66,11 +66,7 @@ class Hang(BaseException):
 
 @contextmanager
 def guarded(folder):
-    """Run code that may write below a folder, and nowhere else; yields what else it did.
-
-    Raises:
-        Hang: it took more than SECONDS. A loop in C ends the process instead, with its place.
-    """
+    """Run code that may write below a folder alone; yields what else it did, raises Hang."""
 
     def late(*_):
         raise Hang(f"more than {SECONDS} s")

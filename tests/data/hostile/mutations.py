@@ -96,14 +96,7 @@ def safetensors_header(rng, data):
 
 
 def mutated(rng, name, data, other):
-    """One file, changed once or twice by whatever its kind may suffer.
-
-    Args:
-        rng: of this mutant.
-        name: of the file; its suffix says its kind.
-        data: its content.
-        other: that of another file, to be spliced in.
-    """
+    """Change a file once or twice as its suffix suggests; `other` is content to splice in."""
     own = [*BYTES, length_field, lambda rng, data: splice(rng, data, other)]
     if name.endswith((".json", ".jsonl")) and data[:1] in (b"{", b"["):
         own += [_spliced_json] * 8 + [token]

@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from shard_server import MB, batches, content, file_of, manifest, serve
+from shard_server import MB, content, file_of, manifest, serve
 
 from vlp.config import ConfigError
 from vlp.data.shards import remote
@@ -42,6 +42,20 @@ def server(make_shards):
     """Five shards of five samples each."""
     with serve(make_shards(count=25, per_shard=5)) as told:
         yield told
+
+
+@pytest.fixture
+def batches(make_data):
+    def make(path, cache=None, **options):
+        options = {"canonical_streams": 2, "shuffle_window": 4, "cache": cache} | options
+        return make_data(path, batch=4, seed=3, **options).batches(stop_after=14)
+
+    return make
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def room_for(server, *numbers):
@@ -90,17 +104,16 @@ def test_a_url_gives_what_the_folder_gives(server, tmp_path, protocol):
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])
-def test_training_from_a_url_is_training_from_the_folder(server, vocabulary, tmp_path, options):
+def test_training_from_a_url_is_training_from_the_folder(server, batches, tmp_path, options):
     """Two epochs through a cache that holds few of the shards, prefetch and eviction included."""
     limit = room_for(server, 0, 1, 2, 3) + 1000
     cache = {"folder": str(tmp_path / "cache"), "limit": limit}
-    local = batches(str(server.folder), vocabulary, None, **options)
-    remote = batches(server.url, vocabulary, cache, **options)
+    local = batches(server.folder, **options)
+    remote = batches(server.url, cache, **options)
     for (expected, consumed), (found, consumed_too) in zip(local, remote, strict=True):
         assert found.valid.any()
         assert consumed == consumed_too
-        for one, other in zip(expected, found):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert_same(expected, found)
     assert on_disk(tmp_path / "cache") <= limit
 
 
@@ -404,7 +417,7 @@ def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
     assert read_all(index) == read_all(ShardIndex.open(server.folder))
 
 
-def test_what_cannot_start_says_so(server, vocabulary, tmp_path):
+def test_what_cannot_start_says_so(server, batches, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     with pytest.raises(ConfigError, match=r"say where.*data\.cache=\{folder"):
         ShardIndex.open(server.url, None)
@@ -420,7 +433,7 @@ def test_what_cannot_start_says_so(server, vocabulary, tmp_path):
         ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)
     small = {"folder": str(tmp_path / "cache"), "limit": room_for(server, 0)}
     with pytest.raises(ConfigError, match=r"cache\.limit [\d,]+ bytes is too small: one rank"):
-        batches(server.url, vocabulary, small)
+        batches(server.url, small)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache\.folder .*file"):
         ShardCache(tmp_path / "file" / "cache", MB)
@@ -543,23 +556,22 @@ def test_other_bytes_than_the_manifest_says_are_never_read(server, tmp_path, pol
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_store_that_is_away_for_a_while_costs_no_sample(server, vocabulary, tmp_path, workers):
+def test_a_store_that_is_away_for_a_while_costs_no_sample(server, batches, tmp_path, workers):
     cache = {"folder": str(tmp_path / "cache"), "limit": MB}
-    local = list(batches(str(server.folder), vocabulary, None, workers=workers))
-    stream = batches(server.url, vocabulary, cache, workers=workers)
+    local = list(batches(server.folder, workers=workers))
+    stream = batches(server.url, cache, workers=workers)
     server.status, server.down_until = 503, time.monotonic() + 2
     for (expected, _), (found, _) in zip(local, stream, strict=True):
         assert not found.skipped
-        for one, other in zip(expected, found):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert_same(expected, found)
     assert any(count < 0 for count in server.fails.values())
 
 
 @pytest.mark.parametrize("policy", ["fail", "pause"])
-def test_a_worker_says_why_it_cannot_go_on(server, vocabulary, tmp_path, policy):
+def test_a_worker_says_why_it_cannot_go_on(server, batches, tmp_path, policy):
     options = {"outages": {"seconds": 0.1, "policy": policy}, "workers": 1}
     cache = {"folder": str(tmp_path / "cache"), "limit": MB}
-    stream = batches(server.url, vocabulary, cache, **options)
+    stream = batches(server.url, cache, **options)
     server.down_until = time.monotonic() + 60
     with pytest.raises(POLICIES[policy]) as error:
         list(stream)

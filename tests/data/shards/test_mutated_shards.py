@@ -7,7 +7,6 @@ import pytest
 from broken_images import photo, png_of
 from broken_shards import BYTES, TARS, full_annotation, plain_tar, splice_json
 
-from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
@@ -176,32 +175,6 @@ def damaged(damages, data, count, seed):
         rng = np.random.default_rng((seed, number))
         mutant = damages[int(rng.integers(len(damages)))](rng, data)
         yield BYTES[number % len(BYTES)](rng, mutant) if number % 5 == 4 and mutant else mutant
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("content", ["cut", "flip_bits", "overwrite", "drop", "insert"])
-def test_a_damaged_index_is_refused_or_leads_to_counted_samples(tmp_path, make_data, content):
-    [damage] = [one for one in BYTES if one.__name__ == content]
-    for number in range(4):
-        (tmp_path / f"{number}.tar").write_bytes(shard(number))
-    index_folder(tmp_path)
-    originals = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".tar"}
-    refused = 0
-    for number in range(2 * COUNT):
-        rng = np.random.default_rng((7, BYTES.index(damage), number))
-        for path, data in originals.items():
-            path.write_bytes(data)
-        path = sorted(originals)[number % len(originals)]
-        path.write_bytes(damage(rng, originals[path]))
-        try:
-            data = make_data(tmp_path, augment=PLAIN)
-        except ConfigError:
-            refused += 1
-            continue
-        [index] = data.sources
-        if len(index) < 1000:  # a digit more can make any number of samples
-            outcomes(data)
-    assert refused > COUNT / 4
 
 
 def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, make_data):
