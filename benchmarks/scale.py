@@ -38,7 +38,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards.index import ROW, ShardEntry, write_table
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Inputs
-from vlp.data.stream.loader import read_at_once
+from vlp.data.stream.loader import concurrent_shards
 from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.training.config import PretrainConfig
@@ -125,7 +125,7 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
     sampler = scale.sampler()
     for consumed in (0, scale.random_start()):
-        for _, shard in read_at_once(sampler, scale.batch, consumed, rank, scale.ranks):
+        for _, shard in concurrent_shards(sampler, scale.batch, consumed, rank, scale.ranks):
             first = shard * scale.shard_samples
             table[first : first + scale.shard_samples] = rows
     table.flush()

@@ -68,7 +68,7 @@ class DataCommand(Command):
             print(f"data_tools {self.name}: {error}", file=sys.stderr)
             return 2
         except DataError as error:
-            print(f"data_tools {self.name}: {error.told}", file=sys.stderr)
+            print(f"data_tools {self.name}: {error.plain_message}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print(

@@ -36,7 +36,7 @@ from vlp.data.shards.index import npy_header
 from vlp.data.shards.remote import ShardCache, is_url
 from vlp.data.shards.sample_files import KINDS, BadSample
 from vlp.data.shards.shard_reader import ShardIndex
-from vlp.data.stream.loader import running, worker_settings
+from vlp.data.stream.loader import open_loader, worker_settings
 from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write
 from vlp.lock import FolderLock, is_lock
@@ -231,7 +231,7 @@ class FeatureWriter:
         )
         bad, total = 0, sum(len(block.samples) for block in blocks)
         with (
-            running(loader) as views,
+            open_loader(loader) as views,
             tqdm(
                 total=total, unit="image", disable=None if distributed.rank() == 0 else True
             ) as bar,

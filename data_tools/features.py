@@ -10,7 +10,7 @@ from typer import Option
 from data_tools.options import File, N, Out, at_least_1
 from vlp.command_line import ImageTower, Overrides, TextTower, tower_overrides
 from vlp.config import ConfigError, load_config
-from vlp.data.limits import put_in_force
+from vlp.data.limits import set_limits
 
 if TYPE_CHECKING:
     from data_tools.feature_writer import FeatureWriter, Written
@@ -49,7 +49,7 @@ def features(
     at_least_1(views=views, batch=batch)
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
     settings = load_config(config, PretrainConfig, changes)
-    put_in_force(settings.limits)
+    set_limits(settings.limits)
     if settings.data.epoch_samples is not None:
         raise ConfigError("data.epoch_samples: features are stored by index; it must be null")
     with distributed.process_group():

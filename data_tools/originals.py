@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.file_names import IMAGES, agree, composed, folded
+from vlp.data.file_names import IMAGES, composed, ends_alike, fold_case
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
@@ -211,7 +211,7 @@ class Originals:
         if folder and (exact := self._exact(base, folder)) is not None:
             return self._location(base, exact)
         place = self._chosen([base], folder, str)
-        place = place or self._chosen(self._alike(base), folder, folded)
+        place = place or self._chosen(self._alike(base), folder, fold_case)
         return None if place is None else self._location(*place)
 
     def _exact(self, base: str, folder: str) -> FoundFile | None:
@@ -236,7 +236,7 @@ class Originals:
             return self._only([one for one in places if not one[1].folder] or places)
         # Two names with folders of their own are two files, of which one alone is there.
         place, folder = self._only(places), composed(folder)
-        if place is None or not agree(self._alone.setdefault(place, folder), folder):
+        if place is None or not ends_alike(self._alone.setdefault(place, folder), folder):
             return None
         return place
 
@@ -272,17 +272,17 @@ class Originals:
         index = defaultdict(list)
         for place in places:
             folder = place[1].folder or self._containers[place[1].container].stem
-            for part in {"", *folded(folder).split("/")}:
+            for part in {"", *fold_case(folder).split("/")}:
                 index[part].append(place)
         return index
 
     def _with_last_part(self, index: dict[str, list[_Place]], folder: str) -> list[_Place]:
-        last = folded(folder).rpartition("/")[2]
+        last = fold_case(folder).rpartition("/")[2]
         return index.get("" if last in self._container_parts else last, [])
 
     @cached_property
     def _container_parts(self) -> set[str]:
-        paths = (folded(container.as_posix()) for container in self._containers)
+        paths = (fold_case(container.as_posix()) for container in self._containers)
         return {part for path in paths for part in path.split("/")}
 
     @cached_property
@@ -294,16 +294,16 @@ class Originals:
         if self._folded is None:
             self._folded = defaultdict(list)
             for name in self._found:
-                if (form := folded(name)) != name:
+                if (form := fold_case(name)) != name:
                     self._folded[form].append(name)
-        form = folded(base)
+        form = fold_case(base)
         return [*self._folded.get(form, ()), *([form] if form in self._found else ())]
 
     def _agrees(self, found: FoundFile, wanted: str, form: Callable[[str], str]) -> bool:
         folder, place = form(found.folder), self._containers[found.container]
         placed = form(f"{place.stem}/{found.folder}".rstrip("/"))
         return (
-            agree(folder, wanted)
+            ends_alike(folder, wanted)
             or f"/{wanted}".endswith(f"/{placed}")
             or f"/{wanted}/" in f"/{form(place.as_posix())}/{folder}/"
         )
@@ -311,7 +311,7 @@ class Originals:
     def _holds_folder(self, folder: str) -> bool:
         """Return whether some image lies in such a folder, however its case and accents."""
         places = self._with_last_part(self._folder_index, folder)
-        return any(self._agrees(place, folded(folder), folded) for _, place in places)
+        return any(self._agrees(place, fold_case(folder), fold_case) for _, place in places)
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, None if missing; raises BadSample."""

@@ -28,7 +28,7 @@ from data_tools.shards import (
     shards_of,
 )
 from vlp.config import ConfigError
-from vlp.data.shards.index import BLOCK, ROW, index_folder, require_one_split, sample_rows
+from vlp.data.shards.index import BLOCK, ROW, index_folder, require_single_split, sample_rows
 from vlp.data.shards.sample_files import ShardFile
 from vlp.data.shards.tar import append_member, close_tar, open_tar
 from vlp.io import atomic_write, parse_json, write_json
@@ -88,7 +88,7 @@ def reshard(
     at_least_1(samples_per_shard=samples_per_shard)
     shards, executor = shards_of(folders), workers.workers()
     for folder in folders:
-        require_one_split(folder, [shard.name for shard in shards if shard.folder == folder])
+        require_single_split(folder, [shard.name for shard in shards if shard.folder == folder])
     if out.resolve() in {folder.resolve() for folder in folders}:
         raise ConfigError(f"{out}: is read from; choose another --out")
     settings = {

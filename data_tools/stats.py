@@ -25,7 +25,7 @@ from data_tools.shards import (
     shards_of,
 )
 from vlp.config import ConfigError
-from vlp.data.image.decode import open_image, reading
+from vlp.data.image.decode import decoder_errors, open_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, RawSample
 from vlp.io import write_json
@@ -265,7 +265,7 @@ def _count_images(tally: Tally, sample: RawSample) -> None:
         tally.counts["bytes of images"] += len(data)
         tally.histograms["image size"][rounded(len(data))] += 1
         try:
-            with reading(sample.key), open_image(data, sample.key) as image:
+            with decoder_errors(sample.key), open_image(data, sample.key) as image:
                 (width, height), kind = image.size, image.format or "?"
         except BadSample as bad:
             tally.bad[bad.kind] += 1

@@ -11,7 +11,7 @@ from typer import Option
 
 from data_tools.options import N
 from vlp.config import ConfigError
-from vlp.data.schema import Annotation, captions_of, every_text_of
+from vlp.data.schema import Annotation, all_texts_of, captions_of
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
 
@@ -29,7 +29,7 @@ def vocabulary(
     from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
     skipped: list[BadSample] = []
-    texts_of = captions_of if texts == "captions" else every_text_of
+    texts_of = captions_of if texts == "captions" else all_texts_of
     found = list(_texts(shards, texts_of, skipped))
     # The length belongs to the model; `load` sets it again.
     text = TextProcessor(train_wordpiece(found, size), max_tokens=512)

@@ -23,7 +23,7 @@ from vlp.data.schema import Annotation, caption_numbers, captions_of
 from vlp.data.shards.remote import is_url
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Items
-from vlp.data.stream.loader import running, worker_settings
+from vlp.data.stream.loader import open_loader, worker_settings
 from vlp.io import Redacted
 from vlp.training.engines.environment import cores_of_rank
 
@@ -193,7 +193,7 @@ class BlockReader(Generic[Value]):
             generator=torch.Generator(),
             **worker_settings(min(self._workers, len(blocks)), prefetch=1),
         )
-        with running(loader) as parcels:
+        with open_loader(loader) as parcels:
             for parcel in parcels:
                 value = parcel.value()
                 if isinstance(value, _FailedRead):

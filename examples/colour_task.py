@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.task_evaluation import Scored, TaskEvaluation
 from evaluation.item_results import clustered_figures, keep_scores
-from vlp.data.downstream.dataset import DownstreamDataset, Items, decoded
+from vlp.data.downstream.dataset import DownstreamDataset, Items, decode_images
 from vlp.data.schema import captions_of
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
@@ -33,14 +33,14 @@ class Batch(NamedTuple):
     skipped: tuple = ()  # samples that could not be read
 
     def to(self, device):
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class ColourData(DownstreamDataset):  # of examples (pixels (3, H, W), colour or None)
     def make(self, item, number, rng_for=None):
         words = " ".join(captions_of(item.raw.annotation)).lower().split()
         colour = next((word for word in words if word in COLOURS), None)
-        image = decoded(item.raw, 1)
+        image = decode_images(item.raw, 1)
         return self.prepare(image, "", number, rng_for)[0], colour
 
     def blank(self):  # takes the place of a sample that could not be read

@@ -25,7 +25,7 @@ from data_tools.feature_writer import feature_writer
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
-from vlp.data.limits import put_in_force
+from vlp.data.limits import set_limits
 from vlp.data.shards.sample_files import DataError
 from vlp.layers.blocks import pool_states
 from vlp.lock import FolderLock
@@ -194,7 +194,7 @@ def run_align(
     prepare_environment()
     try:
         config = load_config(path, PretrainConfig, overrides)
-        put_in_force(config.limits)
+        set_limits(config.limits)
         with FolderLock(out):
             count, model = align(config, out, epochs, shrinkage)
     except (ConfigError, DataError) as error:

@@ -26,8 +26,8 @@ from data_tools.options import BuildOptions
 from data_tools.originals import ImageLocation, Originals
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
-from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clipped, shares, turn_of
-from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
+from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clip_box, shares, turn_of
+from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_image, orientation
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, Expression, Word, captions_of
 from vlp.data.shards.sample_files import BadSample, contents
@@ -52,7 +52,7 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
 
     Above `max_side` pixels it is reduced (Lanczos).
     """
-    with reading(where), open_image(data, where) as image:
+    with decoder_errors(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
         turn = turn if turn in TURNS else 1
         kind = _EXTENSIONS.get(image.format or "")
@@ -97,7 +97,7 @@ def fit_boxes(
     def fit(box: Sequence[float]) -> tuple[str | None, list[float] | None]:
         if turn is None:
             return OTHER_SHAPE, None
-        kind, corners = clipped(box, drawn_on)
+        kind, corners = clip_box(box, drawn_on)
         if corners is None:
             return kind, None
         x, y, wide, high = box

@@ -28,7 +28,7 @@ from data_tools.own.tables import (
 )
 from data_tools.rows import Faults, Located, read_json
 from vlp.config import ConfigError
-from vlp.data.file_names import folded, split_of
+from vlp.data.file_names import fold_case, split_of
 from vlp.data.limits import MAX_IMAGE_BYTES
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import parse_json
@@ -96,7 +96,7 @@ def recognise(
     `beside`.
     """
     files, images = tree.files, tree.images
-    stems = {folded(path.rpartition(".")[0]) for path in images}
+    stems = {fold_case(path.rpartition(".")[0]) for path in images}
     tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
     described = [path for path in tables if _stem(path) == "metadata"]
     saved = [path for path in tables if path.endswith(".arrow")]
@@ -227,7 +227,7 @@ def _existing(file: Path) -> Path | None:
     """Return a file, else the only one in its folder that differs in case or accents alone."""
     if file.is_file():
         return file
-    alike = _listed(file.parent).get(folded(file.name), [])
+    alike = _listed(file.parent).get(fold_case(file.name), [])
     return alike[0] if len(alike) == 1 else None
 
 
@@ -235,7 +235,7 @@ def _existing(file: Path) -> Path | None:
 def _listed(folder: Path) -> dict[str, list[Path]]:
     found = defaultdict(list)
     for path in folder.iterdir() if folder.is_dir() else ():
-        found[folded(path.name)].append(path)
+        found[fold_case(path.name)].append(path)
     return found
 
 
@@ -264,13 +264,13 @@ def _side_files(
     for path in sides:
         stem, _, extension = path.rpartition(".")
         known = beside if stem in stems else alike
-        known[f"{stem if stem in stems else folded(stem)}.{extension.lower()}"] = path
+        known[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[OwnImage]:
         unseen = [name for name in (named.image, *(named.captions or ()), named.split) if name]
         for image in images:
             stem = image.rpartition(".")[0]
-            names = ((f"{stem}{end}", f"{folded(stem)}{end}") for end in _SIDES)
+            names = ((f"{stem}{end}", f"{fold_case(stem)}{end}") for end in _SIDES)
             found = (beside.get(exact) or alike.get(other) for exact, other in names)
             paths = [path for path in found if path is not None]
             lines, content = _read_sides(paths, tree, faults)
@@ -377,7 +377,7 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
 
 def _is_side(path: str, stems: set[str]) -> bool:
     base, _, extension = path.rpartition(".")
-    return f".{extension.lower()}" in _SIDES and folded(base) in stems
+    return f".{extension.lower()}" in _SIDES and fold_case(base) in stems
 
 
 def _suffix(path: str) -> str:

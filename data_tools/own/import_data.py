@@ -37,7 +37,7 @@ from data_tools.own.forms import (
 from data_tools.own.tables import Named
 from data_tools.rows import Faults
 from vlp.config import ConfigError
-from vlp.data.image.decode import open_image, reading
+from vlp.data.image.decode import decoder_errors, open_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import readable
@@ -272,7 +272,7 @@ def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
         try:
             location = tree.find(image.image)
             assert location is not None
-            with reading(image.image), open_image(location.read(), image.image) as opened:
+            with decoder_errors(image.image), open_image(location.read(), image.image) as opened:
                 size = f"{opened.width} x {opened.height}"
         except BadSample as bad:
             size = bad.kind

@@ -23,7 +23,7 @@ from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.image.decode import decode_image
-from vlp.data.image.transforms import View, viewed
+from vlp.data.image.transforms import View, apply_view
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import Item, Items
@@ -141,7 +141,7 @@ def _example(
     """Prepare an expression and its image, in any process."""
     image = decode_image(item.raw.image, item.where)
     expression = _checked(item, image.size)
-    pixels = viewed(preprocess(image)[None], view, patch_size, number)[0]
+    pixels = apply_view(preprocess(image)[None], view, patch_size, number)[0]
     return GroundingExample(pixels, text([expression]), image.size)
 
 

@@ -21,7 +21,7 @@ from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.data.text.word_boxes import named_words, word_positions, word_text
+from vlp.data.text.word_boxes import word_positions, word_text, words_with_boxes
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
@@ -227,7 +227,7 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
 
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
     """Return boxes by word of the first caption, empty if unknown."""
-    words = named_words(sample.annotation)
+    words = words_with_boxes(sample.annotation)
     return {word.position: word.boxes for word in words if word.caption == 0}
 
 

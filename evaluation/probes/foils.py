@@ -16,7 +16,7 @@ from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image
-from vlp.data.image.transforms import View, viewed
+from vlp.data.image.transforms import View, apply_view
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import Item, Items
@@ -110,7 +110,7 @@ def _prepare(
     pixels = preprocess(decode_image(item.raw.image, item.where))
     foils = make_foils(captions, seed, item.raw.key)
     return FoiledImage(
-        viewed(pixels[None], view, patch_size, number)[0],
+        apply_view(pixels[None], view, patch_size, number)[0],
         [
             (caption, foil.text, foil.kind)
             for caption, group in zip(captions, foils)

@@ -22,7 +22,7 @@ from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image
-from vlp.data.image.transforms import View, viewed
+from vlp.data.image.transforms import View, apply_view
 from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics import bootstrap_means, percentile_interval
@@ -135,7 +135,7 @@ def _prepare(
         )
     images = (item.raw.image, item.raw.second_image)
     pixels = torch.stack([preprocess(decode_image(image, item.where)) for image in images])
-    pixels = viewed(pixels, view, patch_size, number)
+    pixels = apply_view(pixels, view, patch_size, number)
     return Swap(pixels, (annotation.caption, swap["foil"]), swap["kind"])
 
 

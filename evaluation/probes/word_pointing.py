@@ -39,7 +39,7 @@ from evaluation.samples import (
 from evaluation.work_sharding import Ranks, evaluating, inference
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
-from vlp.data.text.word_boxes import WordBox, named_words, patches_in_box, word_positions
+from vlp.data.text.word_boxes import WordBox, patches_in_box, word_positions, words_with_boxes
 from vlp.metrics import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import ImageFeatures, PairIndices, TextFeatures
 from vlp.models.folder import Loaded
@@ -496,7 +496,7 @@ def score_words(
             "these shards do not know which word names what; `python -m data_tools scenes` writes "
             "some that do, and `python -m data_tools coco --instances`"
         )
-    words = [word for word in named_words(annotation) if word.kind in KINDS]
+    words = [word for word in words_with_boxes(annotation) if word.kind in KINDS]
     word_boxes = [box for word in words for box in word.boxes]
     boxes = dict.fromkeys([*map(tuple, annotation.boxes or ()), *word_boxes])
     patches_of = {box: patches_in_box(box, grid, size) for box in boxes}

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evaluation.samples import evenly_spread
 from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.labelled_images import LabelledImages, open_labelled, some_of
+from vlp.data.labelled_images import LabelledImages, open_labelled, subset
 from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write
 from vlp.models.vision.backbone import BackboneConfig, create_backbone, create_encoding, on_tokens
@@ -137,7 +137,7 @@ def stored_tokens(
     key = json.dumps({**settings, "blocks": frozen.blocks, "sizes": frozen.sizes}, sort_keys=True)
     if not file.is_file() or _key(file) != key:
         images = open_labelled(task.data.train, task.data.classes)
-        train = some_of(images, task.data.limit, task.data.train)
+        train = subset(images, task.data.limit, task.data.train)
         test = open_labelled(task.data.test, images.classes)
         numbers = evenly_spread(len(test), limit)
         train_size = task.data.image_size

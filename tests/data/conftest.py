@@ -52,7 +52,6 @@ def make_shards(tmp_path):
 
 @pytest.fixture
 def make_data(vocabulary):
-    """Pretraining data of folders, each perhaps with a weight."""
 
     def make(*sources, batch=8, seed=5, inputs=INPUTS, **options):
         pairs = [source if isinstance(source, tuple) else (source, 1.0) for source in sources]

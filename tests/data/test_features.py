@@ -136,7 +136,6 @@ def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_f
 def test_images_that_are_not_augmented_have_their_plain_view(
     shards, configuration, make_features, tmp_path
 ):
-    """As held-out losses ask for; the folder's other views were augmented."""
     config = configuration(shards, captions="all")
     out = make_features(config, tmp_path / "out", "--views", 3)
     augment = "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"
@@ -213,7 +212,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def arrays(folder):
-    """Both arrays of every shard of the first source."""
     names = sorted(path.stem for path in (folder / "0").glob("*.npy") if "views" not in path.name)
     return [(np.load(folder / "0" / f"{n}.npy"), np.load(folder / "0" / f"{n}.views.npy"))
             for n in names]  # fmt: skip
@@ -317,7 +315,6 @@ def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
 
 @pytest.mark.nightly
 def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tmp_path):
-    """The first one is stopped in its work; the second one is two ranks."""
     config, out = configuration(make_shards(count=300, per_shard=10)), tmp_path / "out"
     command = ["features", "--config", str(config), "--out", str(out), "--batch", "6"]
     first = subprocess.Popen([sys.executable, "-m", "data_tools", *command], cwd=ROOT)
@@ -430,7 +427,6 @@ def make_features():
 
 @pytest.fixture
 def tower_of():
-    """The image tower as pretraining starts it."""
 
     def make(config):
         settings = load_config(config, PretrainConfig)

@@ -13,7 +13,7 @@ from vlp.data.boxes import turn_of
 from vlp.data.labelled_images import open_labelled
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.shard_reader import ShardWriter, index_folder
+from vlp.data.shards.shard_reader import ShardWriter
 from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
 
 CLASSES = ("blue", "red")
@@ -101,21 +101,6 @@ def test_of_two_members_of_a_name_the_later_counts(folder, tmp_path):
     assert sorted(one.image.getpixel((0, 0)) for one in read if one.label == 0)[-1] == (255, 0, 0)
 
 
-def test_class_files_of_shards(tmp_path):
-    (tmp_path / "s").mkdir()
-    with tarfile.open(tmp_path / "s" / "0.tar", "w") as archive:
-        for number in range(2):
-            for name, data in ((f"{number}.cls", b"%d" % number), (f"{number}.gif", png("red"))):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    assert index_folder(tmp_path / "s") == []
-    images = open_labelled(str(tmp_path / "s"), ("0", "1"))
-    assert [images.read(number).label for number in range(2)] == [0, 1]
-    with pytest.raises(BadSample, match=r"\(label '0'\)"):
-        open_labelled(str(tmp_path / "s"), ("cat", "dog")).read(0)
-
-
 def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
     (tmp_path / "split" / "test" / "red").mkdir(parents=True)
     (tmp_path / "split" / "test" / "red" / "0.png").write_bytes(png("red"))
@@ -196,8 +181,7 @@ def test_a_shift_moves_the_image_over_black(folder):
 
 
 @pytest.mark.parametrize(
-    "augment",
-    [{"policy": "rand-m9-mstd0.5-inc1"}, {"erasing": 1.0}, {"crop_scale": [0.3, 1.0]}],
+    "augment", [{"policy": "rand-m9-mstd0.5-inc1"}, {"erasing": 1.0}, {"crop_scale": [0.3, 1.0]}]
 )
 def test_augmentation_is_a_function_of_its_draws(folder, augment):
     samples = LabelledSamples(open_labelled(str(folder)), config(folder, augment=augment))

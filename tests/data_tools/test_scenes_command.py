@@ -11,7 +11,7 @@ from vlp.command_line import Command
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
-from vlp.data.text.word_boxes import named_words
+from vlp.data.text.word_boxes import words_with_boxes
 from vlp.scenes.negatives import sample_swap, swap_kinds
 from vlp.scenes.sample import FULL, sample_scene
 
@@ -59,7 +59,7 @@ def test_twins_follow_each_other(tmp_path) -> None:
         assert scene.annotation.image_id != twin.annotation.image_id
         assert scene.image != twin.image
         objects = 1 if pair.kind == "place" else 2
-        assert len(named_words(twin.annotation)) == 2 * objects
+        assert len(words_with_boxes(twin.annotation)) == 2 * objects
 
 
 def test_kinds_of_swaps_can_be_chosen(tmp_path) -> None:

@@ -25,7 +25,7 @@ from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Inputs
 from vlp.data.stream.loader import CopyStream
-from vlp.data.text.tokenizer import predicted_places
+from vlp.data.text.tokenizer import predicted_positions
 from vlp.layers.blocks import FeedForward
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
@@ -124,7 +124,7 @@ def downstream(kind: str, model: ModelConfig):
     valid = torch.ones(ROWS, dtype=torch.bool)
     texts = ids, mask, mask
     answers = torch.tensor([[2, 6, 3, 0], [2, 6, 7, 3]]).repeat(ROWS // 2, 1)
-    places = predicted_places(answers, 0)
+    places = predicted_positions(answers, 0)
     if paired:
         kinds = {"retrieval": Retrieval, "grounding": Grounding}
         task = kinds[kind](config, parts, "bf16")

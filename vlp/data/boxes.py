@@ -25,15 +25,15 @@ _TURNED = {
 }
 
 
-def clipped(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
+def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
     """Cut a box to an image; return the kind of fault, if any, and the box, None if empty."""
-    x, y, wide, high = box
+    x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
-    right, low = min(x + wide, size[0]), min(y + high, size[1])
-    if right <= left or low <= top:
+    right, bottom = min(x + width, size[0]), min(y + height, size[1])
+    if right <= left or bottom <= top:
         return OUTSIDE, None
-    out = max(left - x, top - y, x + wide - right, y + high - low)
-    return CUT if out > _ROUNDING else None, (left, top, right, low)
+    overhang = max(left - x, top - y, x + width - right, y + height - bottom)
+    return CUT if overhang > _ROUNDING else None, (left, top, right, bottom)
 
 
 def turn_of(drawn_on: Size, upright: Size, orientation: int) -> int | None:
@@ -47,11 +47,11 @@ def shares(corners: Corners, drawn_on: Size, orientation: int) -> Corners:
     """Return corners as shares of the sides of the upright image; `orientation` as of `turn_of`."""
     turn = _TURNED.get(orientation, lambda x, y: (x, y))
     points = [turn(x / drawn_on[0], y / drawn_on[1]) for x, y in (corners[:2], corners[2:])]
-    (left, right), (top, low) = (sorted(values) for values in zip(*points))
-    return left, top, right, low
+    (left, right), (top, bottom) = (sorted(values) for values in zip(*points))
+    return left, top, right, bottom
 
 
 def _has_shape(size: Size, shape: Size) -> bool:
     scale = max(size[0] / shape[0], size[1] / shape[1])
-    missed = max(abs(side - scale * other) for side, other in zip(size, shape))
-    return missed <= _SHAPE_ROUNDING * max(1.0, scale)  # either may be rounded to whole pixels
+    deviation = max(abs(side - scale * other) for side, other in zip(size, shape))
+    return deviation <= _SHAPE_ROUNDING * max(1.0, scale)  # either may be rounded to whole pixels

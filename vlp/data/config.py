@@ -28,12 +28,12 @@ class SourceConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, given: Any) -> Any:
-        return {"path": given} if isinstance(given, str) else given
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
-def _one_or_several(given: Any) -> Any:
-    return [given] if isinstance(given, str | dict) else given
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
 
 
 class CacheConfig(Config):
@@ -92,7 +92,7 @@ class AugmentConfig(Config):
 class DataConfig(Config):
     """Streaming order, text and image preparation of pretraining."""
 
-    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_several)] = Field(
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_list)] = Field(
         min_length=1, description="folders of shards, and their weights where these are not 1"
     )
     vocabulary: str = Field(
@@ -127,10 +127,7 @@ class DataConfig(Config):
     )
     shuffle_window: int = Field(4096, ge=1, description="samples of a stream")
     workers: int = Field(
-        1,
-        ge=0,
-        description="loader processes of each rank",
-        json_schema_extra={"resume": "free"},
+        1, ge=0, description="loader processes of each rank", json_schema_extra={"resume": "free"}
     )
     cache: CacheConfig | None = Field(
         None,

@@ -26,14 +26,14 @@ def split_of(name: object) -> str | None:
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 
-def folded(name: str) -> str:
+def fold_case(name: str) -> str:
     """Return a name with composed accents and in lower case, as some systems compare names."""
     return composed(name).casefold()
 
 
-def agree(there: str, wanted: str) -> bool:
+def ends_alike(path: str, name: str) -> bool:
     """Return whether two paths end alike, as far as the shorter one goes."""
-    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
+    return f"/{path}".endswith(f"/{name}") or f"/{name}".endswith(f"/{path}")
 
 
 def composed(name: str) -> str:
@@ -42,11 +42,11 @@ def composed(name: str) -> str:
 
 
 def _last_parts(path: str) -> str:
-    return "/".join(folded(path).split("/")[-2:])
+    return "/".join(fold_case(path).split("/")[-2:])
 
 
 def _ends(path: str) -> list[str]:
-    """Return a path and what is left of it without its first folders."""
+    """Return the ends of a path: itself, then without its first folder, and so on."""
     parts = path.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
 
@@ -59,32 +59,32 @@ class FileNames:
         # By the base name, and by the last two parts: thousands of folders may hold a `0.jpg`.
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
-        self._alone: dict[str, str] = {}
+        self._unique_names: dict[str, str] = {}
         self.shared: set[str] = set()  # paths with an ambiguous base name
         for path, whole in paths.items():
-            base = folded(path.rpartition("/")[2])
+            base = fold_case(path.rpartition("/")[2])
             for name in {base, _last_parts(path), _last_parts(whole)}:
                 self._by_name[name].append(path)
                 if name.endswith(IMAGES):
                     self._by_stem[name.rpartition(".")[0]].append(path)
-        self._folders = {folded(whole.rpartition("/")[0]) for whole in paths.values()}
+        self._folders = {fold_case(whole.rpartition("/")[0]) for whole in paths.values()}
         self._folder_ends = {end for folder in self._folders for end in _ends(folder)}
 
     def find(self, name: str) -> str | None:
         """Return the path that ends like a name, perhaps without extension; None if ambiguous."""
-        folder, _, base = folded(name).rpartition("/")
+        folder, _, base = fold_case(name).rpartition("/")
         for index, extension in ((self._by_name, ""), (self._by_stem, ".")):
             candidates = index.get(_last_parts(name), [])
-            for form in (str, folded):
+            for form in (str, fold_case):
                 fitting = (path for path in candidates if self._fits(path, form, name, extension))
                 if matches := list(islice(fitting, 2)):
                     return matches[0] if len(matches) == 1 else None
-            alike = index.get(base, [])
-            if len(alike) == 1 and not self._is_known(folder):
+            same_base = index.get(base, [])
+            if len(same_base) == 1 and not self._has_folder(folder):
                 name = composed(name)
-                if agree(self._alone.setdefault(alike[0], name), name):
-                    return alike[0]
-                self.shared.add(alike[0])
+                if ends_alike(self._unique_names.setdefault(same_base[0], name), name):
+                    return same_base[0]
+                self.shared.add(same_base[0])
                 return None
         return None
 
@@ -93,12 +93,12 @@ class FileNames:
         whole, path, name = form(self._paths[path]), form(path), form(name)
         if extension:
             whole, path = whole.rpartition(extension)[0], path.rpartition(extension)[0]
-        placed = "/".join(whole.split("/")[-2 - path.count("/") :])
-        longer = (one for one in (path, placed) if "/" in one)
+        tail = "/".join(whole.split("/")[-2 - path.count("/") :])
+        suffixes = (suffix for suffix in (path, tail) if "/" in suffix)
         return f"/{whole}".endswith(f"/{name}") or any(
-            f"/{name}".endswith(f"/{one}") for one in longer
+            f"/{name}".endswith(f"/{suffix}") for suffix in suffixes
         )
 
-    def _is_known(self, folder: str) -> bool:
+    def _has_folder(self, folder: str) -> bool:
         """Return whether a folder agrees with that of some file."""
         return folder in self._folder_ends or not self._folders.isdisjoint(_ends(folder))

@@ -55,24 +55,24 @@ def open_labelled(
     In shards the class is a `field` of the annotation, or KEY.cls. `classes` are in the order of
     training; None sorts the folders' names and is refused for shards.
     """
-    place = Path(path)
-    if place.is_file():
-        return _FromTar(place, classes)
-    if not place.is_dir():
+    root = Path(path)
+    if root.is_file():
+        return _TarImages(root, classes)
+    if not root.is_dir():
         raise ConfigError(f"{path}: there is neither a folder nor a tar file")
-    if (place / INDEX_NAME).is_file() or any(place.glob("*.tar")):
+    if (root / INDEX_NAME).is_file() or any(root.glob("*.tar")):
         if classes is None:
             raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
-        return _ClassShards(place, classes, field)
-    return _FromFolder(place, classes)
+        return _ShardImages(root, classes, field)
+    return _FolderImages(root, classes)
 
 
 def require_images(path: str, classes: Sequence[str]) -> None:
     """Refuse empty class folders, which would silently be missing among the classes."""
-    place = Path(path)
-    if not place.is_dir() or (place / INDEX_NAME).is_file():
+    folder = Path(path)
+    if not folder.is_dir() or (folder / INDEX_NAME).is_file():
         return
-    names = {each.name for each in place.iterdir() if each.is_dir() and each.name[0] != "."}
+    names = {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
     if names & set(classes) and (empty := sorted(names - set(classes))):
         raise ConfigError(
             f"{path}: no images ({', '.join(IMAGES)}) in its class folders {', '.join(empty[:5])}; "
@@ -80,16 +80,16 @@ def require_images(path: str, classes: Sequence[str]) -> None:
         )
 
 
-def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
+def subset(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
     """Draw `limit` of the images of `path`, the same for every seed of a comparison."""
     if limit is None:
         return images
     if limit > len(images):
         raise ConfigError(f"data.limit {limit} is more than the {len(images)} images of {path}")
-    return _Some(images, np.random.default_rng(0).permutation(len(images))[:limit].tolist())
+    return _Subset(images, np.random.default_rng(0).permutation(len(images))[:limit].tolist())
 
 
-class _Some(LabelledImages):
+class _Subset(LabelledImages):
     def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
         super().__init__(numbers, images.classes)
         self._images, self._numbers = images, numbers
@@ -98,7 +98,7 @@ class _Some(LabelledImages):
         return self._images.read(self._numbers[number])
 
 
-class _FromFolder(LabelledImages):
+class _FolderImages(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
         names = sorted(filter(_is_of_class, _files_below(folder)))
         self._files = [folder / name for name in names]
@@ -114,22 +114,23 @@ class _FromFolder(LabelledImages):
         return Labelled(decode_image(content, str(file)), self._labels[number], str(file))
 
 
-class _FromTar(LabelledImages):
+class _TarImages(LabelledImages):
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
         # Of two members of one name the later counts, as when they are unpacked.
         stored = stored_files(file, _is_of_class)
-        self._found = list({PurePath(str(name).lstrip("/")): data for name, data in stored}.items())
-        classes, self._labels = _labels([name for name, _ in self._found], classes, file)
-        super().__init__(self._found, classes)
+        members = {PurePath(str(name).lstrip("/")): data for name, data in stored}
+        self._members = list(members.items())
+        classes, self._labels = _labels(list(members), classes, file)
+        super().__init__(self._members, classes)
 
     def read(self, number: int) -> Labelled:
-        name, content = self._found[number]
+        name, content = self._members[number]
         where = f"{self._file}, {name}"
         return Labelled(decode_image(content, where), self._labels[number], where)
 
 
-class _ClassShards(LabelledImages):
+class _ShardImages(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str], field: str) -> None:
         self._items, self._field = Items([folder]), field
         super().__init__(self._items, tuple(classes))
@@ -167,32 +168,32 @@ def _is_of_class(name: PurePath) -> bool:
 
 
 def _labels(
-    found: Sequence[PurePath], wanted: Sequence[str] | None, where: Path
+    paths: Sequence[PurePath], class_names: Sequence[str] | None, where: Path
 ) -> tuple[tuple[str, ...], list[int]]:
     """Return the classes, and the number of each image's: of the first folder that differs."""
-    if not found:
+    if not paths:
         raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
-    above = os.path.commonpath([name.parent for name in found])
+    above = os.path.commonpath([path.parent for path in paths])
     shared = len(PurePath(above).parts)
-    if beside := [name for name in found if str(name.parent) == above]:
-        if wanted is None and len({name.parent for name in found}) > 2:
+    if strays := [path for path in paths if str(path.parent) == above]:
+        if class_names is None and len({path.parent for path in paths}) > 2:
             raise ConfigError(
-                f"{where}: {beside[0]} lies beside folders of images; move it away, or name the "
+                f"{where}: {strays[0]} lies beside folders of images; move it away, or name the "
                 "classes in data.classes"
             )
         shared -= 1  # images of one class alone
-    names = []
-    for name in found:
+    labels = []
+    for path in paths:
         # The folder that differs counts first: a class may be named like a folder above.
-        candidates = (name.parts[shared], *name.parts[:-1])
-        names.append(next((part for part in candidates if part in (wanted or ())), candidates[0]))
-    classes = tuple(wanted or sorted(set(names)))
-    if unknown := sorted(set(names) - set(classes)):
+        parts = (path.parts[shared], *path.parts[:-1])
+        labels.append(next((part for part in parts if part in (class_names or ())), parts[0]))
+    classes = tuple(class_names or sorted(set(labels)))
+    if unknown := sorted(set(labels) - set(classes)):
         raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")
-    if wanted is None and all(map(split_of, classes)):
+    if class_names is None and all(map(split_of, classes)):
         raise ConfigError(
             f"{where}: its class folders lie in {', '.join(classes[:3])}; name the folder, or pack "
             "the class folders, of one alone"
         )
-    number = {name: place for place, name in enumerate(classes)}
-    return classes, [number[name] for name in names]
+    number = {name: index for index, name in enumerate(classes)}
+    return classes, [number[name] for name in labels]

@@ -31,16 +31,16 @@ class Limits(Config):
 
 def limits() -> Limits:
     """Return the limits of `VLP_LIMITS`, else the defaults."""
-    return _parsed(os.environ.get(VARIABLE, ""))
+    return _parse(os.environ.get(VARIABLE, ""))
 
 
-def put_in_force(wanted: Limits) -> None:
+def set_limits(values: Limits) -> None:
     """Set the limits of this process and of those that it starts."""
-    os.environ[VARIABLE] = wanted.model_dump_json()
+    os.environ[VARIABLE] = values.model_dump_json()
 
 
 @lru_cache(maxsize=4)
-def _parsed(text: str) -> Limits:
+def _parse(text: str) -> Limits:
     try:
         values = parse_yaml(text) or {}
     except yaml.YAMLError as error:

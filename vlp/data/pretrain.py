@@ -1,8 +1,4 @@
-"""Batches of pretraining from shards with an index, or resampled from shards without one.
-
-Shards without an index are drawn with replacement in webdataset's pipeline. A resumed run then
-starts at fresh shards, drawn by (seed, samples consumed, rank, worker): not exactly resumable.
-"""
+"""Batches of pretraining from shards with an index, or resampled from shards without one."""
 
 from __future__ import annotations
 
@@ -27,10 +23,10 @@ from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures, shards_sha256
 from vlp.data.image.decode import JpegImage
-from vlp.data.image.transforms import Preprocessing, TrainTransform, names_a_side
+from vlp.data.image.transforms import Preprocessing, TrainTransform, mentions_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.schema import TextKind, normalised_caption, texts_of
-from vlp.data.shards.index import require_one_split
+from vlp.data.shards.index import require_single_split
 from vlp.data.shards.remote import (
     DEFAULT_OUTAGES,
     OutageConfig,
@@ -39,7 +35,7 @@ from vlp.data.shards.remote import (
     Unreachable,
     file_of,
     is_url,
-    patiently,
+    with_retries,
 )
 from vlp.data.shards.sample_files import (
     BadSample,
@@ -47,11 +43,11 @@ from vlp.data.shards.sample_files import (
     RawSample,
     ShardFile,
     SkippedSample,
-    given_up,
+    outage_error,
 )
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Batch, Inputs
-from vlp.data.stream.loader import OrderedData, read_at_once
+from vlp.data.stream.loader import OrderedData, concurrent_shards
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import (
     Element,
@@ -62,20 +58,18 @@ from vlp.data.stream.sampler import (
     TrainingSampler,
 )
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.data.text.word_boxes import named_patches
+from vlp.data.text.word_boxes import word_patches
 from vlp.io import lines_of, redacted, sha256_of
 
 NO_ID = -1
-_BEGUN_AT_ONCE = 16  # slots with their encoded images in memory
+_MAX_PENDING = 16  # slots with their encoded images in memory
 _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
 
 
 class Slot(NamedTuple):
-    """One row of a `Batch` with its element.
+    """One row of a `Batch` with its element."""
 
-    levels: (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
-    """
-
+    # (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
     levels: Tensor | None
     text_ids: Tensor
     attention_mask: Tensor
@@ -93,11 +87,7 @@ class Slot(NamedTuple):
 
 
 class CaptionedSamples(Dataset[Slot]):
-    """Map-style dataset of slots; random choices depend on (seed, epoch, element, purpose).
-
-    With `every_caption` each caption is an element, else one is drawn on each visit. Stored
-    `features` replace the pixels of their source.
-    """
+    """Map-style dataset of slots; random choices depend on (seed, epoch, element, purpose)."""
 
     def __init__(
         self,
@@ -129,40 +119,40 @@ class CaptionedSamples(Dataset[Slot]):
         # Decoders evict Python's code and data from the CPU's caches, so that work between two of
         # their calls takes three times as long: it is done before them.
         slots: list[Slot] = []
-        for start in range(0, len(requests), _BEGUN_AT_ONCE):
-            begun = [
-                self._begun(request.epoch, request.element)
+        for start in range(0, len(requests), _MAX_PENDING):
+            pending = [
+                self._prepare(request.epoch, request.element)
                 if request.element is not None
-                else partial(self._empty, None)
-                for request in requests[start : start + _BEGUN_AT_ONCE]
+                else partial(self._empty_slot, None)
+                for request in requests[start : start + _MAX_PENDING]
             ]
-            slots.extend(finish() for finish in begun)
+            slots.extend(finish() for finish in pending)
         return slots
 
     def slot(self, epoch: int, element: Element, raw: RawSample | BadSample | None = None) -> Slot:
         """Return the slot of an element, from `raw` if that was read already."""
-        return self._begun(epoch, element, raw)()
+        return self._prepare(epoch, element, raw)()
 
-    def _begun(
+    def _prepare(
         self, epoch: int, element: Element, raw: RawSample | BadSample | None = None
     ) -> Callable[[], Slot]:
         """Prepare a slot and return a function that decodes its pixels and completes it."""
         try:
             if isinstance(raw, BadSample):
                 raise raw
-            slot, levels = self._without_levels(epoch, element, raw)
+            slot, levels = self._prepare_slot(epoch, element, raw)
         except BadSample as bad:
-            return partial(self._empty, SkippedSample(bad.kind, bad.where))
+            return partial(self._empty_slot, SkippedSample(bad.kind, bad.where))
 
         def finish() -> Slot:
             try:
                 return slot._replace(levels=levels())
             except BadSample as bad:
-                return self._empty(SkippedSample(bad.kind, bad.where))
+                return self._empty_slot(SkippedSample(bad.kind, bad.where))
 
         return finish
 
-    def _without_levels(
+    def _prepare_slot(
         self, epoch: int, element: Element, raw: RawSample | None
     ) -> tuple[Slot, Callable[[], Tensor]]:
         """Return a slot and a function that decodes its levels; both raise BadSample."""
@@ -214,14 +204,16 @@ class CaptionedSamples(Dataset[Slot]):
     ) -> Callable[[], Tensor]:
         """Make all choices and return a function that gives the levels or stored features."""
         if self.features is None:
-            return self.transform.later(image, rng("augment"), caption)
+            return self.transform.prepare(image, rng("augment"), caption)
+        # Stored features replace the pixels; their views were augmented when they were written.
         source, shard, sample = place
         stored = self.features[source]
-        views = stored.views(shard, sample, not names_a_side(caption), where)
+        views = stored.views(shard, sample, not mentions_side(caption), where)
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
         """Return the numbers of an element's sample in its shard and of its caption, if fixed."""
+        # An element is a sample, whose caption is drawn on each visit, or one of its captions.
         if not self.every_caption:
             return element.position, None
         ends = self.sources[element.source].caption_ends(element.shard)
@@ -260,10 +252,11 @@ class CaptionedSamples(Dataset[Slot]):
         if not self.transform.keeps_places:
             return None
         if self.texts != "captions":
-            return self._no_words()
+            return self._blank_word_patches()
         pieces = self.text.words(caption)
-        shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
-        return torch.from_numpy(shown)
+        length = self.text.max_tokens
+        patches = word_patches(raw.annotation, number, pieces, length, self.grid, size)
+        return torch.from_numpy(patches)
 
     def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:
         if self.inputs.patch_masking is None:
@@ -271,11 +264,11 @@ class CaptionedSamples(Dataset[Slot]):
         masked = mask_patches(self.grid, *self.inputs.patch_masking, rng("mim"))
         return torch.from_numpy(masked)
 
-    def _no_words(self) -> Tensor:
+    def _blank_word_patches(self) -> Tensor:
         patches = self.grid[0] * self.grid[1]
         return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
 
-    def _empty(self, skip: SkippedSample | None) -> Slot:
+    def _empty_slot(self, skip: SkippedSample | None) -> Slot:
         tokens = self.text([""])
         ids = tokens.text_ids[0]
         return Slot(
@@ -290,7 +283,7 @@ class CaptionedSamples(Dataset[Slot]):
             uniform=torch.zeros(2, dtype=torch.float64),
             valid=False,
             sample_id=NO_ID,
-            word_patches=self._no_words() if self.transform.keeps_places else None,
+            word_patches=self._blank_word_patches() if self.transform.keeps_places else None,
             skip=skip,
         )
 
@@ -315,18 +308,18 @@ class CaptionedSamples(Dataset[Slot]):
         )
 
     def _pixels(self, slots: Sequence[Slot]) -> Tensor:
-        pixels = _empty((len(slots), *self._blank.shape), self._blank.dtype)
+        pixels = _empty_tensor((len(slots), *self._blank.shape), self._blank.dtype)
         for slot, row in zip(slots, pixels):
             row.copy_(self._blank if slot.levels is None else slot.levels)
         return pixels
 
 
 def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
-    there = [field for field in fields if field is not None]
-    return torch.stack(there) if there else None
+    tensors = [field for field in fields if field is not None]
+    return torch.stack(tensors) if tensors else None
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
     # The memory that the main process will read: a batch of images is megabytes, and a worker
@@ -336,9 +329,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 # So many shards in a row without one good sample are not the shards' fault.
-_MOST_BAD_SHARDS = 16
+_MAX_BAD_SHARDS = 16
 
-Drawn = tuple[Element, RawSample | BadSample]
+DrawnSample = tuple[Element, RawSample | BadSample]
 
 
 class ListedShards:
@@ -346,13 +339,10 @@ class ListedShards:
 
     def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.outages = outages
-        self.shards = [SimpleNamespace(name=name) for name in _names(path)]
+        # `where` is for messages: the name without its secrets.
+        self.shards = [SimpleNamespace(name=n, where=redacted(n)) for n in _names(path)]
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
-
-    def path(self, shard: int) -> str:
-        """Return a shard's name for messages."""
-        return redacted(self.shards[shard].name)
 
     def sha256(self) -> str:
         """Return a hash of the shards' names, wherever they lie."""
@@ -372,27 +362,31 @@ class ResampledSamples(IterableDataset[Slot]):
         start: tuple[int, int, int, int],  # seed, samples consumed, rank, ranks
     ) -> None:
         self.sources, self.samples, self.buffer, self.start = sources, samples, buffer, start
-        self._shards = [(n, k) for n, one in enumerate(sources) for k in range(len(one.shards))]
+        sizes = [len(source.shards) for source in sources]
+        self._shards = [(source, n) for source, size in enumerate(sizes) for n in range(size)]
         self._weights = [weights[source] for source, _ in self._shards]
 
     def __iter__(self) -> Iterator[Slot]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         seed, consumed, rank, ranks = self.start
-        rng = random.Random(f"{seed} {consumed} {rank * workers + number} of {ranks * workers}")
-        visits = range(rank * workers + number, 2**62, ranks * workers)
-        shuffled = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
-        for element, sample in webdataset.DataPipeline(partial(self._read, rng, visits), shuffled):
+        first, step = rank * workers + number, ranks * workers
+        # A resumed run draws fresh shards: what a worker has in its buffer is in no checkpoint.
+        rng = random.Random(f"{seed} {consumed} {first} of {step}")
+        read = partial(self._read, rng, range(first, 2**62, step))
+        shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
+        for element, sample in webdataset.DataPipeline(read, shuffle):
             yield self.samples.slot(consumed, element, sample)
 
-    def _read(self, rng: random.Random, visits: range) -> Iterator[Drawn]:
+    def _read(self, rng: random.Random, visits: range) -> Iterator[DrawnSample]:
         bad_shards, last = 0, ""
         for visit in visits:
-            if bad_shards == _MOST_BAD_SHARDS:
+            if bad_shards == _MAX_BAD_SHARDS:
                 raise DataError(f"{bad_shards} shards in a row gave nothing, the last one: {last}")
             source, shard = rng.choices(self._shards, self._weights)[0]
-            bad_shards, last = bad_shards + 1, self.sources[source].path(shard)
-            for position, sample in enumerate(_samples(self.sources[source], shard)):
+            listed = self.sources[source]
+            bad_shards, last = bad_shards + 1, listed.shards[shard].where
+            for position, sample in enumerate(_samples(listed, shard)):
                 if isinstance(sample, RawSample):
                     bad_shards = 0
                 else:
@@ -409,14 +403,14 @@ def _names(path: str) -> list[str]:
         return [name for line in lines for name in _names(line.strip())]
     if not is_url(path) and Path(path).is_dir():
         names = sorted(file.name for file in Path(path).glob("*.tar"))
-        require_one_split(path, names)
+        require_single_split(path, names)
         return [f"{Path(path) / name}" for name in names]
     try:
         names = list(braceexpand(path))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for place in {file_of(name)[0] for name in names if is_url(name)}:
-        RemoteFolder(place)  # complains now when nothing can read it
+    for url in {file_of(name)[0] for name in names if is_url(name)}:
+        RemoteFolder(url)  # complains now when nothing can read it
     for name in names:
         if not (file_of(name)[1] if is_url(name) else name).endswith(".tar"):
             raise ConfigError(f"{name}: name tars, as in cc/{{00000..00331}}.tar, or their folder")
@@ -427,29 +421,29 @@ def _names(path: str) -> list[str]:
 
 def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample]:
     """Yield the samples of a shard, and a bad one if it is damaged, empty or unreachable."""
-    name, told = source.shards[shard].name, source.path(shard)
+    name, where = source.shards[shard].name, source.shards[shard].where
     try:
         # A copy without a name: whatever ends this process, nothing of it stays behind.
         with tempfile.TemporaryFile() if is_url(name) else open(name, "rb") as file:
             if is_url(name):
-                place, remote = file_of(name)
+                folder, remote = file_of(name)
                 target = f"/proc/self/fd/{file.fileno()}"
-                fetch = partial(RemoteFolder(place, source.outages).fetch, remote, target)
-                patiently(fetch, source.outages.seconds, told)
-            opened = ShardFile(file.fileno(), told)
-            samples, problem, _ = opened.list_samples()
+                fetch = partial(RemoteFolder(folder, source.outages).fetch, remote, target)
+                with_retries(fetch, source.outages.seconds, where)
+            tar = ShardFile(file.fileno(), where)
+            samples, problem, _ = tar.list_samples()
             for sample in samples:
                 try:
-                    yield opened.read(sample)
+                    yield tar.read(sample)
                 except BadSample as bad:
                     yield bad
             if problem or not samples:
-                yield BadSample("corrupt shard", f"{told} ({problem or 'it holds nothing'})")
+                yield BadSample("corrupt shard", f"{where} ({problem or 'it holds nothing'})")
     except (OSError, Unreachable) as error:
-        missing = BadSample("missing shard", f"{told} ({error})")
+        missing = BadSample("missing shard", f"{where} ({error})")
         if is_url(name) and source.outages.policy != "skip":
             down = isinstance(error, Unreachable)
-            raise given_up(missing, source.outages.policy, down) from error
+            raise outage_error(missing, source.outages.policy, down) from error
         yield missing
 
 
@@ -481,7 +475,7 @@ class PretrainData(OrderedData):
         self.listed: list[ListedShards] = []
         sampler: TrainingSampler | EndlessSampler
         if config.epoch_samples is not None:
-            self.listed = [ListedShards(one.path, config.outages) for one in config.sources]
+            self.listed = [ListedShards(source.path, config.outages) for source in config.sources]
             sampler = EndlessSampler(config.epoch_samples, batch)
         else:
             self.sources = [
@@ -490,7 +484,7 @@ class PretrainData(OrderedData):
             ]
             order = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
             sampler = order(
-                [_pool(config, *both) for both in zip(config.sources, self.sources)],
+                [_pool(config, *pair) for pair in zip(config.sources, self.sources)],
                 config.canonical_streams,
                 config.shuffle_window,
                 seed,
@@ -519,12 +513,12 @@ class PretrainData(OrderedData):
             config.workers,
             prefetch=partial(_prefetch, self.sources) if remote else None,
         )
-        parts = {f"source {n}": shards_sha256(one.shards) for n, one in enumerate(self.sources)}
-        parts |= {f"source {n}": one.sha256() for n, one in enumerate(self.listed)}
-        parts["vocabulary"] = self.text.sha256()
+        hashes = [shards_sha256(index.shards) for index in self.sources]
+        hashes += [listed.sha256() for listed in self.listed]
+        self.fingerprint = {f"source {n}": digest for n, digest in enumerate(hashes)}
+        self.fingerprint["vocabulary"] = self.text.sha256()
         if self.features is not None:
-            parts["features"] = sha256_of(self.features.folder / HEADER_NAME)
-        self.fingerprint = parts
+            self.fingerprint["features"] = sha256_of(self.features.folder / HEADER_NAME)
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
@@ -548,7 +542,8 @@ class PretrainData(OrderedData):
             return
         assert isinstance(self.sampler, TrainingSampler)
         needed = 0
-        for source, shard in read_at_once(self.sampler, self.batch, consumed, rank, world_size):
+        share = rank, world_size
+        for source, shard in concurrent_shards(self.sampler, self.batch, consumed, *share):
             index = self.sources[source]
             needed += int(index.shards.bytes[shard]) if index.is_remote else 0
         if needed > self.cache.limit:

@@ -60,33 +60,28 @@ class Expression(_Part):
 
 
 class Word(_Part):
-    """A word of a caption, and the boxes that it may name (`box` and `others`).
+    """A word of a caption, and the boxes that it may name (`box` and `others`)."""
 
-    `index` counts the caption's words and punctuation marks (BERT's words); `kind` is `colour`,
-    `shape`, `object`, or `objects` where several things have the name. Values are never converted.
-    """
-
-    # A converted count could point at another thing.
+    # Values are never converted: a converted index could point at another word.
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
 
     caption: int = Field(ge=0)
+    # Words and punctuation marks of the caption count, as BERT splits them.
     index: int = Field(ge=0)
     word: str
+    # `colour`, `shape`, `object`, or `objects` where several things have the name.
     kind: str
     box: Annotated[Box, Field(strict=False)]
     others: list[Annotated[Box, Field(strict=False)]] | None = None
 
 
 class Annotation(_Part):
-    """Annotation of one image (or pair of images); every field is optional.
-
-    Boxes are [x, y, width, height] in pixels of the upright stored image. Samples with the same
-    `source` and `image_id` show the same image.
-    """
+    """Annotation of one image (or pair of images); every field is optional."""
 
     version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
     caption: str | None = None
     captions: list[str] | None = None
+    # Samples with the same `source` and `image_id` show the same image.
     source: str | None = None
     image_id: str | None = None
     premise: str | None = None
@@ -95,6 +90,7 @@ class Annotation(_Part):
     label: StrictBool | str | None = None  # strict: class 0 is not False, but "0"
     questions: list[Question] | None = None
     expressions: list[Expression] | None = None
+    # [x, y, width, height] in pixels of the upright stored image.
     boxes: list[Box] | None = None
     proposals: list[Box] | None = None
     words: list[Word] | None = None
@@ -109,18 +105,19 @@ def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
     """Return an image's captions, or the referring expressions of its objects."""
     if kind == "captions":
         return captions_of(annotation)
-    return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
+    texts = (expression.text.strip() for expression in annotation.expressions or ())
+    return [text for text in texts if text]
 
 
-def every_text_of(annotation: Annotation) -> list[str]:
+def all_texts_of(annotation: Annotation) -> list[str]:
     """Return all texts of an image: captions, statements, questions, answers and expressions."""
     sentences = (annotation.premise, annotation.hypothesis, annotation.statement)
-    asked = annotation.questions or ()
+    questions = annotation.questions or ()
     texts: list[str] = [
         *captions_of(annotation),
         *(sentence for sentence in sentences if sentence),
-        *(question.question for question in asked),
-        *(given.answer for question in asked for given in question.answers),
+        *(question.question for question in questions),
+        *(answer.answer for question in questions for answer in question.answers),
         *(expression.text for expression in annotation.expressions or ()),
     ]
     return [stripped for text in texts if (stripped := text.strip()[:MAX_CAPTION])]
@@ -128,7 +125,7 @@ def every_text_of(annotation: Annotation) -> list[str]:
 
 def captions_of(annotation: Annotation) -> list[str]:
     """Return the stripped captions, else the single `caption`, cut to MAX_CAPTION; may be empty."""
-    texts = _written(annotation)
+    texts = _raw_captions(annotation)
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
 
 
@@ -143,8 +140,8 @@ def normalised_caption(text: str) -> str:
 
 def caption_numbers(annotation: Annotation) -> list[int]:
     """Return the places, among all captions of an annotation, of those that `captions_of` gives."""
-    return [number for number, text in enumerate(_written(annotation)) if text.strip()]
+    return [number for number, text in enumerate(_raw_captions(annotation)) if text.strip()]
 
 
-def _written(annotation: Annotation) -> list[str]:
+def _raw_captions(annotation: Annotation) -> list[str]:
     return annotation.captions or ([annotation.caption] if annotation.caption else [])

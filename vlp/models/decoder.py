@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.config import Config, ConfigError
-from vlp.data.text.tokenizer import predicted_places
+from vlp.data.text.tokenizer import predicted_positions
 from vlp.layers.attention import attend, mask_bias
 from vlp.layers.blocks import BERT_DEVIATION, NORM_EPS, FeedForward, TextEmbedding
 from vlp.layers.causal import CausalAttention, Past
@@ -411,7 +411,7 @@ def answer_logits(
     places: Tensor | None = None,
 ) -> Tensor:
     """Compute logits (R, vocabulary) of the R real tokens; arguments: see `answer_likelihood`."""
-    places = predicted_places(ids, pad_id) if places is None else places
+    places = predicted_positions(ids, pad_id) if places is None else places
     states = decoder(ids[:, :-1], memory, embedding)
     # Padding does not pass the output layer, the most expensive one.
     logits: Tensor = decoder.logits(states.flatten(0, 1)[places], embedding)
@@ -436,9 +436,9 @@ def answer_likelihood(
         smoothing: label smoothing; the result is then the negative smoothed cross-entropy.
         soft: (R, vocabulary) predictions of a teacher for the R real tokens, rows that sum to 1.
         alpha: weight of `soft` in each token's target.
-        places: (R,) `predicted_places`; None computes them, which waits for a GPU.
+        places: (R,) `predicted_positions`; None computes them, which waits for a GPU.
     """
-    places = predicted_places(ids, pad_id) if places is None else places
+    places = predicted_positions(ids, pad_id) if places is None else places
     logits = answer_logits(decoder, memory, ids, embedding, pad_id, places)
     tokens = ids[:, 1:]
     targets = tokens.flatten()[places]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from vlp import distributed
 from vlp.config import ConfigError, load_config
-from vlp.data.limits import put_in_force
+from vlp.data.limits import set_limits
 from vlp.data.shards.sample_files import PausedDataError
 from vlp.io import redacted
 from vlp.lock import FolderLock
@@ -84,7 +84,7 @@ def run_training(
         return _refuse(
             f"only {files} open files are allowed (ulimit -n); {_FEWEST_FILES} are needed"
         )
-    put_in_force(config.limits)
+    set_limits(config.limits)
     try:
         with StopSignals() as signals:
             timeout = timedelta(seconds=config.training.timeout)

@@ -12,7 +12,7 @@ from vlp.config import Choice, Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.batch import Inputs, PatchMasking
-from vlp.data.stream.sampler import own_streams
+from vlp.data.stream.sampler import streams_of_rank
 from vlp.models.config import ModelConfig
 from vlp.models.towers import require_maskable
 from vlp.objectives.config import ObjectivesConfig
@@ -250,7 +250,7 @@ class PretrainConfig(RunConfig):
         training.require_equal_shares(ranks)
         require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
         if self.data.epoch_samples is None:  # a resampled stream is cut for any number of ranks
-            own_streams(self.data.canonical_streams, 0, ranks)
+            streams_of_rank(self.data.canonical_streams, 0, ranks)
 
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that `require_world_size` lets through, rising."""

@@ -25,7 +25,6 @@ _TEXTS = (
 
 
 def length_field(rng, data):
-    """A number of 1 to 8 bytes at its largest, smallest, or near what it was."""
     size = int(rng.choice((1, 2, 4, 8)))
     if len(data) < size:
         return data
@@ -41,7 +40,6 @@ def length_field(rng, data):
 
 
 def zip_field(rng, data):
-    """A field of one of a zip's records."""
     places = [
         place
         for record in _ZIP_RECORDS
@@ -59,14 +57,12 @@ def zip_field(rng, data):
 
 
 def splice(rng, data, other):
-    """A run of one file in the place of a run of another."""
     start, stop = np.sort(rng.integers(len(data) + 1, size=2))
     first, last = np.sort(rng.integers(len(other) + 1, size=2))
     return data[:start] + other[first:last] + data[stop:]
 
 
 def token(rng, data):
-    """A text that some parser takes for more than text."""
     start = int(rng.integers(len(data) + 1))
     return data[:start] + _TEXTS[int(rng.integers(len(_TEXTS)))] + data[start:]
 

@@ -472,9 +472,9 @@ def read_annotations(folder, before, target):
     elif target == "rows.jsonl":
         list(json_lines(folder / target, []))
     else:
-        list(json_list(folder / target))
+        list(json_list(folder / target, []))
         if target == "rows.json":
-            list(streamed_list(folder / target))
+            list(streamed_list(folder / target, []))
 
 
 _MODEL_ERRORS = (ConfigError, ValueError, FileNotFoundError)

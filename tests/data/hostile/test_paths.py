@@ -27,7 +27,6 @@ OUTSIDE = ("../../x", "/tmp/x", "a/../../../x", "..", "x\\0y")
 
 @pytest.mark.parametrize("digest", [*OUTSIDE, "", "AB" * 32, "ab" * 33, 7, None, ["ab" * 32]])
 def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path, digest):
-    """It becomes a part of the name under which the cache keeps the shard."""
     remote, names = tmp_path / "remote", np.array([b"0.tar"])
     remote.mkdir()
     shards = [{"name": "0.tar", "sha256": digest}]

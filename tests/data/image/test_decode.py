@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from vlp.config import ConfigError
 from vlp.data.image.decode import JpegImage, decode_image, levels_of
-from vlp.data.limits import Limits, limits, put_in_force
+from vlp.data.limits import Limits, limits, set_limits
 from vlp.data.shards.sample_files import BadSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
@@ -69,7 +69,6 @@ def kind_of(data, decode=fully):
     ids=str,
 )
 def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(decode, kind, how):
-    """Never an image with a grey lower part."""
     data = photo(kind, **how)
     whole = {decode(data), for_training(data)}  # where the reduced decoder refuses, the other one
     refused = 0
@@ -214,7 +213,6 @@ def segment(marker, content):
 
 
 def after_start(data, more):
-    """A JPEG with something behind its first segment."""
     return data[:20] + more + data[20:]
 
 
@@ -304,7 +302,6 @@ def test_refused_at_once(name, decode):
     ids=["png", "png text", "webp"],
 )
 def test_exif_of_many_large_fields_is_cut(data):
-    """Whole, they are copied field by field, to 5 gigabytes and more."""
     tracemalloc.start()
     started = time.process_time()
     image = decode_image(data, "x")
@@ -365,7 +362,7 @@ def test_limits_come_from_the_environment(monkeypatch):
     monkeypatch.delenv("VLP_LIMITS", raising=False)
     assert limits() == Limits()
     monkeypatch.setenv("VLP_LIMITS", "")
-    put_in_force(Limits(pixels=7))
+    set_limits(Limits(pixels=7))
     assert limits() == Limits(pixels=7)
     for text, told in (("{pixel: 7}", "did you mean 'pixels'"), ("7", "a mapping"), ("{", "YAML")):
         monkeypatch.setenv("VLP_LIMITS", text)

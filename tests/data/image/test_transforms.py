@@ -17,9 +17,9 @@ from vlp.data.image.transforms import (
     OPERATIONS,
     Preprocessing,
     TrainTransform,
-    _least_size,
+    _min_size,
+    apply_view,
     random_crop,
-    viewed,
 )
 
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
@@ -132,7 +132,6 @@ def test_crops_have_the_stated_area_and_stay_inside():
 
 
 def test_a_crop_is_resized_as_pillow_does():
-    """To one level, where rounding between rows and columns falls otherwise."""
     size = (120, 90)
     noise = np.random.default_rng(0).integers(60, 200, (90, 120, 3), dtype=np.uint8)
     config = AugmentConfig(randaugment=False, hflip=False, crop_scale=(0.3, 0.9))
@@ -183,9 +182,8 @@ def test_a_reduced_image_shows_the_same_crop():
 
 @given(st.integers(8, 900), st.integers(8, 900), st.integers(1, 300), st.integers(0, 99))
 def test_a_crop_keeps_its_resolution(width, height, side, seed):
-    """Or, where it had less from the start, the image is decoded at full size."""
     box = random_crop(width, height, (0.1, 1.0), np.random.default_rng(seed))
-    least = _least_size((width, height), box, side)
+    least = _min_size((width, height), box, side)
     for numerator in (4, 3, 2, 1):
         columns, rows = -(-width * numerator // 8), -(-height * numerator // 8)
         if columns >= least[0] and rows >= least[1]:
@@ -194,28 +192,27 @@ def test_a_crop_keeps_its_resolution(width, height, side, seed):
 
 
 def patches(image, side):
-    """Every patch as a tuple of its values."""
     cut = image.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
     return {tuple(patch) for patch in cut.reshape(-1, image.shape[0] * side * side).tolist()}
 
 
 def test_shuffled_images_are_patches_of_the_moved_image():
     pixels = torch.rand(3, 3, 8, 12)
-    mixed = viewed(pixels, "shuffled", 4, 1)
+    mixed = apply_view(pixels, "shuffled", 4, 1)
     for image, found in zip(pixels, mixed):
         moves = [torch.roll(image, (y, x), (1, 2)) for y in range(4) for x in range(4)]
         assert sum(patches(found, 4) == patches(move, 4) for move in moves) == 1
     assert not torch.equal(mixed, pixels)
-    assert torch.equal(viewed(pixels, "shuffled", 4, 1), mixed)
-    assert torch.equal(viewed(pixels, "image", 4, 1), pixels)
-    assert not viewed(pixels, "blank", 4, 0).any()
+    assert torch.equal(apply_view(pixels, "shuffled", 4, 1), mixed)
+    assert torch.equal(apply_view(pixels, "image", 4, 1), pixels)
+    assert not apply_view(pixels, "blank", 4, 0).any()
 
 
 def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
     """A line in one column of an image, found in every column of a patch equally often."""
     pixels = torch.zeros(400, 1, 8, 8)
     pixels[..., 5] = 1
-    mixed = viewed(pixels, "shuffled", 4, 0)
+    mixed = apply_view(pixels, "shuffled", 4, 0)
     columns = mixed.sum((0, 1, 2)).unflatten(0, (2, 4)).sum(0)
     assert columns.sum() == 400 * 8
     assert ((columns - 800).abs() < 160).all()

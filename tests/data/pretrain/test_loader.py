@@ -1,8 +1,11 @@
 import io
 import json
 import multiprocessing
+import os
 import shutil
+import tarfile
 from collections import Counter
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -10,18 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from shard_server import serve
 
+from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain import DataError
+from vlp.data.pretrain import DataError, ListedShards
 from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards import remote
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.data.stream import loader
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.loader import SkippedShareWatch
 from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element, Pool, Request, TrainingSampler
+from vlp.data.stream.sampler import Element, EndlessSampler, Pool, Request, TrainingSampler
 
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
@@ -199,7 +205,6 @@ def test_slots_beyond_the_end_are_empty(make_shards, make_data):
 
 
 def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
-    """With images that fail before their pixels are decoded, and while they are."""
     good = ShardIndex.open(make_shards(count=30, per_shard=30, captions=1))
     folder = tmp_path / "mixed"
     with ShardWriter(folder, 30) as writer:
@@ -326,27 +331,189 @@ def watch(samples, most):
 def test_a_share_of_the_epoch_may_be_bad_and_no_more():
     one = watch(40, 0.25)  # this rank has 20 samples of each epoch
     for epoch in range(3):
-        one.see(epoch, share(2, 3))
-        one.see(epoch, share(3, 2))
+        one.update(epoch, share(2, 3))
+        one.update(epoch, share(3, 2))
     with pytest.raises(DataError, match=r"6 of 20 samples of epoch 2 .* unreadable.*a\.tar, k0"):
-        one.see(2, share(7, 1))
+        one.update(2, share(7, 1))
 
 
 def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
     resumed = watch(40, 1.0)
-    resumed.see(0, share(0, 1))  # the last of the 20 of epoch 0
-    resumed.see(1, share(0, 20))
+    resumed.update(0, share(0, 1))  # the last of the 20 of epoch 0
+    resumed.update(1, share(0, 20))
     with pytest.raises(DataError, match="nothing is left of epoch 1: all of its 20 samples"):
-        resumed.see(2, share(1, 0))
+        resumed.update(2, share(1, 0))
 
 
 def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(monkeypatch):
-    monkeypatch.setattr(loader, "_MOST_IN_A_ROW", 100)
+    monkeypatch.setattr(loader, "_MAX_IN_A_ROW", 100)
     one = watch(10**9, 0.5)
     for _ in range(12):
-        one.see(0, share(0, 8))
-    one.see(0, share(1, 7))  # one good sample, and the count starts anew
+        one.update(0, share(0, 8))
+    one.update(0, share(1, 7))  # one good sample, and the count starts anew
     for _ in range(12):
-        one.see(0, share(0, 8))
+        one.update(0, share(0, 8))
     with pytest.raises(DataError, match=r"104 samples in a row are bad, none good; the last one"):
-        one.see(0, share(0, 8))
+        one.update(0, share(0, 8))
+
+
+@pytest.fixture
+def stream(make_data):
+    def make(*paths, start=(0, 0, 1), stop_after=6, max_skipped_share=0.5, seed=1, **options):
+        options = {"epoch_samples": 40, "shuffle_window": 7} | options
+        data = make_data(*paths, seed=seed, **options)
+        data.max_skipped_share = max_skipped_share
+        assert data.samples_in_epoch(0) == 40
+        assert data.batches_in_epoch(3) == 5
+        return list(data.batches(*start, stop_after))
+
+    return make
+
+
+def ids(stream):
+    return [number for batch, _ in stream for number in batch.sample_ids.tolist()]
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for first, second in zip(one, other)
+        for a, b in zip(first[0], second[0])
+    )
+
+
+def without_index(folder):
+    for path in [*folder.glob("*.json"), *folder.glob("*.npy")]:
+        path.unlink()
+    return folder
+
+
+def test_everything_comes_in_the_long_run_and_batches_are_full(make_shards, stream):
+    folder = without_index(make_shards(count=23))
+    found = stream(str(folder), stop_after=25)
+    assert [consumed for _, consumed in found] == list(range(8, 201, 8))
+    assert all(batch.valid.all() for batch, _ in found)
+    counts = Counter(ids(found))
+    assert len(counts) == 23
+    # About 9 visits each, by whole shards: far from once an epoch, and no sample is left out.
+    assert max(counts.values()) < 30
+    # What comes twice is drawn afresh.
+    uniform = torch.cat([batch.uniform for batch, _ in found])
+    assert len(uniform.unique(dim=0)) == 200
+    texts = torch.cat([batch.mlm_ids for batch, _ in found])
+    assert len(texts.unique(dim=0)) > 80
+
+
+def test_neighbours_of_a_shard_are_mixed(make_shards, stream):
+    folder = str(without_index(make_shards(count=40, per_shard=40)))
+    in_order = ids(stream(folder, shuffle_window=1, stop_after=5))
+    mixed = ids(stream(folder, shuffle_window=20, stop_after=5))
+    assert len(set(in_order)) == 40
+    assert mixed != in_order
+    place = {number: n for n, number in enumerate(in_order)}
+    steps = [place[b] - place[a] for a, b in pairwise(mixed)]
+    assert sum(step == 1 for step in steps) < 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_start_gives_the_same_stream_and_another_another(make_shards, stream, workers):
+    folder = str(without_index(make_shards()))
+    first = stream(folder, workers=workers)
+    assert equal(first, stream(folder, workers=workers))
+    for other in ({"seed": 2}, {"start": (48, 0, 1)}):
+        assert not equal(first, stream(folder, workers=workers, **other))
+
+
+def test_ranks_and_workers_read_different_things(make_shards, stream):
+    folder = str(without_index(make_shards(count=60, per_shard=2)))
+    ranks = [stream(folder, start=(0, rank, 2), workers=2) for rank in range(2)]
+    assert {len(batch.valid) for rank in ranks for batch, _ in rank} == {4}
+    assert [consumed for _, consumed in ranks[0]] == [consumed for _, consumed in ranks[1]]
+    assert ids(ranks[0]) != ids(ranks[1])
+    # A worker's batches come in turn: the first of each are of different shards.
+    assert ids(ranks[0][:1]) != ids(ranks[0][1:2])
+    uniform = torch.cat([batch.uniform for rank in ranks for batch, _ in rank])
+    assert len(uniform.unique(dim=0)) == len(uniform)
+
+
+def test_weights_say_how_often_a_source_comes(make_shards, stream):
+    often = without_index(make_shards("often", 20, 2))
+    seldom = without_index(make_shards("seldom", 20, 2))
+    found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
+    assert len(ListedShards(str(often)).shards) == 10
+    first = {identity("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)}
+    share = sum(number in first for number in found) / len(found)
+    assert 0.6 < share < 0.9  # 0.75; 100 shards are drawn, one deviation is 0.04
+
+
+def test_patterns_lists_and_urls(make_shards, stream, tmp_path):
+    folder = without_index(make_shards(count=20))
+    expected = stream(str(folder))
+    assert equal(expected, stream(f"{folder}/shard-{{000000..000003}}.tar"))
+    (tmp_path / "list.txt").write_text(
+        f"{folder}/shard-{{000000..000001}}.tar\n\n{folder}/shard-000002.tar\n"
+        f"{folder}/shard-000003.tar\n",
+        encoding="utf-8-sig",
+    )
+    assert equal(expected, stream(str(tmp_path / "list.txt")))
+    with serve(folder) as server:
+        url = f"{server.url}/shard-{{000000..000003}}.tar"
+        before = len(os.listdir("/proc/self/fd"))
+        cache = {"folder": str(tmp_path / "cache"), "limit": "1MB"}
+        assert equal(expected, stream(url, cache=cache))
+        assert os.listdir(tmp_path / "cache") == []
+        assert equal(expected[:2], stream(url, workers=1, stop_after=2))
+        assert len(os.listdir("/proc/self/fd")) <= before + 8
+        server.wants = "user:secret", "token=secret"
+        whole = url.replace("://", "://user:secret@") + "?token=secret"
+        assert equal(expected[:2], stream(whole, stop_after=2))
+        missing = whole.replace("000003", "000005")
+        found = stream(missing, stop_after=9, outages={"policy": "skip"})
+        skips = [skip for batch, _ in found for skip in batch.skipped]
+        assert any("shard-000004.tar?***" in skip.where for skip in skips)
+        assert "secret" not in str(skips)
+
+
+def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
+    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.001)
+    folder = without_index(make_shards(count=25, per_shard=5))
+    cut = folder / "shard-000001.tar"
+    cut.write_bytes(cut.read_bytes()[:9000])
+    (folder / "shard-000002.tar").write_bytes(b"")
+    with tarfile.open(folder / "shard-000003.tar", "w"):
+        pass
+    found = stream(str(folder), stop_after=12, max_skipped_share=0.9)
+    kinds = Counter(skip.kind for batch, _ in found for skip in batch.skipped)
+    assert set(kinds) == {"corrupt shard"}
+    assert all(len(batch.valid) == 8 for batch, _ in found)
+    assert sum(int((~batch.valid).sum()) for batch, _ in found) == sum(kinds.values())
+    with serve(folder) as server:
+        server.fails["shard-000000.tar"] = 10_000
+        url = f"{server.url}/shard-00000{{0,4,7}}.tar"
+        outages = {"seconds": 0.05, "policy": "skip"}
+        found = stream(url, stop_after=12, max_skipped_share=0.9, outages=outages)
+        for workers in (0, 1):
+            with pytest.raises(DataError, match=r"^missing shard: .*policy=skip$"):
+                stream(url, stop_after=12, outages={"seconds": 0.05}, workers=workers)
+    skipped = [skip for batch, _ in found for skip in batch.skipped]
+    assert {skip.kind for skip in skipped} == {"missing shard"}
+    assert {skip.where.split(" ")[0][-8:] for skip in skipped} == {"0000.tar", "0007.tar"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_but_bad_shards_is_an_error_not_a_hang(tmp_path, stream, workers):
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(DataError, match=r"^16 shards in a row gave nothing.*corrupt shard: .*tar"):
+        stream(str(tmp_path), max_skipped_share=1.0, workers=workers)
+
+
+def test_endless_order():
+    sampler = EndlessSampler(25, 10)
+    assert sampler.samples_in_epoch(0) == 30
+    steps = list(islice(sampler.steps(20, 10), 5))
+    assert [(step.epoch, step.consumed) for step in steps] == [
+        (0, 30), (1, 40), (1, 50), (1, 60), (2, 70),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 10"):
+        sampler.share(0, 0, 3)

@@ -7,11 +7,7 @@ from pydantic import ValidationError
 
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import MAX_CAPTION, Annotation, captions_of
-from vlp.data.shards.sample_files import (
-    BadSample,
-    SampleFiles,
-    parse_annotation,
-)
+from vlp.data.shards.sample_files import BadSample, SampleFiles, parse_annotation
 from vlp.data.shards.tar import Member
 
 

@@ -20,12 +20,7 @@ from shard_server import MB, content, file_of, manifest, serve
 
 from vlp.config import ConfigError
 from vlp.data.shards import remote
-from vlp.data.shards.remote import (
-    OutageConfig,
-    RemoteFolder,
-    ShardCache,
-    connected,
-)
+from vlp.data.shards.remote import OutageConfig, RemoteFolder, ShardCache, open_filesystem
 from vlp.data.shards.sample_files import DataError, PausedDataError
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
 
@@ -39,7 +34,6 @@ def _short_waits(monkeypatch):
 
 @pytest.fixture
 def server(make_shards):
-    """Five shards of five samples each."""
     with serve(make_shards(count=25, per_shard=5)) as told:
         yield told
 
@@ -63,7 +57,6 @@ def room_for(server, *numbers):
 
 
 def held(cache):
-    """The numbers of the shards that the cache holds whole."""
     paths = sorted(path.name for path in cache.folder.glob("*/shard-*") if path.suffix != ".part")
     return [int(name.partition("-")[2][:6]) for name in paths]
 
@@ -91,9 +84,7 @@ def test_a_url_gives_what_the_folder_gives(server, tmp_path, protocol):
     index = ShardIndex.open(url[protocol], cache)
     local = ShardIndex.open(server.folder)
     assert read_all(index) == read_all(local)
-    assert [index.caption_ends(n).tolist() for n in range(5)] == [
-        local.caption_ends(n).tolist() for n in range(5)
-    ]
+    assert all(np.array_equal(index.caption_ends(n), local.caption_ends(n)) for n in range(5))
     assert str(index.folder) == url[protocol]
     assert len(index) == 25
     assert held(cache) == [0, 1, 2, 3, 4]
@@ -145,7 +136,6 @@ def test_the_unused_for_longest_goes_first_and_none_in_use(server, tmp_path, mon
 
 
 def test_files_of_others_in_the_folder_stay(server, tmp_path):
-    """Whatever they are called: the cache knows its own by a list."""
     files = [file_of(server, number) for number in range(3)]
     limit = max(file.bytes for file in files)
     cache = ShardCache(tmp_path / "cache", limit)
@@ -173,7 +163,6 @@ def test_files_of_others_in_the_folder_stay(server, tmp_path):
 
 
 def test_an_index_makes_room_for_itself(server, tmp_path):
-    """Its own open files are no reason to wait for room."""
     cache = ShardCache(tmp_path / "cache", room_for(server, 0))
     index = ShardIndex.open(server.url, cache)
     started = time.monotonic()
@@ -208,7 +197,6 @@ def test_processes_fetch_each_shard_once(server, tmp_path):
 
 
 def test_processes_share_a_cache_that_is_too_small(server, tmp_path):
-    """Four processes and room for two shards: what one fetches another removes."""
     files = [file_of(server, number) for number in range(5)]
     limit = room_for(server, 0, 1) + 100
     together(_fetch_in_any_order, tmp_path / "cache", limit, files)
@@ -252,7 +240,6 @@ def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
 def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
     server, tmp_path, monkeypatch
 ):
-    """Not found under the name it was fetched as, it is not taken for removed."""
     read, fetched, wanted = (file_of(server, number) for number in range(3))
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
     handle = cache.open(read)
@@ -393,7 +380,6 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
 
 
 def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
-    """If they are few beside the cache; without them headers do."""
     [rows] = server.folder.glob("samples-*.npy")
     cache = ShardCache(tmp_path / "cache", MB)
     index = ShardIndex.open(server.url, cache)
@@ -423,11 +409,7 @@ def test_what_cannot_start_says_so(server, batches, tmp_path):
         ShardIndex.open(server.url, None)
     with pytest.raises(ConfigError, match=r"protocol 'gopher' is not known"):
         ShardIndex.open("gopher://host/shards", cache)
-    with pytest.raises(ConfigError, match=r"gs://bucket: Please install gcsfs"):
-        ShardIndex.open("gs://bucket", cache)
-    with pytest.raises(
-        ConfigError, match=r"s3://bucket/index\.npz: .*Unable to locate credentials"
-    ):
+    with pytest.raises(ConfigError, match=r"s3://bucket/index\.npz: .* locate credentials"):
         ShardIndex.open("s3://bucket", cache)
     with pytest.raises(ConfigError, match=r"index\.npz: cannot be fetched.*tried \d+ times"):
         ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)
@@ -483,7 +465,7 @@ def test_a_path_of_the_environment_is_inserted_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("D", str(folder))
     names = np.array([b"0.tar"])
     assert RemoteFolder("file://${D}").digests(names) == {"0.tar": digest}
-    assert connected("memory://${D}/x")[1] == f"{folder}/x"
+    assert open_filesystem("memory://${D}/x")[1] == f"{folder}/x"
     monkeypatch.setenv("D", "shards")
     with serve(folder) as server:
         url = server.url.replace("shards", "${D}")
@@ -493,18 +475,14 @@ def test_a_path_of_the_environment_is_inserted_as_it_is(tmp_path, monkeypatch):
 def test_secrets_of_the_environment_may_hold_any_character(monkeypatch):
     monkeypatch.setenv("WORD", WORD)
     monkeypatch.setenv("D", "a/b")
-    files, path = connected("https://me:${WORD}@host/${D}/x?token=${WORD}")
+    files, path = open_filesystem("https://me:${WORD}@host/${D}/x?token=${WORD}")
     assert path == "https://host/a/b/x"
     assert files.kwargs["params"] == [("token", WORD)]
     assert files.client_kwargs["auth"].password == WORD
 
 
 SHARD = "shard-000001.tar"
-POLICIES = {
-    "fail": DataError,
-    "pause": PausedDataError,
-    "skip": BadSample,
-}
+POLICIES = {"fail": DataError, "pause": PausedDataError, "skip": BadSample}
 
 
 @pytest.mark.parametrize("trouble", ["fails", "halves", "stalls", "others"])

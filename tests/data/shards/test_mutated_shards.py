@@ -51,7 +51,6 @@ def sample(number):
 
 
 def slots(data):
-    """Every place of the index with its shard, as training would ask for it."""
     [index] = data.sources
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):
@@ -59,7 +58,6 @@ def slots(data):
 
 
 def outcomes(data):
-    """How many slots were good and how many bad by kind; each is one or the other."""
     found = Counter()
     for shard, slot in slots(data):
         assert slot.valid == (slot.skip is None)

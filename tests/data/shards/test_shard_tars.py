@@ -7,19 +7,7 @@ import time
 import tracemalloc
 
 import pytest
-from broken_shards import (
-    END,
-    FINE,
-    GOOD,
-    JSON,
-    PNG,
-    checked,
-    found,
-    header,
-    member,
-    pax,
-    tar,
-)
+from broken_shards import END, FINE, GOOD, JSON, PNG, checked, found, header, member, pax, tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,13 +16,7 @@ from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.sample_files import BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
-from vlp.data.shards.tar import (
-    append_member,
-    members_in,
-    plain_members,
-    read_members,
-    stored_files,
-)
+from vlp.data.shards.tar import append_member, members_in, plain_members, read_members, stored_files
 
 
 def problem_of(path, content):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
-from vlp.data.stream.loader import ShardAwareBatchSampler, read_at_once
+from vlp.data.stream.loader import ShardAwareBatchSampler, concurrent_shards
 from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element, Pool, SlidingSampler, TrainingSampler
 
@@ -19,7 +19,6 @@ Sampler = TrainingSampler | SlidingSampler
 
 
 def epoch_of(order, epoch, size):
-    """All global batches of one epoch."""
     batches = []
     for step in order.steps(order.samples_before(epoch), size):
         if step.epoch != epoch:
@@ -244,7 +243,7 @@ def test_it_mixes_as_well_as_a_uniform_shuffle():
         pairs += sum(count * (count - 1) // 2 for count in found.values())
     uniform = batch * (batch - 1) / 2 / shards
     assert pairs / batches < 2 * uniform
-    assert max(len(read_at_once(order, batch, n * 512_000, 3, 16)) for n in range(7)) <= 64
+    assert max(len(concurrent_shards(order, batch, n * 512_000, 3, 16)) for n in range(7)) <= 64
 
 
 shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)
@@ -263,13 +262,12 @@ def test_every_shard_is_asked_for_before_it_is_read(
     kind, sizes, weight, streams, each, window,
     start
 ):  # fmt: skip
-    """From wherever a run starts, and over the ends of epochs, empty ones too."""
     sampler = kind([Pool(sizes, weight), Pool([3, 1], 0.5)], streams, window, 0)
     batch = streams * each
     consumed = [0, *(step.consumed for step in islice(sampler.steps(0, batch), start))][-1]
     for rank in range(streams):
         asked = set()
-        at_once = read_at_once(sampler, batch, consumed, rank, streams)
+        at_once = concurrent_shards(sampler, batch, consumed, rank, streams)
         stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
         for number, found in enumerate(stream):
             asked.update(found.ahead)
@@ -297,11 +295,10 @@ def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
 
 
 def test_a_rank_asks_for_what_it_reads_alone():
-    """Two windows of each of its streams, however many shards there are."""
     sampler = TrainingSampler([Pool([100] * 1000)], streams=16, window=250, seed=1)
     for rank in range(4):
         # A window of 250 lies in at most 4 shards of 100, the next one shares one with it.
-        assert len(read_at_once(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)
+        assert len(concurrent_shards(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)
 
 
 @pytest.mark.parametrize(

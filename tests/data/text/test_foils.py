@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from vlp.data.text.foils import FOIL_KINDS, Edit, edited, make_foils
+from vlp.data.text.foils import FOIL_KINDS, Edit, apply_edits, make_foils
 
 MAN_DOG = "A man in red chases a small dog ."
 
@@ -30,11 +30,6 @@ def every_foil(kind, *captions):
         ("subject_object", "A child pushes a boy", set()),  # the boy may be the child
         ("subject_object", "A man chases two dogs", set()),  # the verb would not agree
         ("subject_object", "a dog house near a man", set()),
-        (
-            "colour",
-            "A girl in a pink hat",
-            {f"A girl in a {c} hat" for c in ["blue", "green", "black", "yellow"]},
-        ),
         (
             "colour",
             "a gray cap",
@@ -78,10 +73,10 @@ def test_what_another_caption_says_is_no_foil(kind, caption, other):
 
 
 def test_articles_and_capitals_follow_what_is_exchanged():
-    assert edited("An old hat", [Edit(3, 6, "red")]) == "A red hat"
-    assert edited("a red hat, a cap", [Edit(2, 5, "orange")]) == "an orange hat, a cap"
-    assert edited("Red caps", [Edit(0, 3, "blue")]) == "Blue caps"
-    assert edited("red caps", [Edit(0, 3, "blue")]) == "blue caps"
+    assert apply_edits("An old hat", [Edit(3, 6, "red")]) == "A red hat"
+    assert apply_edits("a red hat, a cap", [Edit(2, 5, "orange")]) == "an orange hat, a cap"
+    assert apply_edits("Red caps", [Edit(0, 3, "blue")]) == "Blue caps"
+    assert apply_edits("red caps", [Edit(0, 3, "blue")]) == "blue caps"
 
 
 def test_a_choice_depends_on_seed_key_and_kind_alone():

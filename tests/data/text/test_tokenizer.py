@@ -66,16 +66,6 @@ def test_training_is_the_same_in_every_process():
     assert json.loads(fresh.stdout) == train_wordpiece(CAPTIONS, 90).get_vocab()
 
 
-def test_saved_and_loaded(text, tmp_path):
-    text.save(tmp_path)
-    again = TextProcessor.load(tmp_path, 10)
-    assert torch.equal(again(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
-    assert TextProcessor.load(tmp_path, 6)(CAPTIONS).text_ids.shape == (3, 6)
-    (tmp_path / "tokenizer.json").unlink()  # old BERT folders hold vocab.txt alone
-    from_vocabulary = TextProcessor.load(tmp_path, 10)
-    assert torch.equal(from_vocabulary(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
-
-
 def byte_level():
     """Return a byte-level BPE tokenizer with BERT's names, as ModernBERT's."""
     from tokenizers import ByteLevelBPETokenizer, processors

@@ -12,11 +12,11 @@ from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer
 from vlp.data.text.word_boxes import (
     OTHER,
     OWN,
-    named_patches,
-    named_words,
     patches_in_box,
+    word_patches,
     word_positions,
     word_text,
+    words_with_boxes,
 )
 
 
@@ -43,7 +43,7 @@ def test_named_patches_are_the_boxes_of_the_named_objects():
     ]
     scene = Annotation(captions=["red and blue", "blue"], words=words)
     pieces = ["[CLS]", "r", "##ed", "and", "blue", "[SEP]"]
-    shown = named_patches(scene, 0, pieces, 8, (2, 2), (8, 8))
+    shown = word_patches(scene, 0, pieces, 8, (2, 2), (8, 8))
     in_left, in_right = [OWN, 0, OWN, OTHER], [OTHER, 0, OTHER, OWN]
     nothing = [0, 0, 0, 0]
     assert shown.tolist() == [nothing, in_left, in_left, nothing, in_right, *[nothing] * 3]
@@ -54,9 +54,9 @@ def test_a_word_of_several_boxes_names_what_lies_in_any():
     dogs = {"caption": 0, "index": 0, "word": "dogs", "kind": "objects", "box": left}
     mat = {"caption": 0, "index": 1, "word": "mat", "kind": "object", "box": low}
     scene = Annotation(captions=["dogs mat"], words=[dogs | {"others": [right]}, mat])
-    boxes = [word.boxes for word in named_words(scene)]
+    boxes = [word.boxes for word in words_with_boxes(scene)]
     assert boxes == [(tuple(left), tuple(right)), (tuple(low),)]
-    shown = named_patches(scene, 0, ["[CLS]", "dogs", "mat", "[SEP]"], 4, (2, 2), (8, 8))
+    shown = word_patches(scene, 0, ["[CLS]", "dogs", "mat", "[SEP]"], 4, (2, 2), (8, 8))
     assert shown.tolist()[1:3] == [[OWN, OWN, OTHER, OTHER], [OTHER, OTHER, OWN, OWN]]
 
 

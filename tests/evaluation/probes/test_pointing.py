@@ -29,7 +29,7 @@ from evaluation.results import saved_figures
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
-from vlp.data.text.word_boxes import named_words, patches_in_box, word_positions
+from vlp.data.text.word_boxes import patches_in_box, word_positions, words_with_boxes
 from vlp.models.cross_encoder import PairIndices
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
@@ -97,7 +97,7 @@ def slow_shares(loaded, shards, threshold=0.3):
     shares = {"cosine": {}, "anchors": {}, "centre": {}}
     samples, grid = Samples([shards]), loaded.model.config.image.grid
     for sample in map(samples.read, range(len(samples))):
-        for word in named_words(sample.annotation):
+        for word in words_with_boxes(sample.annotation):
             caption = sample.captions[word.caption]
             with torch.no_grad():
                 image = loaded.model.encode_image(loaded.preprocess(sample.image)[None])
@@ -218,7 +218,7 @@ def test_blank_captions_are_not_counted(model_folder, tmp_path):
     found = [evaluate_pointing(loaded, [folder]).kinds for folder in (plain, blank)]
     assert found[0] == found[1]
     (sample,) = first_samples([blank], 1)
-    assert [word.caption for word in named_words(sample.annotation)] == [0] * 4
+    assert [word.caption for word in words_with_boxes(sample.annotation)] == [0] * 4
     assert sample.annotation.captions == sample.captions
 
 

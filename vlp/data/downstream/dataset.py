@@ -14,7 +14,7 @@ from torch import Tensor
 from vlp.data.config import AugmentConfig
 from vlp.data.features.store import shards_sha256
 from vlp.data.image.decode import decode_image
-from vlp.data.image.transforms import Preprocessing, TrainTransform, View, viewed
+from vlp.data.image.transforms import Preprocessing, TrainTransform, View, apply_view
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.stream.batch import Slots
@@ -57,21 +57,19 @@ class ImagePreparation(NamedTuple):
     def __call__(
         self, images: Sequence[Image.Image], text: str, number: int, rng_for: RngFactory | None
     ) -> Tensor:
-        """Return (images, 3, size, size) float32 pixels, not flipped where `text` names a side.
-
-        `number` of the sample seeds the order of shuffled patches in evaluation.
-        """
+        """Return (images, 3, size, size) float32 pixels, not flipped where `text` names a side."""
         if rng_for is None:
             pixels = [self.evaluate(image) for image in images]
+            # Shuffled patches of a sample have the same order in every evaluation.
             seed = number
         else:
             rng = rng_for("augment")
             pixels = [self.train(image, rng, text) for image in images]
             seed = int(rng_for("view").integers(1 << 62))
-        return viewed(torch.stack(pixels), self.view, self.patch_size, seed)
+        return apply_view(torch.stack(pixels), self.view, self.patch_size, seed)
 
 
-def decoded(raw: RawSample, count: int) -> list[Image.Image]:
+def decode_images(raw: RawSample, count: int) -> list[Image.Image]:
     """Decode the first `count` images (1 or 2) of a sample; raises BadSample."""
     encoded = [raw.image, raw.second_image][:count]
     if any(image is None for image in encoded):

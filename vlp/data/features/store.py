@@ -55,12 +55,7 @@ class FeatureSource(_HeaderPart):
 
 
 class FeatureHeader(_HeaderPart):
-    """Tower, data, preparation and shape of stored features.
-
-    `augment` applies from the second view on; `precision` is the tower's, `dtype` the files'
-    (bfloat16 as its 16 bits); `tokens` of a view start with [CLS]; a bad sample's code is its place
-    in `kinds`.
-    """
+    """Tower, data, preparation and shape of stored features."""
 
     version: Literal[1] = 1
     tower: dict[str, Any]
@@ -68,13 +63,16 @@ class FeatureHeader(_HeaderPart):
     image_size: PositiveInt
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    # From the second view on: the first is plain.
     augment: AugmentConfig | None
     views: PositiveInt
     seed: int
-    precision: Literal["float32", "bf16"]
+    precision: Literal["float32", "bf16"]  # of the tower
+    # Of the files; bfloat16 as its 16 bits.
     dtype: Literal["float16", "bfloat16"]
-    tokens: PositiveInt
+    tokens: PositiveInt  # of a view, [CLS] first
     width: PositiveInt
+    # Of bad samples, whose code is an index into these.
     kinds: tuple[str, ...]
     sources: tuple[FeatureSource, ...]
 
@@ -103,15 +101,15 @@ class FeatureHeader(_HeaderPart):
 
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
         """Require that the features are of a tower; a setting that is missing here is empty."""
-        known = {name: self.tower.get(name, {}) for name in tower.settings}
-        self._refuse(folder, _difference("tower", known, tower.settings))
+        stored = {name: self.tower.get(name, {}) for name in tower.settings}
+        self._refuse(folder, _difference("tower", stored, tower.settings))
         self.require(folder, {"weights": tower.weights})
 
-    def require(self, folder: Path, wanted: dict[str, Any]) -> None:
+    def require(self, folder: Path, expected: dict[str, Any]) -> None:
         """Require values of some fields, given as JSON has them."""
-        own = self.model_dump(mode="json")
-        for name, value in wanted.items():
-            self._refuse(folder, _difference(name, own[name], value))
+        stored = self.model_dump(mode="json")
+        for name, value in expected.items():
+            self._refuse(folder, _difference(name, stored[name], value))
 
     def _refuse(self, folder: Path, difference: str | None) -> None:
         if difference is not None:
@@ -126,25 +124,25 @@ def shards_sha256(shards: ShardTable) -> str:
     # That of one JSON text, which would be long for a million shards: [file, [[name, ...], ...]].
     digest = hashlib.sha256(f"[{json.dumps(shards.file)}, [".encode())
     rows, comma = iter(shards), ""
-    while some := [entry[:3] for entry in islice(rows, _ROWS_AT_ONCE)]:
-        digest.update(f"{comma}{json.dumps(some)[1:-1]}".encode())
+    while batch := [entry[:3] for entry in islice(rows, _ROWS_AT_ONCE)]:
+        digest.update(f"{comma}{json.dumps(batch)[1:-1]}".encode())
         comma = ", "
     digest.update(b"]]")
     return digest.hexdigest()
 
 
-def _difference(name: str, stored: Any, wanted: Any) -> str | None:
+def _difference(name: str, stored: Any, expected: Any) -> str | None:
     """Return 'key: there X, here Y' of the first leaf that differs."""
-    if stored == wanted:
+    if stored == expected:
         return None
-    if isinstance(stored, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys([*stored, *wanted])
-        found = (
-            _difference(f"{name}.{key}", stored.get(key, "absent"), wanted.get(key, "absent"))
+    if isinstance(stored, dict) and isinstance(expected, dict):
+        keys = dict.fromkeys([*stored, *expected])
+        differences = (
+            _difference(f"{name}.{key}", stored.get(key, "absent"), expected.get(key, "absent"))
             for key in keys
         )
-        return next(part for part in found if part)
-    return f"{name} is {stored!r} there, {wanted!r} here"
+        return next(difference for difference in differences if difference)
+    return f"{name} is {stored!r} there, {expected!r} here"
 
 
 PLAIN, FLIPPED, BAD = 0, 1, 2  # BAD + index of the kind in the header
@@ -153,7 +151,7 @@ PLAIN, FLIPPED, BAD = 0, 1, 2  # BAD + index of the kind in the header
 FILE_DTYPES: dict[str, np.dtype] = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
 CODE_DTYPE: np.dtype = np.dtype("u1")
 
-_FILES_KEPT = 128
+_MAX_OPEN_FILES = 128
 
 
 class StoredFeatures:
@@ -170,15 +168,15 @@ class StoredFeatures:
         augment: AugmentConfig | None = None,
     ) -> list[SourceFeatures]:
         """Return the features of each index's samples; without `augment` the plain view alone."""
-        wanted: dict[str, Any] = {
+        expected: dict[str, Any] = {
             "image_size": preprocessing.image_size,
             "mean": [*preprocessing.mean],
             "std": [*preprocessing.std],
         }
         if augment is not None and self.header.augment is not None:
-            wanted["augment"] = augment.model_dump(mode="json")
-        self.header.require(self.folder, wanted)
-        return [self._of(index, augment is None) for index in indices]
+            expected["augment"] = augment.model_dump(mode="json")
+        self.header.require(self.folder, expected)
+        return [self._source_features(index, augment is None) for index in indices]
 
     def require_tower(self, tower: TowerKey) -> None:
         """Require that a tower made them; errors as of `FeatureHeader.require`."""
@@ -188,45 +186,40 @@ class StoredFeatures:
         """Return whether these shards, as they are now, are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]
 
-    def _of(self, index: ShardIndex, plain: bool) -> SourceFeatures:
-        known = [source.index for source in self.header.sources]
-        own = shards_sha256(index.shards)
-        if own not in known:
+    def _source_features(self, index: ShardIndex, plain: bool) -> SourceFeatures:
+        digests = [source.index for source in self.header.sources]
+        digest = shards_sha256(index.shards)
+        if digest not in digests:
             names = ", ".join(source.name for source in self.header.sources)
             raise ConfigError(
                 f"{self.folder}: holds no features of {index.folder} as it is now (it has {names}; "
                 f"the index of shards must be the same); make them with: {MAKE}"
             )
-        return SourceFeatures(self.folder, self.header, known.index(own), index, plain)
+        return SourceFeatures(self.folder, self.header, digests.index(digest), index, plain)
 
 
 def stored_sources(
     stores: Sequence[StoredFeatures], preprocessing: Preprocessing, indices: Sequence[ShardIndex]
 ) -> list[SourceFeatures]:
     """Return the features of each index's samples, plain views, from the folder that has them."""
-    found = []
+    features = []
     for index in indices:
-        store = next((each for each in stores if each.holds(index)), stores[0])
-        found += store.require(preprocessing, [index])
-    return found
+        store = next((store for store in stores if store.holds(index)), stores[0])
+        features += store.require(preprocessing, [index])
+    return features
 
 
 class SourceFeatures:
     """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros."""
 
     def __init__(
-        self,
-        folder: Path,
-        header: FeatureHeader,
-        number: int,
-        index: ShardIndex,
-        plain: bool,
+        self, folder: Path, header: FeatureHeader, number: int, index: ShardIndex, plain: bool
     ) -> None:
         self.folder, self.header, self.number, self.plain = folder, header, number, plain
         dtype: torch.dtype = getattr(torch, header.dtype)
         self.blank = torch.zeros(header.tokens, header.width, dtype=dtype)
         self._shards = [(entry.name, entry.samples) for entry in index.shards]
-        self._files: LRUCache[tuple[np.ndarray, np.ndarray]] = LRUCache(_FILES_KEPT)
+        self._files: LRUCache[tuple[np.ndarray, np.ndarray]] = LRUCache(_MAX_OPEN_FILES)
         missing = [shard for shard in range(len(self._shards)) if not self._is_whole(shard)]
         if missing:
             raise ConfigError(
@@ -265,7 +258,7 @@ class SourceFeatures:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling a memory map would send its whole content.
-        return self.__dict__ | {"_files": LRUCache(_FILES_KEPT)}
+        return self.__dict__ | {"_files": LRUCache(_MAX_OPEN_FILES)}
 
 
 def file_paths(folder: Path, source: int, shard: str) -> tuple[Path, Path]:

@@ -25,15 +25,15 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 # Pillow would copy nearly all of a larger EXIF for each of its fields.
 _EXIF = frozenset(("exif", "Raw profile type exif"))
-_MOST_EXIF = 2**16
+_MAX_EXIF = 2**16
 
 # Pillow walks through the parts around the pixels in Python, one by one.
-_MOST_READS_OF_HEADER, _MOST_READS = 2**11, 2**16
+_MAX_HEADER_READS, _MAX_READS = 2**11, 2**16
 
 _ROWS = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_NOTES = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _ORIENTED = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 # EXIF orientation, to what puts the image upright.
@@ -48,16 +48,16 @@ TURNS = {
 }
 
 
-def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Image:
+def decode_image(data: bytes, where: str, min_size: int | None = None) -> Image.Image:
     """Decode an image wholly to upright RGB; BadSample names `where`.
 
     Transparency becomes white, 16 bits their upper 8, an animation its first frame. Truncated
-    images and those beyond `vlp.data.limits` are bad. `least` pixels of both sides let a JPEG be
+    images and those beyond `vlp.data.limits` are bad. `min_size` pixels of both sides let a JPEG be
     decoded at 1/2, 1/4 or 1/8 of its size.
     """
-    with reading(where), open_image(data, where) as image:
-        if least is not None:
-            image.draft(None, (least, least))
+    with decoder_errors(where), open_image(data, where) as image:
+        if min_size is not None:
+            image.draft(None, (min_size, min_size))
         image.load()  # fails for a truncated JPEG, which would have a grey lower part
         return _upright(_to_rgb(image), orientation(image))
 
@@ -72,7 +72,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
+def decoder_errors(where: str) -> Iterator[None]:
     """Turn any error of a decoder within into a `BadSample` that names the place."""
     try:
         yield
@@ -88,37 +88,37 @@ def open_image(data: bytes, where: str) -> Image.Image:
     """Open an image by its header; BadSample beyond `vlp.data.limits`, else the decoder's error."""
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
-    file = _Metered(_without_notes(data) if data.startswith(_PNG) else data)
+    file = _Metered(_without_text_chunks(data) if data.startswith(_PNG) else data)
     image = Image.open(file, formats=FORMATS)
-    file.reads_left = _MOST_READS
+    file.reads_left = _MAX_READS
     if image.format == "PNG" and "transparency" in image.info:
         _scale_transparency(image, depth=data[24])
     width, height = image.size
-    shown = f"{width} x {height} pixels"
+    shape = f"{width} x {height} pixels"
     if width * height > limits().pixels:
-        raise _too_large(where, f"{shown}, more than limits.pixels {limits().pixels}")
+        raise _too_large(where, f"{shape}, more than limits.pixels {limits().pixels}")
     if max(width, height) > min(MAX_SIDE, MAX_ASPECT * min(width, height)):
-        raise _too_large(where, f"{shown}, too long a side")
+        raise _too_large(where, f"{shape}, too long a side")
     # Among coded pixels a byte 255 is followed by zero, so this counts every start of a scan.
     if image.format == "JPEG" and data.count(b"\xff\xda") * width * height > MAX_SCAN_PIXELS:
-        raise _too_large(where, f"{shown} in too many scans")
+        raise _too_large(where, f"{shape} in too many scans")
     return image
 
 
-def _without_notes(data: bytes) -> bytes:
+def _without_text_chunks(data: bytes) -> bytes:
     """Return a PNG without texts and colour profiles, but with its orientation."""
-    kept, start, place = [], 0, len(_PNG)
-    for _ in range(_MOST_READS):
+    parts, start, position = [], 0, len(_PNG)
+    for _ in range(_MAX_READS):
         kind, end = (
-            data[place + 4 : place + 8],
-            place + 12 + int.from_bytes(data[place : place + 4]),
+            data[position + 4 : position + 8],
+            position + 12 + int.from_bytes(data[position : position + 4]),
         )
-        if kind in _NOTES and not data.startswith(_ORIENTED, place + 8):
-            kept.append(data[start:place])
+        if kind in _TEXT_CHUNKS and not data.startswith(_ORIENTED, position + 8):
+            parts.append(data[start:position])
             start = end
-        if (place := end) >= len(data):
+        if (position := end) >= len(data):
             break
-    return b"".join([*kept, data[start:]]) if kept else data
+    return b"".join([*parts, data[start:]]) if parts else data
 
 
 def _scale_transparency(image: Image.Image, depth: int) -> None:
@@ -135,7 +135,7 @@ class _Metered(BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self.reads_left, self._exif_left = _MOST_READS_OF_HEADER, _MOST_EXIF
+        self.reads_left, self._exif_left = _MAX_HEADER_READS, _MAX_EXIF
 
     def read(self, size: int | None = -1, /) -> bytes:
         content = super().read(size)
@@ -147,8 +147,8 @@ class _Metered(BytesIO):
         return content
 
 
-def _too_large(where: str, what: str) -> BadSample:
-    return BadSample("image too large", f"{where} ({what})")
+def _too_large(where: str, reason: str) -> BadSample:
+    return BadSample("image too large", f"{where} ({reason})")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -176,7 +176,7 @@ def orientation(image: Image.Image) -> int:
         if image.format == "PNG" and "exif" not in image.info:
             image.load()  # it may stand behind the pixels
         for name in _EXIF.intersection(image.info):
-            image.info[name] = image.info[name][:_MOST_EXIF]
+            image.info[name] = image.info[name][:_MAX_EXIF]
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # garbage outside the pixels does not make an image bad
         return 1
@@ -198,7 +198,7 @@ class JpegImage:
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
-        with reading(where), open_image(data, where) as image:
+        with decoder_errors(where), open_image(data, where) as image:
             turn = orientation(image)
             # Nothing is left for Pillow to do.
             self._plain = (
@@ -212,18 +212,19 @@ class JpegImage:
         """Decode with `decode_image`."""
         return decode_image(self._data, self._where)
 
-    def levels(self, least: tuple[int, int] | None = None) -> Tensor:
+    def levels(self, min_size: tuple[int, int] | None = None) -> Tensor:
         """Decode to levels (3, height, width) uint8.
 
-        With `least` (width, height) a JPEG comes by faster transforms (1 level off on average) at
-        1/2, 3/8, 1/4 or 1/8 of its size (3 levels off once resized), the smallest that covers it.
+        With `min_size` (width, height) a JPEG comes by faster transforms at the smallest of 1/2,
+        3/8, 1/4 or 1/8 of its size that covers it.
         """
         if self._plain:
             try:
                 # The levels of Pillow's decoder, without its fourth byte per pixel and its copies.
+                # The faster transforms are 1 level off on average, 3 once the image is resized.
                 # From a factor of 2 on, reduced decoding also saves time.
-                quick = least is not None
-                width, height = least or (0, 0)
+                quick = min_size is not None
+                width, height = min_size or (0, 0)
                 data = decode_jpeg(
                     self._data,
                     fastdct=quick,
@@ -250,46 +251,46 @@ def levels_of(image: Image.Image) -> Tensor:
 ACCEPTED = "give a path, a PIL image, an array or a tensor, or a list of these"
 
 
-def as_images(given: Any) -> list[Image.Image]:
+def as_images(inputs: Any) -> list[Image.Image]:
     """Return one image or several as PIL images; TypeError, ValueError or OSError if unreadable.
 
     An image is a path, a PIL image, an array (height, width[, 1, 3 or 4]) or (3, height, width), or
     a tensor (3, height, width), in 0..255 for integers and 0..1 for floats. Several are a list or
     have 4 axes.
     """
-    many = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
-    images = [as_image(one) for one in (given if many else [given])]
+    many = isinstance(inputs, list | tuple) or getattr(inputs, "ndim", 0) == 4
+    images = [as_image(image) for image in (inputs if many else [inputs])]
     if not images:
         raise ValueError(f"images is empty; {ACCEPTED}")
     return images
 
 
-def as_image(given: Any) -> Image.Image:
+def as_image(image: Any) -> Image.Image:
     """Return one image, given as `as_images` takes it, as a PIL image."""
-    if isinstance(given, Image.Image):
+    if isinstance(image, Image.Image):
         # Of F Pillow has levels up to 255, of I 16 bits, and others make fractions and bytes.
-        most = {"F": 1, "I": 255 if given.format is None else 0}.get(given.mode)
-        if most is None:
-            return given
-        array = np.asarray(given)
-        return given if array.size and array.max() > most else _of_array(array)
-    if isinstance(given, str | os.PathLike):
-        if "://" in (text := os.fspath(given)):
+        max_level = {"F": 1, "I": 255 if image.format is None else 0}.get(image.mode)
+        if max_level is None:
+            return image
+        array = np.asarray(image)
+        return image if array.size and array.max() > max_level else _from_array(array)
+    if isinstance(image, str | os.PathLike):
+        if "://" in (text := os.fspath(image)):
             raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
-        return _opened(Path(given))
+        return _read_file(Path(image))
     import torch
 
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu()
-        array = (given.float() if given.is_floating_point() else given).numpy()
-    elif isinstance(given, np.ndarray):
-        array = given
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        array = (image.float() if image.is_floating_point() else image).numpy()
+    elif isinstance(image, np.ndarray):
+        array = image
     else:
-        raise TypeError(f"an image is of type {type(given).__name__}; {ACCEPTED}")
-    return _of_array(array)
+        raise TypeError(f"an image is of type {type(image).__name__}; {ACCEPTED}")
+    return _from_array(array)
 
 
-def _opened(file: Path) -> Image.Image:
+def _read_file(file: Path) -> Image.Image:
     try:
         with file.open("rb") as content:
             return decode_image(content.read(MAX_IMAGE_BYTES + 1), str(file))
@@ -299,7 +300,7 @@ def _opened(file: Path) -> Image.Image:
         raise OSError(f"this image cannot be used: {error}") from error
 
 
-def _of_array(array: np.ndarray) -> Image.Image:
+def _from_array(array: np.ndarray) -> Image.Image:
     shape = array.shape
     if array.ndim == 3 and shape[0] in (1, 3) and shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
@@ -317,12 +318,12 @@ def _of_array(array: np.ndarray) -> Image.Image:
     if array.dtype == np.bool_:
         array = array.astype(np.uint8) * np.uint8(255)
     low, high = float(array.min()), float(array.max())
-    fractions = np.issubdtype(array.dtype, np.floating)
-    most = 1 if fractions else 255
-    if not (low >= 0 and high <= most):
+    is_float = np.issubdtype(array.dtype, np.floating)
+    max_level = 1 if is_float else 255
+    if not (low >= 0 and high <= max_level):
         raise ValueError(
             f"an image of {array.dtype} holds levels from {low:g} to {high:g}; give whole numbers "
             "in 0..255 or fractions in 0..1, not normalised"
         )
-    levels = (array * 255).round() if fractions else array
+    levels = (array * 255).round() if is_float else array
     return Image.fromarray(levels.astype(np.uint8))

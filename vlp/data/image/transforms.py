@@ -94,11 +94,11 @@ def _shear_y(levels: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _translate_x(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _shifted(levels, sign * _SHIFT * strength * levels.shape[2], 2)
+    return _shift(levels, sign * _SHIFT * strength * levels.shape[2], 2)
 
 
 def _translate_y(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _shifted(levels, sign * _SHIFT * strength * levels.shape[1], 1)
+    return _shift(levels, sign * _SHIFT * strength * levels.shape[1], 1)
 
 
 def _rotate(levels: Tensor, strength: float, sign: int) -> Tensor:
@@ -110,17 +110,17 @@ def _rotate(levels: Tensor, strength: float, sign: int) -> Tensor:
     return _affine(levels, across, down)
 
 
-def _shifted(levels: Tensor, by: float, dim: int) -> Tensor:
+def _shift(levels: Tensor, by: float, dim: int) -> Tensor:
     """Shift so that each place takes the value from `by` pixels further on, interpolated."""
     length = levels.shape[dim]
     whole = math.floor(by)
     part = by - whole
     out = torch.full_like(levels, _FILL)
     for step, weight in ((whole, 1 - part), (whole + 1, part)):
-        kept = length - abs(step)
-        if weight and kept > 0:
-            source = levels.narrow(dim, max(step, 0), kept)
-            out.narrow(dim, max(-step, 0), kept).add_(source - _FILL, alpha=weight)
+        overlap = length - abs(step)
+        if weight and overlap > 0:
+            source = levels.narrow(dim, max(step, 0), overlap)
+            out.narrow(dim, max(-step, 0), overlap).add_(source - _FILL, alpha=weight)
     return out
 
 
@@ -176,12 +176,7 @@ class Preprocessing:
     `mean` and `std` are per channel, of pixel values in [0, 1].
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        mean: RGB = MEAN,
-        std: RGB = STD,
-    ) -> None:
+    def __init__(self, image_size: int, mean: RGB = MEAN, std: RGB = STD) -> None:
         self.image_size = image_size
         self.mean = mean
         self.std = std
@@ -211,8 +206,8 @@ class Preprocessing:
             "image_mean": self.mean,
             "image_std": self.std,
         }
-        said = {"processor_class": "VlpProcessor", "image_processor": image_processor}
-        write_json(Path(folder) / FILE_NAME, said)
+        config = {"processor_class": "VlpProcessor", "image_processor": image_processor}
+        write_json(Path(folder) / FILE_NAME, config)
 
     @classmethod
     def load(cls, folder: str | Path) -> Preprocessing:
@@ -230,11 +225,7 @@ class Preprocessing:
             raise ConfigError(f"{path}: not a preprocessing file ({error!r})") from error
 
 
-def normalise(
-    levels: Tensor,
-    mean: RGB = MEAN,
-    std: RGB = STD,
-) -> Tensor:
+def normalise(levels: Tensor, mean: RGB = MEAN, std: RGB = STD) -> Tensor:
     """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device."""
     pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
@@ -247,11 +238,7 @@ def normalise(
 
 
 class TrainTransform:
-    """Random crop, horizontal flip and RandAugment, drawn from the caller's generator.
-
-    Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow and equal
-    to a level. With `crop_scale` from 1 images are squashed as in `Preprocessing`.
-    """
+    """Random crop, horizontal flip and RandAugment, drawn from the caller's generator."""
 
     def __init__(self, config: AugmentConfig, preprocessing: Preprocessing) -> None:
         self.config = config
@@ -274,15 +261,15 @@ class TrainTransform:
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """Convert to levels (3, image_size, image_size) uint8, not normalised."""
-        return self.later(image, rng, caption)()
+        return self.prepare(image, rng, caption)()
 
-    def later(
+    def prepare(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
         """Choose crop and flip now, and return a function that computes `levels`, once."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
-        may_flip = not names_a_side(caption)
+        may_flip = not mentions_side(caption)
         return partial(self._levels, image, *self._choices(image.size, rng, may_flip), rng)
 
     def view(
@@ -305,7 +292,7 @@ class TrainTransform:
     def _levels(
         self, image: Image.Image | JpegImage, box: Box, hflip: bool, rng: np.random.Generator
     ) -> Tensor:
-        levels = self._cropped(image, box)
+        levels = self._crop(image, box)
         if hflip:
             levels = levels.flip(2)
         if self.config.randaugment:
@@ -314,7 +301,8 @@ class TrainTransform:
             levels = levels.round_().clamp_(0, 255).to(torch.uint8)
         return levels
 
-    def _cropped(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
+    def _crop(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
+        # Without crops images are squashed by Pillow, to the same pixels as in evaluation.
         if self.config.crop_scale[0] >= 1:
             whole = image if isinstance(image, Image.Image) else image.image()
             return levels_of(self.preprocessing.squash(whole))
@@ -322,7 +310,7 @@ class TrainTransform:
         if isinstance(image, Image.Image):
             levels = levels_of(image)
         elif self.config.quick_decode:
-            levels = image.levels(_least_size(image.size, box, side))
+            levels = image.levels(_min_size(image.size, box, side))
         else:
             levels = image.levels()
         # In whole pixels of what was decoded, outwards.
@@ -330,15 +318,16 @@ class TrainTransform:
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = levels[None, :, upper:lower, left:right]
+        # On 8 bits PyTorch's filter is three times as fast as Pillow's, and equal to a level.
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
 
 
-def names_a_side(caption: str) -> bool:
+def mentions_side(caption: str) -> bool:
     """Return whether a caption says left or right, and is false of a flipped image."""
     return _SIDES.search(caption) is not None
 
 
-def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
+def _min_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
     """Return (width, height) at which an image's crop still has `side` pixels both ways."""
     left, upper, right, lower = box
     return math.ceil(size[0] * side / (right - left)), math.ceil(size[1] * side / (lower - upper))
@@ -365,7 +354,7 @@ def random_crop(
 View = Literal["image", "shuffled", "blank"]  # shuffled: patches; blank: grey
 
 
-def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
+def apply_view(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
     """Return images (images, 3, height, width) in a view, each shuffled in its own order."""
     if view == "blank":
         return torch.zeros_like(pixels)
@@ -374,9 +363,9 @@ def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
     # Rolled by a random part of a patch, as the grid's cut through an object would tell its place.
     generator = torch.Generator().manual_seed(seed)
     shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
-    moved = torch.stack([torch.roll(one, by, (-2, -1)) for one, by in zip(pixels, shifts)])
-    patches = unfold(moved, patch_size, stride=patch_size)  # (images, values, patches)
+    rolled = torch.stack([torch.roll(image, by, (-2, -1)) for image, by in zip(pixels, shifts)])
+    patches = unfold(rolled, patch_size, stride=patch_size)  # (images, values, patches)
     count = patches.shape[-1]
     orders = [torch.randperm(count, generator=generator) for _ in patches]
-    mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
-    return fold(mixed, pixels.shape[-2:], patch_size, stride=patch_size)
+    shuffled = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
+    return fold(shuffled, pixels.shape[-2:], patch_size, stride=patch_size)

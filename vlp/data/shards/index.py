@@ -42,7 +42,7 @@ INDEX_VERSION = 3
 TABLE_GLOB = f"samples-{16 * '[0-9a-f]'}.npy"
 
 # Bytes of a table that is read whole to check it: 27 million samples, a fraction of a second.
-_MOST_CHECKED = 2**28
+_MAX_CHECKED = 2**28
 
 # blocks of 512 bytes; 0: not readable alone
 ROW = np.dtype([("start", "<u4"), ("blocks", "<u4"), ("captions", "<u2")])
@@ -64,17 +64,14 @@ _ROWS_AT_ONCE = 2**13
 _NAMES_AT_ONCE = 2**16
 
 # Sums of a million shards are 64-bit integers too.
-_MOST = 2**43
+_MAX_NUMBER = 2**43
 
 
 class ShardTable:
-    """The shards of an index in columns, as in `ShardEntry`, small enough to send to workers.
-
-    names: (shards,) UTF-8, ascending; the other columns: (shards,) in the narrowest signed
-    integers.
-    """
+    """The shards of an index in columns, as in `ShardEntry`, small enough to send to workers."""
 
     def __init__(self, columns: Mapping[str, ArrayLike], file: str) -> None:
+        # (shards,) UTF-8, ascending; the other columns in the narrowest signed integers.
         self.names = np.asarray(columns["name"], dtype=np.bytes_)
         self.samples, self.bytes, self.captions, self.uncaptioned = (
             narrow(columns[name]) for name in ShardEntry._fields[1:]
@@ -83,7 +80,7 @@ class ShardTable:
         self.total = int(self.samples.sum())
 
     @classmethod
-    def of(cls, entries: Iterable[ShardEntry], file: str) -> ShardTable:
+    def from_entries(cls, entries: Iterable[ShardEntry], file: str) -> ShardTable:
         """Return the table of entries in ascending order of names."""
         rows = list(entries)
         columns: dict[str, list[Any]] = {
@@ -104,11 +101,12 @@ class ShardTable:
 
     def unknown(self, names: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the names that no shard has."""
-        rest = iter(names)
-        while batch := list(islice(rest, _NAMES_AT_ONCE)):
-            some = np.sort(np.array(batch))  # those that ascend are found ten times as fast
-            first, behind = (np.searchsorted(self.names, some, side) for side in ("left", "right"))
-            yield from some[first == behind].tolist()
+        remaining = iter(names)
+        while batch := list(islice(remaining, _NAMES_AT_ONCE)):
+            # Ascending names are found ten times as fast.
+            ordered = np.sort(np.array(batch))
+            left, right = (np.searchsorted(self.names, ordered, side) for side in ("left", "right"))
+            yield from ordered[left == right].tolist()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -125,7 +123,7 @@ class ShardTable:
     def __iter__(self) -> Iterator[ShardEntry]:
         for start in range(0, len(self), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
-            for name, *numbers in zip(*(each[part].tolist() for each in self.columns.values())):
+            for name, *numbers in zip(*(column[part].tolist() for column in self.columns.values())):
                 yield ShardEntry(name.decode(), *numbers)
 
 
@@ -153,7 +151,7 @@ def _table(archive: ZipFile) -> ShardTable:
     columns = {"name": names}
     for field in ShardEntry._fields[1:]:
         numbers = columns[field] = _member(archive, field, "i", names.shape)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MOST:
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MAX_NUMBER:
             raise ValueError(f"{field}: from {numbers.min()} to {numbers.max()}")
     for start in range(0, len(names), _ROWS_AT_ONCE):
         for name in names[start : start + _ROWS_AT_ONCE].tolist():
@@ -172,12 +170,12 @@ def _member(
     if info.compress_type != ZIP_STORED:  # it could be of any size
         raise ValueError(f"{name}: is compressed")
     with archive.open(info) as file:
-        found = np.lib.format.read_array(file, allow_pickle=False)
-    if found.dtype.kind != kind or found.ndim != (1 if shape is None else len(shape)):
-        raise ValueError(f"{name}: {found.dtype} of shape {found.shape}")
-    if shape not in (None, found.shape):
-        raise ValueError(f"{name}: {len(found)} of {shape[0]}")
-    return found
+        array = np.lib.format.read_array(file, allow_pickle=False)
+    if array.dtype.kind != kind or array.ndim != (1 if shape is None else len(shape)):
+        raise ValueError(f"{name}: {array.dtype} of shape {array.shape}")
+    if shape not in (None, array.shape):
+        raise ValueError(f"{name}: {len(array)} of {shape[0]}")
+    return array
 
 
 def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.ndarray | None:
@@ -190,7 +188,7 @@ def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.n
         rows = np.load(path, mmap_mode="r") if table.total else np.empty(0, ROW)
         if rows.dtype != ROW or rows.shape != (table.total,):
             raise ValueError(f"{rows.shape} rows of {rows.dtype}")
-        if check and size <= _MOST_CHECKED and fnmatchcase(table.file, TABLE_GLOB):
+        if check and size <= _MAX_CHECKED and fnmatchcase(table.file, TABLE_GLOB):
             name = _table_name([rows])
             if name != table.file:
                 raise ValueError(f"its content is that of {name}")
@@ -254,7 +252,7 @@ def write_index(folder: Path, shards: Sequence[SurveyedShard]) -> None:
 
 def write_table(folder: Path, entries: Iterable[ShardEntry], table: str) -> None:
     """Write `index.npz` alone, given the name of the file of samples that belongs to it."""
-    columns = ShardTable.of(entries, table).columns
+    columns = ShardTable.from_entries(entries, table).columns
     with atomic_write(folder / INDEX_NAME, durable=True) as file:
         np.savez(file, version=INDEX_VERSION, table=np.bytes_(table), **columns)  # type: ignore[arg-type]
 
@@ -297,7 +295,7 @@ def no_shards_in(folder: Path) -> str:
     return f"{folder}: holds no shards (*.tar){hint}"
 
 
-def require_one_split(folder: Path | str, names: Iterable[str]) -> None:
+def require_single_split(folder: Path | str, names: Iterable[str]) -> None:
     """Refuse shards that their names give to several splits: `train-000.tar`, `val-000.tar`."""
     splits = {split_of(name): name for name in names}
     splits.pop(None, None)
@@ -350,7 +348,7 @@ def index_folder(
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         raise ConfigError(no_shards_in(folder))
-    require_one_split(folder, [path.name for path in paths])
+    require_single_split(folder, [path.name for path in paths])
     problems, shards = [], []
     try:
         for shard, _, problem in mapped(_without_keys, paths):
@@ -361,9 +359,9 @@ def index_folder(
             shards.append(shard)
         write_index(folder, shards)
     except OSError as error:
-        place = error.filename or folder / INDEX_NAME
+        path = error.filename or folder / INDEX_NAME
         raise ConfigError(
-            f"{place}: {error.strerror}; the folder is not indexed, put that right and run again"
+            f"{path}: {error.strerror}; the folder is not indexed, put that right and run again"
         ) from error
     return problems
 

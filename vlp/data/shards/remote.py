@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.sample_files import BadSample, DataError, given_up
+from vlp.data.shards.sample_files import BadSample, DataError, outage_error
 from vlp.io import (
     HIDDEN,
     REFERENCE,
@@ -90,11 +90,11 @@ def share_retries(count: Any) -> None:
     _retries = count
 
 
-def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Value:
+def with_retries(attempt: Callable[[], Value], seconds: float, location: object) -> Value:
     """Return the value of `attempt`, tried again for `seconds` after its first failure.
 
     FileNotFoundError, PermissionError, ConfigError and DataError are raised at once; Unreachable
-    after the last of several tries. `place` is named in a message that is logged once.
+    after the last of several tries. `location` is named in a message that is logged once.
     """
     deadline, wait, tries = float("inf"), _FIRST_WAIT, 0
     while True:
@@ -105,15 +105,15 @@ def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Va
         except Exception as error:  # every store has its own
             tries += 1
             status = getattr(error, "status", 0)
-            said = redacted(str(error))
-            reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-            cause = error if said == str(error) else None
+            message = redacted(str(error))
+            reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+            cause = error if message == str(error) else None
             refused = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
             if refused or type(error).__name__ in _NO_CREDENTIALS:
                 raise PermissionError(reason) from cause
             if tries == 1:
                 deadline = time.monotonic() + seconds
-                print(f"{place}: {reason}; tried again for {seconds:g} s", file=sys.stderr)
+                print(f"{location}: {reason}; tried again for {seconds:g} s", file=sys.stderr)
             # A thousand ranks that failed together must not come back together.
             pause = wait * random.uniform(0.5, 1.0)
             if time.monotonic() + pause > deadline:
@@ -134,9 +134,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CONNECT_SECONDS, _SILENT_SECONDS = 30.0, 60.0
 
 
-def is_url(place: object) -> bool:
+def is_url(location: object) -> bool:
     """Return whether a location is a URL."""
-    return isinstance(place, str) and "://" in place
+    return isinstance(location, str) and "://" in location
 
 
 class RemoteFolder:
@@ -161,7 +161,7 @@ class RemoteFolder:
             return files.cat_file(f"{path}/{name}")
 
         try:
-            return patiently(attempt, self.outages.seconds, self / name)
+            return with_retries(attempt, self.outages.seconds, self / name)
         except FileNotFoundError:
             return None
         except PermissionError as error:
@@ -171,7 +171,7 @@ class RemoteFolder:
         except Unreachable as error:
             if self.outages.policy == "pause":  # a start within an outage is one more pause
                 bad = BadSample("missing shard", f"{self / name} ({error})")
-                raise given_up(bad, self.outages.policy) from error
+                raise outage_error(bad, self.outages.policy) from error
             raise ConfigError(f"{self / name}: cannot be fetched ({error})") from error
 
     def fetch(self, name: str, target: str) -> None:
@@ -184,14 +184,14 @@ class RemoteFolder:
         content = self.read(MANIFEST_NAME, optional=True)
         if content is None:
             return {}
-        known = {name.decode() for name in names.tolist()}
+        shard_names = {name.decode() for name in names.tolist()}
         try:
             shards = parse_json(content)["shards"]
-            found = {shard["name"]: shard["sha256"] for shard in shards if shard.get("sha256")}
+            digests = {shard["name"]: shard["sha256"] for shard in shards if shard.get("sha256")}
             # They become parts of paths.
-            if not all(map(_SHA256.fullmatch, found.values())):
+            if not all(map(_SHA256.fullmatch, digests.values())):
                 raise ValueError("a sha256 of other than 64 hexadecimal digits")
-            return {name: digest for name, digest in found.items() if name in known}
+            return {name: digest for name, digest in digests.items() if name in shard_names}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f'{self / MANIFEST_NAME}: not a manifest {{"shards": [{{"name", "sha256"}}]}}'
@@ -200,7 +200,7 @@ class RemoteFolder:
     def _connect(self) -> tuple[Any, str]:
         # A connection is of one process: a forked one must not use its parent's.
         if self._connection is None or self._connection[0] != os.getpid():
-            self._connection = os.getpid(), connected(self.url)
+            self._connection = os.getpid(), open_filesystem(self.url)
         return self._connection[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,33 +211,30 @@ class RemoteFolder:
         self._connection = None
 
 
-def connected(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
-
-    `${NAME}` in a URL is an environment variable, percent-encoded in user info and query of HTTP.
-    These two travel with each request, not in the path, which libraries show in their errors.
-    """
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it; `${NAME}` is an environment variable."""
     import fsspec
 
-    protocol, place = url.split("://")[0], _revealed(url)
+    protocol, location = url.split("://")[0], _expand_variables(url)
     options: dict[str, Any] = {}
     try:
         if protocol in ("http", "https"):
             import aiohttp
 
-            patience = aiohttp.ClientTimeout(
+            timeout = aiohttp.ClientTimeout(
                 total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
             )
-            options["client_kwargs"] = {"timeout": patience}
-            parts = urlsplit(place)
+            options["client_kwargs"] = {"timeout": timeout}
+            # User info and query go with each request, not in the path, which errors show.
+            parts = urlsplit(location)
             if parts.username is not None:
                 user = unquote(parts.username), unquote(parts.password or "")
                 options["client_kwargs"]["auth"] = aiohttp.BasicAuth(*user)
             if parts.query:
                 options["params"] = parse_qsl(parts.query, keep_blank_values=True)
             host = parts.netloc.rpartition("@")[2]
-            place = urlunsplit((parts.scheme, host, parts.path, "", ""))
-        files, path = fsspec.core.url_to_fs(place, **options)
+            location = urlunsplit((parts.scheme, host, parts.path, "", ""))
+        files, path = fsspec.core.url_to_fs(location, **options)
     except ImportError as error:
         raise ConfigError(f"{url}: {error}") from error
     except ValueError as error:
@@ -245,7 +242,7 @@ def connected(url: str) -> tuple[Any, str]:
     return files, path
 
 
-def _revealed(url: str) -> str:
+def _expand_variables(url: str) -> str:
     """Return a URL with its variables replaced by their values."""
     if HIDDEN in url:
         raise ConfigError(
@@ -255,6 +252,7 @@ def _revealed(url: str) -> str:
     missing = [name for name in REFERENCE.findall(url) if name not in os.environ]
     if missing:
         raise ConfigError(f"{url}: the environment has no variable {missing[0]}; set it")
+    # A path is inserted as it is; in user info and query of HTTP `/`, `@` and `&` have a meaning.
     if re.search("https?://", url):
         url = _QUOTED.sub(
             lambda part: _with_values(part[0], lambda text: quote(text, safe="")), url
@@ -262,8 +260,8 @@ def _revealed(url: str) -> str:
     return _with_values(url, str)
 
 
-def _with_values(text: str, written: Callable[[str], str]) -> str:
-    return REFERENCE.sub(lambda found: written(os.environ[found[1]]), text)
+def _with_values(text: str, encode: Callable[[str], str]) -> str:
+    return REFERENCE.sub(lambda match: encode(os.environ[match[1]]), text)
 
 
 def file_of(url: str) -> tuple[str, str]:
@@ -349,15 +347,13 @@ class ShardCache:
             )
 
     def open(self, file: CachedFile) -> int:
-        """Return a handle of the whole file, fetched first if missing; an open file is not evicted.
-
-        The policy of outages chooses BadSample or DataError for a missing or damaged file.
-        """
+        """Return a handle of the whole file, fetched first if missing; BadSample or DataError."""
         self._check(file)
         path = self.folder / file.path
-        patience = time.monotonic() + _FULL_SECONDS
+        deadline = time.monotonic() + _FULL_SECONDS
         while True:
             try:
+                # The handle holds a shared lock, so that no process evicts the file.
                 handle = _open_whole(path, file.bytes)
                 if handle is not None:
                     return handle
@@ -367,7 +363,7 @@ class ShardCache:
             except _Full:
                 for release in self._release:
                     release()
-                if time.monotonic() > patience:
+                if time.monotonic() > deadline:
                     raise DataError(
                         f"data.cache.limit {self.limit:,} bytes is too small: everything in "
                         f"{self.folder} is being read, and {file.name} of {file.bytes:,} bytes "
@@ -415,14 +411,14 @@ class ShardCache:
             )
         failure = self._failures.get(file.path)
         if failure is not None and time.monotonic() < failure.until:
-            raise given_up(failure.bad, file.folder.outages.policy, failure.may_pass)
+            raise outage_error(failure.bad, file.folder.outages.policy, failure.may_pass)
 
     def _fill(self, file: CachedFile, path: Path, wait: bool = True) -> None:
         """Fetch a file unless another process has it or, without `wait`, is fetching it."""
         part = path.with_name(path.name + _PART)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _own(part, path, wait) as wanted:
-            if not wanted:
+        with _fetch_lock(part, path, wait) as is_missing:
+            if not is_missing:
                 return
             self._check(file)  # a thread of this process may have tried meanwhile
             self._make_room(file)
@@ -446,27 +442,27 @@ class ShardCache:
             _require_whole(file, part)
 
         try:
-            patiently(attempt, file.folder.outages.seconds, where)
+            with_retries(attempt, file.folder.outages.seconds, where)
             sync_path(part)
         except (FileNotFoundError, PermissionError) as error:
             self._fail(file, BadSample("missing shard", f"{where} ({error})"), error)
         except Unreachable as error:
-            kind = "corrupt shard" if isinstance(error.__cause__, _NotWhole) else "missing shard"
+            kind = "corrupt shard" if isinstance(error.__cause__, _NotComplete) else "missing shard"
             self._fail(file, BadSample(kind, f"{where} ({error})"), error)
 
     def _fail(self, file: CachedFile, bad: BadSample, cause: Exception) -> NoReturn:
         may_pass = isinstance(cause, Unreachable)
         self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad, may_pass)
-        raise given_up(bad, file.folder.outages.policy, may_pass) from cause
+        raise outage_error(bad, file.folder.outages.policy, may_pass) from cause
 
     def _make_room(self, file: CachedFile) -> None:
         """Reserve room for a file being fetched, and evict others until all fit."""
         with open(self.folder / "lock", "a", opener=unfollowed) as lock:
             flock(lock, LOCK_EX)
-            listed = self._listed()
+            listed = self._listed_paths()
             if file.path not in listed:
-                kept = [path for path in listed if any(map(os.path.exists, self._places(path)))]
-                content = json.dumps([*kept, file.path], indent=0)
+                existing = [n for n in listed if any(map(os.path.exists, self._paths_of(n)))]
+                content = json.dumps([*existing, file.path], indent=0)
                 write_text(self.folder / _FETCHED, content, durable=True)
             files = sorted(self._files())
             excess = sum(size for _, size, _ in files) - self.limit
@@ -481,23 +477,23 @@ class ShardCache:
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """Yield last use, full length and path of every file of the cache."""
-        for name in self._listed():
-            if found := _PATH.fullmatch(name):
-                for path in self._places(name):
+        for name in self._listed_paths():
+            if match := _PATH.fullmatch(name):
+                for path in self._paths_of(name):
                     with suppress(FileNotFoundError):
-                        yield os.stat(path).st_mtime, int(found[1]), path
+                        yield os.stat(path).st_mtime, int(match[1]), path
 
-    def _listed(self) -> list[str]:
+    def _listed_paths(self) -> list[str]:
         """Return the paths of all files whole or being fetched by any process."""
         try:
             return [*map(str, parse_json((self.folder / _FETCHED).read_bytes()))]
         except (FileNotFoundError, ValueError, TypeError):
             return []
 
-    def _places(self, path: str) -> tuple[str, str]:
+    def _paths_of(self, path: str) -> tuple[str, str]:
         """Return the paths of a file during its download and after it, to be read in this order."""
-        place = str(self.folder / path)
-        return place + _PART, place
+        full_path = str(self.folder / path)
+        return full_path + _PART, full_path
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "limit": self.limit}
@@ -506,16 +502,16 @@ class ShardCache:
         self.__init__(state["folder"], state["limit"])  # type: ignore[misc]
 
 
-class _NotWhole(Exception):
+class _NotComplete(Exception):
     """Download that differs from the index or the manifest."""
 
 
 def _require_whole(file: CachedFile, part: Path) -> None:
     size = part.stat().st_size
     if size != file.bytes:
-        raise _NotWhole(f"{size:,} bytes came, its index says {file.bytes:,}")
+        raise _NotComplete(f"{size:,} bytes came, its index says {file.bytes:,}")
     if file.sha256 is not None and sha256_of(part) != file.sha256:
-        raise _NotWhole("its SHA-256 is not that of the manifest")
+        raise _NotComplete("its SHA-256 is not that of the manifest")
 
 
 def _open_whole(path: Path, size: int) -> int | None:
@@ -536,7 +532,7 @@ def _open_whole(path: Path, size: int) -> int | None:
 
 
 @contextmanager
-def _own(part: Path, path: Path, wait: bool) -> Iterator[bool]:
+def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
     """Lock a file being fetched; False if another process has it or, without `wait`, fetches it."""
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
@@ -551,24 +547,24 @@ def _own(part: Path, path: Path, wait: bool) -> Iterator[bool]:
                 # its readers, who may read it for long, would keep an exclusive lock waiting.
                 flock(handle, LOCK_SH)
                 continue
-            ours = _is(handle, part)
+            is_current = _is_same_file(handle, part)
             if path.exists():
-                if ours:
+                if is_current:
                     part.unlink(missing_ok=True)
                 yield False
                 return
-            if ours:
+            if is_current:
                 try:
                     yield True
                 finally:
-                    if _is(handle, part):  # it was not renamed
+                    if _is_same_file(handle, part):  # it was not renamed
                         part.unlink(missing_ok=True)
                 return
         finally:
             os.close(handle)
 
 
-def _is(handle: int, path: Path) -> bool:
+def _is_same_file(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

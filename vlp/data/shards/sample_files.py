@@ -14,14 +14,7 @@ from pydantic import ValidationError
 from vlp.data import file_names
 from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.tar import (
-    BLOCK,
-    Member,
-    members_in,
-    open_tar,
-    plain_members,
-    section,
-)
+from vlp.data.shards.tar import BLOCK, Member, members_in, open_tar, plain_members, section
 from vlp.io import Redacted, parse_json, redacted
 
 IMAGES = tuple(suffix[1:] for suffix in file_names.IMAGES)
@@ -118,7 +111,7 @@ class ShardFile:
         if not self.bytes:
             return Contents([])
         members, problem = members_in(section(self.handle, 0, self.bytes), self.bytes)
-        return Contents(grouped(members), problem)
+        return Contents(group_by_key(members), problem)
 
     def samples_at(self, start: int, size: int) -> tuple[Contents, Reader]:
         """List the samples in a part of the tar (one is due), with the reader of their files."""
@@ -127,14 +120,15 @@ class ShardFile:
             headers = section(self.handle, start, start + size, zeros=BLOCK)
             members, problem = members_in(headers, size + BLOCK)
             read: Reader = lambda m: self.content(m._replace(offset=start + m.offset))  # noqa: E731
-            return Contents(grouped(members), problem), read
+            return Contents(group_by_key(members), problem), read
         data = os.pread(self.handle, size, start)
         plain = plain_members(data) if len(data) == size else None
         if plain is None:
             members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
         else:
             members, problem = plain, None
-        return Contents(grouped(members), problem), lambda m: data[m.offset : m.offset + m.size]
+        listing = Contents(group_by_key(members), problem)
+        return listing, lambda m: data[m.offset : m.offset + m.size]
 
     def content(self, member: Member) -> bytes:
         """Return the bytes of a file in the tar."""
@@ -142,7 +136,7 @@ class ShardFile:
             data = os.pread(self.handle, member.size, member.offset)
         except OSError as error:
             bad = BadSample("missing shard", f"{self.path} ({error.strerror})")
-            raise given_up(bad, self.policy) from error
+            raise outage_error(bad, self.policy) from error
         if len(data) != member.size:
             raise BadSample("corrupt shard", f"{self.path}: cut off inside {member.name}")
         return data
@@ -169,11 +163,10 @@ def contents(path: Path) -> Contents:
         return Contents([], error.strerror or str(error), missing=True)
 
 
-def grouped(members: Iterable[Member]) -> list[SampleFiles]:
+def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
     """Group the members of a tar into samples by WebDataset's rule, in their order.
 
-    The key ends at the first dot of a file's own name; members of one sample are consecutive. A
-    sample is `repeated` if its key or one of its extensions came before.
+    The key ends at the first dot of a file's own name; members of one sample are consecutive.
     """
     samples: list[SampleFiles] = []
     keys: set[str] = set()
@@ -183,6 +176,7 @@ def grouped(members: Iterable[Member]) -> list[SampleFiles]:
         key, extension = f"{directory}{slash}{stem}", extension.lower()
         if not stem or not extension:
             continue
+        # A second file of one extension starts a sample of its own, which then is repeated.
         if not samples or samples[-1].key != key or extension in samples[-1].files:
             samples.append(SampleFiles(key, {}, key in keys))
             keys.add(key)
@@ -196,17 +190,17 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
         raise _repeated(where)
     extension = next((name for name in IMAGES if name in sample.files), None)
     if extension is None:
-        there = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
+        names = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
         dots = "; a key ends at its first dot" if any("." in name for name in sample.files) else ""
-        raise BadSample("missing image", f"{where} (it has {there}{dots})")
+        raise BadSample("missing image", f"{where} (it has {names}{dots})")
     images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
     for name in images:
         if (size := sample.files[name].size) > MAX_IMAGE_BYTES:
-            told = f"{where}.{name}: {size} bytes, more than {MAX_IMAGE_BYTES}"
-            raise BadSample("image too large", told)
+            message = f"{where}.{name}: {size} bytes, more than {MAX_IMAGE_BYTES}"
+            raise BadSample("image too large", message)
     _require_small_texts(sample, where)
-    wanted = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
-    read = _at_once(wanted, read)
+    members = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
+    read = _read_together(members, read)
     annotation = parse_annotation(sample, read, where)
     image, *second = (read(sample.files[name]) for name in images)
     second_image = second[0] if second else None
@@ -214,10 +208,7 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
-    """Parse `KEY.json`, with `KEY.txt` for a missing caption and `KEY.cls` for a missing label.
-
-    With a KEY.txt, fields of other tools that do not fit are dropped; raises BadSample.
-    """
+    """Parse `KEY.json`; `KEY.txt` is a missing caption, `KEY.cls` a missing label; BadSample."""
     if sample.repeated:
         raise _repeated(where)
     _require_small_texts(sample, where)
@@ -229,15 +220,17 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
             try:
                 annotation = Annotation.model_validate_json(content)
             except ValidationError as error:
+                # Beside a good text, fields of other tools that do not fit are dropped.
                 if text is None or not read(text).strip():
                     raise
-                annotation = _without(content, {str(one["loc"][:1]) for one in error.errors()})
+                bad = {str(problem["loc"][:1]) for problem in error.errors()}
+                annotation = _without(content, bad)
         if text is not None and not captions_of(annotation):
             caption = read(text).decode("utf-8-sig")
             annotation = annotation.model_copy(update={"caption": caption, "captions": None})
         if label is not None and annotation.label is None:
-            said = read(label).decode("utf-8-sig").strip()
-            annotation = annotation.model_copy(update={"label": said})
+            value = read(label).decode("utf-8-sig").strip()
+            annotation = annotation.model_copy(update={"label": value})
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
@@ -252,8 +245,8 @@ def _without(content: bytes, bad: set[str]) -> Annotation:
     """Return an annotation without some fields; an empty one if the content is no JSON object."""
     try:
         fields = dict(parse_json(content))
-        kept = {name: fields[name] for name in fields if str((name,)) not in bad}
-        return Annotation.model_validate(kept)
+        valid = {name: fields[name] for name in fields if str((name,)) not in bad}
+        return Annotation.model_validate(valid)
     except (ValueError, TypeError):
         return Annotation()
 
@@ -267,11 +260,11 @@ def _repeated(where: str) -> BadSample:
 def _require_small_texts(sample: SampleFiles, where: str) -> None:
     for name in _TEXTS:
         if name in sample.files and (size := sample.files[name].size) > MAX_ANNOTATION_BYTES:
-            told = f"{where}.{name}: {size} bytes, more than {MAX_ANNOTATION_BYTES}"
-            raise BadSample("bad annotation", told)
+            message = f"{where}.{name}: {size} bytes, more than {MAX_ANNOTATION_BYTES}"
+            raise BadSample("bad annotation", message)
 
 
-def _at_once(members: Sequence[Member], read: Reader) -> Reader:
+def _read_together(members: Sequence[Member], read: Reader) -> Reader:
     """Return a reader of the members, which reads neighbouring ones together."""
     start = min(member.offset for member in members)
     end = max(member.offset + member.size for member in members)
@@ -291,8 +284,9 @@ class SkippedSample(NamedTuple):
 class DataError(Redacted, RuntimeError):
     """The data cannot carry the run any further; the message is meant for the person."""
 
+    # Not `message`: PyTorch raises a worker's error again with that keyword if its class has it.
     @property
-    def told(self) -> str:
+    def plain_message(self) -> str:
         """The message without the traceback that PyTorch puts before a worker's error."""
         return str(self).rpartition("DataError: ")[2].strip()
 
@@ -301,7 +295,7 @@ class PausedDataError(DataError):
     """A store that is unreachable for too long; the run is to be started again."""
 
 
-def given_up(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
+def outage_error(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
     """Return the error that the outage policy wants; without `may_pass` no run is paused."""
     if policy == "skip":
         return bad

@@ -48,7 +48,7 @@ from vlp.data.shards.sample_files import (
     Reader,
     SampleFiles,
     ShardFile,
-    given_up,
+    outage_error,
     parse,
     parse_annotation,
 )
@@ -77,7 +77,7 @@ class LocalFolder:
                 raise
             bad = BadSample("missing shard", f"{path} ({error.strerror})")
             may_pass = error.errno not in (errno.ENOENT, errno.EINVAL)
-            raise given_up(bad, self.policy, may_pass) from error
+            raise outage_error(bad, self.policy, may_pass) from error
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
         """Return the rows of all samples, mapped into memory and with `wait` checked."""
@@ -99,7 +99,7 @@ class CachedFolder(LocalFolder):
     def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:
         super().__init__(folder, folder.outages.policy)
         self.cache, self._digests = cache, digests
-        self._asked = False
+        self._is_requested = False
 
     def open(self, entry: ShardEntry) -> ShardFile:
         """Open a shard in the cache, fetched first if missing."""
@@ -110,9 +110,9 @@ class CachedFolder(LocalFolder):
         """Return the memory-mapped rows; without `wait` they are fetched in the background."""
         file = CachedFile(self.folder, shards.file, table_bytes(shards.total))
         if not wait and not self.cache.holds(file):
-            if not self._asked and file.bytes <= _SMALL_SHARE * self.cache.limit:
+            if not self._is_requested and file.bytes <= _SMALL_SHARE * self.cache.limit:
                 self.cache.prefetch(file)
-            self._asked = True
+            self._is_requested = True
             return None
         try:
             handle = self.cache.open(file)
@@ -147,10 +147,10 @@ __all__ = [
 ]
 
 # Rows of samples take 10 bytes each; open files are a scarce resource.
-_SCANS_KEPT = 1024
-_FILES_KEPT = 128
+_MAX_SCANS = 1024
+_MAX_OPEN_FILES = 128
 # An open file of the cache is one that no process may remove.
-_CACHED_FILES_KEPT = 2
+_MAX_OPEN_CACHED = 2
 
 # Of all indexes of this process: where the system opens no more files, all close theirs.
 _OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
@@ -162,24 +162,24 @@ _Rows = tuple[np.ndarray, str | None]  # rows of samples, problem behind them
 class ShardIndex:
     """A folder of shards, read at random; safe to hand to forked or spawned processes."""
 
-    def __init__(self, place: LocalFolder, shards: ShardTable) -> None:
-        self._place = place
-        self.folder = place.folder
+    def __init__(self, store: LocalFolder, shards: ShardTable) -> None:
+        self._store = store
+        self.folder = store.folder
         self.shards = shards
         # Where each shard's samples start among the rows of all.
         self._first = np.concatenate([[0], np.cumsum(shards.samples)])
         self._rows: np.ndarray | None = None
-        self._rows_sought = False
-        self._scans: LRUCache[_Rows] = LRUCache(_SCANS_KEPT)
-        self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
+        self._rows_loaded = False
+        self._scans: LRUCache[_Rows] = LRUCache(_MAX_SCANS)
+        self._ends: LRUCache[np.ndarray] = LRUCache(_MAX_SCANS)
         self._lists: LRUCache[Contents] = LRUCache(1)  # of a shard whose keys repeat
-        kept = _CACHED_FILES_KEPT
-        if not isinstance(place, CachedFolder):
+        max_open = _MAX_OPEN_CACHED
+        if not isinstance(store, CachedFolder):
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            kept = _FILES_KEPT if soft < 0 else max(2, min(_FILES_KEPT, soft // 16))
-        self._files: LRUCache[ShardFile] = LRUCache(kept, dispose=ShardFile.close)
+            max_open = _MAX_OPEN_FILES if soft < 0 else max(2, min(_MAX_OPEN_FILES, soft // 16))
+        self._files: LRUCache[ShardFile] = LRUCache(max_open, dispose=ShardFile.close)
         _OPEN.add(self._files)
-        place.when_full(self._files.clear)
+        store.when_full(self._files.clear)
 
     @classmethod
     def open(
@@ -285,24 +285,24 @@ class ShardIndex:
     @property
     def is_remote(self) -> bool:
         """Return whether the shards lie behind a URL."""
-        return self._place.is_remote
+        return self._store.is_remote
 
     def prefetch(self, shard_number: int) -> None:
         """Fetch a shard ahead of its reading; does nothing for a local folder."""
-        self._place.prefetch(self.shards[shard_number])
+        self._store.prefetch(self.shards[shard_number])
 
     def _find(self, shard_number: int, sample_number: int) -> tuple[SampleFiles, Reader, str]:
         """Return a sample's files, their reader, and their location for messages."""
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
             raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
-        place = f"sample {sample_number}"
+        sample_name = f"sample {sample_number}"
         try:
             file = self._file(shard_number, entry)
             rows, problem = self._sample_rows(shard_number, entry, file)
             if sample_number >= len(rows):
                 reason = problem or "it holds fewer samples than its index says"
-                raise BadSample("corrupt shard", f"{file.path}, {place} ({reason})")
+                raise BadSample("corrupt shard", f"{file.path}, {sample_name} ({reason})")
             start, blocks, _ = (int(part) for part in rows[sample_number])
             if blocks:
                 (samples, problem, _), read = file.samples_at(start * BLOCK, blocks * BLOCK)
@@ -311,23 +311,23 @@ class ShardIndex:
                 (samples, problem, _), read = listed, file.content
                 samples = samples[sample_number : sample_number + 1]
         except OSError as error:
-            where = f"{self.folder / entry.name}, {place}"
+            where = f"{self.folder / entry.name}, {sample_name}"
             bad = BadSample("missing shard", f"{where} ({error.strerror or error})")
-            raise given_up(bad, self._place.policy) from error
+            raise outage_error(bad, self._store.policy) from error
         if len(samples) != 1 or (blocks and problem):
             reason = problem or "its index is of another shard; index the folder again"
-            raise BadSample("corrupt shard", f"{file.path}, {place} ({reason})")
+            raise BadSample("corrupt shard", f"{file.path}, {sample_name} ({reason})")
         return samples[0], read, file.where(samples[0])
 
     def _file(self, shard_number: int, entry: ShardEntry) -> ShardFile:
         try:
-            return self._files.get(shard_number, lambda: self._place.open(entry))
+            return self._files.get(shard_number, lambda: self._store.open(entry))
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
         for files in list(_OPEN):
             files.clear()
-        return self._files.get(shard_number, lambda: self._place.open(entry))
+        return self._files.get(shard_number, lambda: self._store.open(entry))
 
     def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Rows:
         def scan() -> _Rows:
@@ -341,16 +341,16 @@ class ShardIndex:
         return rows[self._first[number] : self._first[number + 1]], None
 
     def _all_rows(self, wait: bool) -> np.ndarray | None:
-        if self._rows is None and (self.is_remote or not self._rows_sought):
-            self._rows = self._place.rows(self.shards, wait)
-            self._rows_sought = True
+        if self._rows is None and (self.is_remote or not self._rows_loaded):
+            self._rows = self._store.rows(self.shards, wait)
+            self._rows_loaded = True
         return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"place": self._place, "shards": self.shards}
+        return {"store": self._store, "shards": self.shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["place"], state["shards"])  # type: ignore[misc]
+        self.__init__(state["store"], state["shards"])  # type: ignore[misc]
 
 
 class Item(NamedTuple):
@@ -372,8 +372,7 @@ class Item(NamedTuple):
 class Items:
     """Numbered items of shard folders in their order, at most `limit`.
 
-    `parts` counts the items of a sample from its annotation (all are read); without it a sample is
-    an item. An unreadable annotation makes one (bad) item.
+    `parts` counts the items of a sample from its annotation; without it a sample is an item.
     """
 
     def __init__(
@@ -398,8 +397,12 @@ class Items:
         # Where each sample's items end; without parts a sample's number is its item's.
         self._ends: np.ndarray | None = None
         if parts is not None:
-            annotations = (one for index in self.indices for one in index.annotations())
-            counts = [parts(one) if isinstance(one, Annotation) else 1 for one in annotations]
+            # All annotations are read; one that cannot be read makes one item, which is bad.
+            counts = [
+                parts(annotation) if isinstance(annotation, Annotation) else 1
+                for index in self.indices
+                for annotation in index.annotations()
+            ]
             self._ends = np.cumsum(counts, dtype=np.int64)
         total = int(self._first[-1])
         if total and self._ends is not None:

@@ -18,8 +18,8 @@ from vlp.lock import FolderLock
 class ShardWriter:
     """Writer of numbered shards: `with ShardWriter(folder) as writer: writer.write(...)`.
 
-    A shard is renamed when complete. A later run fills free numbers, smallest first, and gets the
-    same bytes if its producer skips the keys in `done`. The index is written on a clean exit.
+    A shard is renamed when complete, and the index is written on a clean exit. A later run gets
+    the same bytes if its producer skips the keys in `done`.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         try:
-            self._take_up()
+            self._resume()
         except BaseException:
             self._lock.release()
             raise
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """Resume from the shards of an earlier run."""
         for leftover in self.folder.glob(f"{self.prefix}-*.tar.tmp"):
             leftover.unlink()
         for path in sorted(self.folder.glob(f"{self.prefix}-*.tar")):
-            found = survey(path)
-            if found.problem:
-                raise ConfigError(f"{path}: {found.problem}; delete this shard and run again")
-            self.done.update(found.keys)
-            self._shards.append(found.shard)
+            result = survey(path)
+            if result.problem:
+                raise ConfigError(f"{path}: {result.problem}; delete this shard and run again")
+            self.done.update(result.keys)
+            self._shards.append(result.shard)
 
     def write(
         self,
@@ -74,9 +74,10 @@ class ShardWriter:
         if extension not in IMAGES:
             raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(IMAGES)}")
         if self._output is None:
+            # Shards that were deleted between two runs are written again, smallest number first.
             while self._path().exists():
                 self._number += 1
-        with _disk(self._path()):
+        with _disk_errors(self._path()):
             if self._output is None:
                 self._output = AtomicFile(self._path(), durable=True)
             file = self._output.file
@@ -94,7 +95,7 @@ class ShardWriter:
         """Finish the last shard and write the index."""
         if self._output is not None:
             self._finish_shard(self._output)
-        with _disk(self.folder / INDEX_NAME):
+        with _disk_errors(self.folder / INDEX_NAME):
             write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
         self._lock.release()
 
@@ -121,7 +122,7 @@ class ShardWriter:
         path = output.path
         if path.exists():
             raise ConfigError(f"{path}: was written by another process meanwhile; run again")
-        with _disk(path):
+        with _disk_errors(path):
             close_tar(output.file)
             output.commit()
         self._output = None
@@ -131,7 +132,7 @@ class ShardWriter:
 
 
 @contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

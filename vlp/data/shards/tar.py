@@ -22,8 +22,8 @@ BLOCK = tarfile.BLOCKSIZE
 _MAX_HEADERS = 2**20
 
 # A file that is held in memory whole, and the least that may come out of a compressed tar.
-_MAX_HELD = 2**28
-_LEAST_UNPACKED = 2**28
+_MAX_CONTENT = 2**28
+_MIN_UNPACKED = 2**28
 
 _AT_ONCE = 2**20
 
@@ -52,18 +52,18 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
 
 
 def stored_files(
-    file: Path, wanted: Callable[[PurePosixPath], bool]
+    file: Path, select: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield the `wanted` names and contents of a small tar file, perhaps compressed; no links."""
+    """Yield the names that `select` takes, and contents, of a small tar, perhaps compressed."""
     try:
-        most = max(_LEAST_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
+        limit = max(_MIN_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
         with tarfile.open(file) as archive:
             for number, info in enumerate(_headers(archive)):
                 name = PurePosixPath(readable(info.name))
-                read = info.isreg() and wanted(name)
-                if read and info.size > _MAX_HELD:
+                read = info.isreg() and select(name)
+                if read and info.size > _MAX_CONTENT:
                     raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
-                if number == MAX_MEMBERS or archive.offset > most:
+                if number == MAX_MEMBERS or archive.offset > limit:
                     raise tarfile.ReadError(
                         f"more than {MAX_MEMBERS} files, or {MAX_UNPACKED_RATIO} times its size"
                     )
@@ -92,19 +92,15 @@ def open_tar(path: Path) -> int:
     return handle
 
 
-def read_members(path: Path, most: int = MAX_MEMBERS) -> tuple[list[Member], str | None]:
-    """List the regular files of a tar, and its damage (None: whole); stops after `most` files.
-
-    Links, devices and sparse files are left out. Control characters and bytes of a name that are
-    not UTF-8 are written as \\xNN.
-    """
+def read_members(path: Path, max_members: int = MAX_MEMBERS) -> tuple[list[Member], str | None]:
+    """List the first `max_members` regular files of a tar, and its damage (None: whole)."""
     with open(open_tar(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return members_in(file, size, most) if size else ([], None)
+        return members_in(file, size, max_members) if size else ([], None)
 
 
 def members_in(
-    file: IO[bytes], size: int, most: int = MAX_MEMBERS
+    file: IO[bytes], size: int, max_members: int = MAX_MEMBERS
 ) -> tuple[list[Member], str | None]:
     """List the members of an open file, or of `size` bytes of it, as `read_members` does."""
     members: list[Member] = []
@@ -117,8 +113,9 @@ def members_in(
             errors="surrogateescape",
         ) as archive:
             for number, info in enumerate(_headers(archive, headers)):
-                if number == most:
-                    return members, f"more than {most} files"
+                if number == max_members:
+                    return members, f"more than {max_members} files"
+                # Links could lead anywhere; devices and sparse files hold no image.
                 if not info.isreg() or info.issparse():
                     continue
                 name = readable(info.name)
@@ -130,7 +127,7 @@ def members_in(
         raise
     except Exception as error:  # fields that are no numbers fail in a dozen ways
         return members, f"not a readable tar from here on ({error})"
-    return members, _behind(file, end)  # `tarfile` takes a damaged header for the end
+    return members, _trailing_damage(file, end)  # `tarfile` takes a damaged header for the end
 
 
 class _HeaderReader:
@@ -173,7 +170,7 @@ def _headers(
         yield info
 
 
-def _behind(file: IO[bytes], end: int) -> str | None:
+def _trailing_damage(file: IO[bytes], end: int) -> str | None:
     """Return the damage behind the last member; None if nothing but empty blocks follows."""
     file.seek(end)
     block = file.read(BLOCK)
@@ -202,9 +199,9 @@ _NUMBER = frozenset(b"01234567")
 def plain_members(data: bytes) -> list[Member] | None:
     """List a part of a tar ten times as fast as `members_in`; None for any unusual header."""
     members = []
-    place = 0
-    while place < len(data):
-        header = data[place : place + BLOCK]
+    position = 0
+    while position < len(data):
+        header = data[position : position + BLOCK]
         if len(header) < BLOCK or header[156] not in _REGULAR or header[345:500].strip(b"\0"):
             return None
         for start, stop in _UNUSED:
@@ -220,10 +217,10 @@ def plain_members(data: bytes) -> list[Member] | None:
         text = name.decode()
         if not text.isprintable():
             return None
-        place += BLOCK
-        members.append(Member(text, place, size))
-        place += -(-size // BLOCK) * BLOCK
-    return members if place == len(data) else None
+        position += BLOCK
+        members.append(Member(text, position, size))
+        position += -(-size // BLOCK) * BLOCK
+    return members if position == len(data) else None
 
 
 @lru_cache(maxsize=1024)  # nearly all of a shard's are alike
@@ -233,18 +230,16 @@ def _octal(field: bytes) -> int | None:
 
 
 def section(file: int, start: int, stop: int, zeros: int = 0) -> BinaryIO:
-    """Return bytes `start` to `stop` of an open file, followed by `zeros` zeros.
-
-    Reads carry their own offset, so processes may share the handle. Closing it leaves `file` open.
-    """
+    """Return bytes `start` to `stop` of an open file, followed by `zeros` zeros."""
+    # Closing it leaves `file` open.
     return io.BufferedReader(_Section(file, start, stop, zeros), 4096)
 
 
 class _Section(io.RawIOBase):
     def __init__(self, file: int, start: int, stop: int, zeros: int) -> None:
         self._file, self._start = file, start
-        self._held, self._size = stop - start, stop - start + zeros
-        self._place = 0
+        self._length, self._size = stop - start, stop - start + zeros
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -253,18 +248,19 @@ class _Section(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        held = max(0, min(len(buffer), self._held - self._place))
-        if held:
-            data = os.pread(self._file, held, self._start + self._place)
+        count = max(0, min(len(buffer), self._length - self._position))
+        if count:
+            # A read with its own offset: processes may share the handle.
+            data = os.pread(self._file, count, self._start + self._position)
         else:
-            data = bytes(max(0, min(len(buffer), self._size - self._place)))
+            data = bytes(max(0, min(len(buffer), self._size - self._position)))
         buffer[: len(data)] = data
-        self._place += len(data)
+        self._position += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {0: 0, 1: self._place, 2: self._size}[whence]
-        return self._place
+        self._position = offset + {0: 0, 1: self._position, 2: self._size}[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position

@@ -28,7 +28,7 @@ class Slots(Protocol):
         """Move every tensor to `device`."""
 
 
-def moved(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
+def to_device(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
     """Return a named tuple with every tensor in it, also in tuples of tensors, on `device`."""
 
     def move(field: Any) -> Any:
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     uniform: Tensor  # (B, 2) float64 in [0, 1), for the text's and the image's ITM negative
     valid: Tensor  # (B,) bool
     sample_ids: Tensor  # (B,) int64, the same on any number of ranks
-    # (B, N, M) int8 of `named_patches`; None if augmentation moves places.
+    # (B, N, M) int8 of `word_patches`; None if augmentation moves places.
     word_patches: Tensor | None = None
     caption_ids: Tensor | None = None  # (B,) int64, equal for equal captions
     skipped: tuple[SkippedSample, ...] = ()  # this share's bad samples
@@ -88,10 +88,10 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device | str) -> Batch:
         """Move every tensor to `device`, and make float32 of pixels, normalised, or of features."""
-        there = moved(self, device)
-        if there.pixels.dtype != torch.uint8:
-            return there._replace(pixels=there.pixels.float())
-        return there._replace(pixels=normalise(there.pixels, *self.statistics))
+        batch = to_device(self, device)
+        if batch.pixels.dtype != torch.uint8:
+            return batch._replace(pixels=batch.pixels.float())
+        return batch._replace(pixels=normalise(batch.pixels, *self.statistics))
 
 
 class PatchMasking(NamedTuple):

@@ -42,7 +42,7 @@ def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
 
 
 @contextmanager
-def running(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+def open_loader(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """Yield the batches of a loader with `worker_settings`; its workers end with the context."""
     batches = iter(loader)
     # A generator that is never closed, as after an exception, must not leave workers behind.
@@ -65,8 +65,8 @@ def _prepare_worker(parent: int, count: Any, number: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
     # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
     # the lock of the run's folder, which must not outlive it.
-    for asked in STOPS:
-        signal.signal(asked, signal.SIG_IGN)
+    for signal_number in STOPS:
+        signal.signal(signal_number, signal.SIG_IGN)
     if os.getppid() == parent:
         end_with_parent(signal.SIGKILL, parent)
     else:  # a fork server's, which itself stays as long as it has workers
@@ -117,27 +117,23 @@ class ShardAwareBatchSampler:
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
         """Yield each batch's share of the shards of the next window."""
         waiting: deque[tuple[int, int]] = deque()
-        last, at_once = (-1, 0), 0
+        last, per_batch = (-1, 0), 0
         for step in self._sampler.steps(self._consumed, self._batch):
             new = [window for window in self._windows(step) if window > last]
-            at_once = at_once if waiting else 0
+            per_batch = per_batch if waiting else 0
             for window in new:
                 waiting.extend(self._sampler.shards_of_window(*window, *self._share))
                 last = window
-            at_once = max(at_once, -(-len(waiting) // self._fetchers))
-            yield [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
+            per_batch = max(per_batch, -(-len(waiting) // self._fetchers))
+            yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
     def _windows(self, step: SampleStep) -> list[tuple[int, int]]:
         """Return (epoch, number) of the windows a batch takes from, and of the one after."""
-        behind = step.start + self._batch // self._sampler.streams
-        end = min(
-            -(-behind // self._sampler.prefetch_window), self._sampler.windows_in_epoch(step.epoch)
-        )
-        touched = [
-            (step.epoch, number)
-            for number in range(step.start // self._sampler.prefetch_window, end)
-        ]
-        return [*touched, self._after(*touched[-1])]
+        position = step.start + self._batch // self._sampler.streams
+        length = self._sampler.prefetch_window
+        end = min(-(-position // length), self._sampler.windows_in_epoch(step.epoch))
+        windows = [(step.epoch, number) for number in range(step.start // length, end)]
+        return [*windows, self._after(*windows[-1])]
 
     def _after(self, epoch: int, window: int) -> tuple[int, int]:
         if window + 1 < self._sampler.windows_in_epoch(epoch):
@@ -148,7 +144,7 @@ class ShardAwareBatchSampler:
         return epoch, 0
 
 
-def read_at_once(
+def concurrent_shards(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
     """Return the (source, shard) pairs that a rank reads at a time: its windows and the next."""
@@ -157,21 +153,21 @@ def read_at_once(
     )
 
 
-class Answers(Dataset[Any]):
+class BatchDataset(Dataset[Any]):
     """Dataset that maps a `BatchRequest` to slots and passes on the shards to prefetch."""
 
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
 
-    def __getitems__(self, asked: BatchRequest) -> list[Any]:
+    def __getitems__(self, request: BatchRequest) -> list[Any]:
         """Return all slots of a batch; `DataLoader` calls this with its batch sampler's request."""
         if self.prefetch is not None:
-            for source, shard in asked.ahead:
+            for source, shard in request.ahead:
                 self.prefetch(source, shard)
-        several = getattr(self.samples, "__getitems__", None)
-        if several is not None:
-            return several(asked.slots)
-        return [self.samples[request] for request in asked.slots]
+        get_items = getattr(self.samples, "__getitems__", None)
+        if get_items is not None:
+            return get_items(request.slots)
+        return [self.samples[slot] for slot in request.slots]
 
     def __getitem__(self, request: Request) -> Any:
         return self.samples[request]
@@ -181,8 +177,8 @@ class OrderedData:
     """Batches in a training order, the same for any number of ranks and workers.
 
     `samples` maps a `Request` to a sample, `collate` a rank's samples to `batch.Slots`; `batch`
-    counts the slots of all ranks. More bad samples than `max_skipped_share` of an epoch end the
-    run. `fingerprint` holds a hash of each part of the data, equal for equal data in any folder.
+    counts the slots of all ranks. A larger share of bad samples in an epoch than
+    `max_skipped_share` ends the run.
     """
 
     def __init__(
@@ -199,6 +195,7 @@ class OrderedData:
         self.prefetch = prefetch
         self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
         sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
+        # A hash of each part of the data, equal for equal data in any folder.
         self.fingerprint = {"samples of an epoch": f"{sampler.samples_in_epoch(0)}"}
 
     def samples_in_epoch(self, epoch: int) -> int:
@@ -233,7 +230,7 @@ class OrderedData:
         self.sampler.locate(samples_consumed)
         self.sampler.share(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
-        return self._watched(loader, samples_consumed, rank, world_size, stop_after)
+        return self._checked(loader, samples_consumed, rank, world_size, stop_after)
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
@@ -244,8 +241,8 @@ class OrderedData:
             self.sampler, self.batch, consumed, rank, world_size, stop_after, fetchers
         )
         return DataLoader(
-            Answers(self.samples, self.prefetch),
-            batch_sampler=requests,  # type: ignore[arg-type]  # what `Answers` takes, no list
+            BatchDataset(self.samples, self.prefetch),
+            batch_sampler=requests,  # type: ignore[arg-type]  # what `BatchDataset` takes, no list
             **self._settings(),
         )
 
@@ -256,7 +253,7 @@ class OrderedData:
             **worker_settings(self.workers, prefetch=4),
         }
 
-    def _watched(
+    def _checked(
         self,
         loader: DataLoader[Any],
         samples_consumed: int,
@@ -265,19 +262,19 @@ class OrderedData:
         stop_after: int | None,
     ) -> Generator[tuple[Any, int], None, None]:
         try:
-            with running(loader) as batches:
+            with open_loader(loader) as batches:
                 watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
                 steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
                 for step, batch in zip(steps, batches):
-                    watch.see(step.epoch, batch)
+                    watch.update(step.epoch, batch)
                     yield batch, step.consumed
         except DataError as error:
-            raise type(error)(error.told) from error
+            raise type(error)(error.plain_message) from error
 
 
 # A rank that has seen nothing good for so long will see nothing good: of a billion samples, half an
 # epoch is not waited for.
-_MOST_IN_A_ROW = 10_000
+_MAX_IN_A_ROW = 10_000
 
 
 class SkippedShareWatch:
@@ -297,7 +294,7 @@ class SkippedShareWatch:
         self._expected = self._bad = self._in_a_row = 0
         self._last = SkippedSample("", "")
 
-    def see(self, epoch: int, batch: Slots) -> None:
+    def update(self, epoch: int, batch: Slots) -> None:
         """Count a batch; DataError if too much of the epoch is bad, or all of the last one."""
         if epoch != self._epoch:
             self._end_epoch()
@@ -313,11 +310,11 @@ class SkippedShareWatch:
         if self._bad > self._max_share * self._expected:
             raise DataError(
                 f"{self._bad} of {self._expected} samples of epoch {epoch} are bad, more than "
-                f"{self._max_share:.0%} of them; {self._last_one()}"
+                f"{self._max_share:.0%} of them; {self._last_skip()}"
             )
-        if self._in_a_row > _MOST_IN_A_ROW:
+        if self._in_a_row > _MAX_IN_A_ROW:
             raise DataError(
-                f"{self._in_a_row} samples in a row are bad, none good; {self._last_one()}"
+                f"{self._in_a_row} samples in a row are bad, none good; {self._last_skip()}"
             )
 
     def _end_epoch(self) -> None:
@@ -325,10 +322,10 @@ class SkippedShareWatch:
         if 0 < self._expected <= self._bad:
             raise DataError(
                 f"nothing is left of epoch {self._epoch}: all of its {self._bad} samples are bad; "
-                f"{self._last_one()}"
+                f"{self._last_skip()}"
             )
 
-    def _last_one(self) -> str:
+    def _last_skip(self) -> str:
         return f"the last one: {self._last.kind}, {self._last.where}"
 
 
@@ -345,13 +342,13 @@ class CopyStream:
             return batch.to(self._device)
         # The copy from pinned memory overlaps with the step before; later launches wait for it.
         with torch.cuda.stream(self._stream):
-            there = batch.to(self._device)
+            copied = batch.to(self._device)
         reader = torch.cuda.current_stream(self._device)
         reader.wait_stream(self._stream)
-        for leaf in tree_leaves(there):
+        for leaf in tree_leaves(copied):
             if isinstance(leaf, Tensor):
                 leaf.record_stream(reader)  # its memory is free only after the reader's last use
-        return there
+        return copied
 
 
 RngFactory = Callable[[str], np.random.Generator]  # generator by purpose, such as "crop"
@@ -362,10 +359,7 @@ class MapDatasetConfig(Config):
 
     canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
     workers: int = Field(
-        0,
-        ge=0,
-        description="loader processes of each rank",
-        json_schema_extra={"resume": "free"},
+        0, ge=0, description="loader processes of each rank", json_schema_extra={"resume": "free"}
     )
     max_skipped_share: float = Field(
         0.5,

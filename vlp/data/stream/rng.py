@@ -12,9 +12,9 @@ from numpy.random.bit_generator import ISeedSequence
 def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.random.Generator:
     """Return the generator of one purpose ("caption", "augment", ...) of a sample's visit.
 
-    Equal arguments give equal streams on every machine. The purpose is hashed: renaming one changes
-    the training.
+    Equal arguments give equal streams on every machine.
     """
+    # The purpose is hashed: renaming one changes the training.
     key = _Key(_hash(seed, epoch, sample, purpose, 16))
     # numpy's annotations forget that any ISeedSequence will do.
     return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]
@@ -39,6 +39,6 @@ class _Key(ISeedSequence):
 
 
 def _hash(*parts: int | str) -> bytes:
-    *named, size = parts
+    *key, size = parts
     # repr keeps 1 and "1", and ("a", "bc") and ("ab", "c"), apart.
-    return hashlib.blake2b(repr(named).encode(), digest_size=int(size)).digest()
+    return hashlib.blake2b(repr(key).encode(), digest_size=int(size)).digest()

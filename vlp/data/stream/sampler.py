@@ -49,18 +49,18 @@ class SampleStep(NamedTuple):
     consumed: int
 
 
-def own_streams(streams: int, rank: int, world_size: int) -> range:
+def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
     """Return the streams of one rank; all ranks have equally many."""
     if streams % world_size:
-        can = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
-        fewer = max(ranks for ranks in can if ranks < world_size)
-        more = [f" or {ranks}" for ranks in can if ranks > world_size][:1]
+        divisors = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
+        fewer = max(ranks for ranks in divisors if ranks < world_size)
+        more = [f" or {ranks}" for ranks in divisors if ranks > world_size][:1]
         raise ConfigError(
             f"{world_size} ranks cannot share data.canonical_streams {streams} evenly; "
             f"{fewer}{''.join(more)} can"
         )
-    each = streams // world_size
-    return range(rank * each, (rank + 1) * each)
+    share = streams // world_size
+    return range(rank * share, (rank + 1) * share)
 
 
 class TrainingSampler:
@@ -107,7 +107,7 @@ class TrainingSampler:
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
         """Return the number of elements of one epoch that fall to one rank."""
-        bounds = self._bounds(epoch, self._own(rank, world_size))
+        bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
         return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
@@ -131,14 +131,14 @@ class TrainingSampler:
 
     def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:
         """Yield global batches of `size` slots from `consumed` elements on, without end."""
-        taken = self._per_stream(size)
+        per_stream = self._per_stream(size)
         epoch, start = self.locate(consumed)
         while True:
             samples = self.samples_in_epoch(epoch)
             before = self.samples_before(epoch)
             longest = -(-samples // self.streams)
             while start < longest:
-                after = start + taken
+                after = start + per_stream
                 done = samples if after >= longest else after * self.streams
                 yield SampleStep(epoch, start, before + done)
                 start = after
@@ -148,12 +148,12 @@ class TrainingSampler:
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
     ) -> list[Element | None]:
         """Return a rank's (contiguous) slots of a global batch; None is an empty slot."""
-        taken = self._per_stream(size)
-        own = self._own(rank, world_size)
-        bounds = self._bounds(epoch, own)
-        places = np.full((len(own), taken), -1)
-        for row, stream, first, length in zip(places, own, bounds, np.diff(bounds).tolist()):
-            stop = min(start + taken, length)
+        per_stream = self._per_stream(size)
+        streams = self._streams_of_rank(rank, world_size)
+        bounds = self._bounds(epoch, streams)
+        places = np.full((len(streams), per_stream), -1)
+        for row, stream, first, length in zip(places, streams, bounds, np.diff(bounds).tolist()):
+            stop = min(start + per_stream, length)
             row[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
         filled = places >= 0
         elements = iter(self._epoch(epoch).elements(places[filled]))
@@ -163,14 +163,14 @@ class TrainingSampler:
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
         """List each (source, shard) that a rank reads in window `number`; empty after the epoch."""
-        bounds = self._bounds(epoch, self._own(rank, world_size))
+        bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
         first = bounds[:-1] + number * self.window
         last = np.minimum(first + self.window, bounds[1:])
         layout = self._epoch(epoch)
-        found: dict[tuple[int, int], None] = {}
+        shards: dict[tuple[int, int], None] = {}
         for start, stop in zip(first.tolist(), last.tolist()):
-            found.update(dict.fromkeys(layout.shards(start, stop)))
-        return list(found)
+            shards.update(dict.fromkeys(layout.shards(start, stop)))
+        return list(shards)
 
     def windows_in_epoch(self, epoch: int) -> int:
         """Return the number of windows of the longest stream."""
@@ -185,8 +185,8 @@ class TrainingSampler:
             )
         return size // self.streams
 
-    def _own(self, rank: int, world_size: int) -> range:
-        return own_streams(self.streams, rank, world_size)
+    def _streams_of_rank(self, rank: int, world_size: int) -> range:
+        return streams_of_rank(self.streams, rank, world_size)
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
         """Return neighbouring streams' starts in the epoch's row, and the last one's end."""
@@ -199,10 +199,10 @@ class TrainingSampler:
         while start < stop:
             number, inside = divmod(start, self.window)
             first = number * self.window
-            taken = min(self.window, stop - first) - inside
+            count = min(self.window, stop - first) - inside
             permutation = self._permutation(epoch, stream, number, min(self.window, length - first))
-            parts.append(first + permutation[inside : inside + taken].astype(np.int64))
-            start += taken
+            parts.append(first + permutation[inside : inside + count].astype(np.int64))
+            start += count
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
@@ -214,9 +214,9 @@ class TrainingSampler:
         return permutation
 
     def _epoch(self, epoch: int) -> EpochLayout:
-        return self._epochs.get(epoch, lambda: self._lay_out(epoch))
+        return self._epochs.get(epoch, lambda: self._new_layout(epoch))
 
-    def _lay_out(self, epoch: int) -> EpochLayout:
+    def _new_layout(self, epoch: int) -> EpochLayout:
         chunks = self._chunks(epoch)
         return EpochLayout(
             chunks[:, make_rng(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
@@ -234,15 +234,15 @@ class TrainingSampler:
                 ends = np.cumsum(sizes[shards]) + visit * total
                 first = np.maximum(ends - sizes[shards], start)
                 last = np.minimum(ends, stop)
-                kept = first < last
+                mask = first < last
                 parts.append(
                     np.stack(
                         [
-                            np.full(kept.sum(), source),
-                            shards[kept],
-                            (first - (ends - sizes[shards]))[kept],
-                            np.full(kept.sum(), visit),
-                            (last - first)[kept],
+                            np.full(mask.sum(), source),
+                            shards[mask],
+                            (first - (ends - sizes[shards]))[mask],
+                            np.full(mask.sum(), visit),
+                            (last - first)[mask],
                         ]
                     )
                 )
@@ -313,12 +313,12 @@ class EpochLayout:
 _BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
 
 
-class _Stream(NamedTuple):
+class _Timeline(NamedTuple):
     """The chunks of a stream, and the number of elements of each chunk by block."""
 
     starts: np.ndarray  # place of each chunk's first element; at the end, the stream's length
-    opened: np.ndarray  # block in which each chunk's first element may come
-    taken: list[np.ndarray]  # elements of each chunk up to the end of each block from there on
+    first_blocks: np.ndarray  # block in which each chunk's first element may come
+    cumulative: list[np.ndarray]  # elements of each chunk up to the end of each of these blocks
     ends: np.ndarray  # elements of the stream up to the end of each block
 
 
@@ -327,13 +327,12 @@ class SlidingSampler(TrainingSampler):
 
     A shard comes to the same ranks in every epoch (for their caches), in another order. A stream
     reads from about `window` / shard size shards at a time. Elements of a chunk with middle m come
-    evenly in [m - window/2, m + window/2], in blocks of an eighth of a window. A fractional weight
-    changes the shards of an epoch and moves the streams' borders by few shards.
+    evenly in [m - window/2, m + window/2], in blocks of an eighth of a window.
     """
 
     def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
         super().__init__(pools, streams, window, seed)
-        self._laid_out: LRUCache[_Stream] = LRUCache(2 * streams)
+        self._timelines: LRUCache[_Timeline] = LRUCache(2 * streams)
 
     @property
     def prefetch_window(self) -> int:
@@ -344,20 +343,22 @@ class SlidingSampler(TrainingSampler):
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
         """List (source, shard) that a rank reads while its streams go through window `number`."""
-        own = self._own(rank, world_size)
-        found: dict[tuple[int, int], None] = {}
-        for first, stream in zip(self._bounds(epoch, own).tolist(), own):
-            laid = self._stream(epoch, stream)
+        streams = self._streams_of_rank(rank, world_size)
+        shards: dict[tuple[int, int], None] = {}
+        for first, stream in zip(self._bounds(epoch, streams).tolist(), streams):
+            timeline = self._timeline(epoch, stream)
             start = number * self.prefetch_window
-            stop = min(start + self.prefetch_window, int(laid.starts[-1]))
-            for block in _blocks(laid, start, stop):
-                for chunk in _open_chunks(laid, block):
-                    place = first + int(laid.starts[chunk])
-                    found.update(dict.fromkeys(self._epoch(epoch).shards(place, place + 1)))
-        return list(found)
+            stop = min(start + self.prefetch_window, int(timeline.starts[-1]))
+            for block in _blocks(timeline, start, stop):
+                for chunk in _open_chunks(timeline, block):
+                    position = first + int(timeline.starts[chunk])
+                    shards.update(dict.fromkeys(self._epoch(epoch).shards(position, position + 1)))
+        return list(shards)
 
-    def _lay_out(self, epoch: int) -> EpochLayout:
+    def _new_layout(self, epoch: int) -> EpochLayout:
         chunks = self._chunks(epoch)
+        # Keys of a run, not of an epoch: a shard stays with its stream, and ranks find it in their
+        # cache. A fractional weight moves the streams' borders by few shards.
         keys = [
             make_rng(self.seed, 0, source, "deal").random(len(sizes))
             for source, sizes in enumerate(self._sizes)
@@ -375,68 +376,72 @@ class SlidingSampler(TrainingSampler):
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
         """Return the places in the stream at `start` to `stop` of its shuffled order."""
-        laid = self._stream(epoch, stream)
+        timeline = self._timeline(epoch, stream)
         parts = [np.empty(0, dtype=np.int64)]
-        for block in _blocks(laid, start, stop):
-            before = int(laid.ends[block - 1]) if block else 0
+        for block in _blocks(timeline, start, stop):
+            before = int(timeline.ends[block - 1]) if block else 0
             inside = slice(max(0, start - before), max(0, stop - before))
             parts.append(self._block(epoch, stream, block)[inside])
         return np.concatenate(parts)
 
-    def _stream(self, epoch: int, stream: int) -> _Stream:
-        return self._laid_out.get((epoch, stream), lambda: self._time_line(epoch, stream))
+    def _timeline(self, epoch: int, stream: int) -> _Timeline:
+        return self._timelines.get((epoch, stream), lambda: self._new_timeline(epoch, stream))
 
-    def _time_line(self, epoch: int, stream: int) -> _Stream:
+    def _new_timeline(self, epoch: int, stream: int) -> _Timeline:
         first, stop = self._bounds(epoch, range(stream, stream + 1)).tolist()
         starts = np.append(self._epoch(epoch).starts(first, stop), stop) - first
         sizes, length, block = np.diff(starts), stop - first, self.prefetch_window
         begins = np.maximum(starts[:-1] + (sizes - self.window) / 2, 0)
         ends = np.minimum(starts[:-1] + (sizes + self.window) / 2, length)
-        opened = (begins // block).astype(np.int64)
+        first_blocks = (begins // block).astype(np.int64)
         shifts = make_rng(self.seed, epoch, stream, "shifts").random(len(sizes))
         counts = np.zeros(-(-length // block), dtype=np.int64)
-        taken = []
-        for begin, end, size, shift, number in zip(begins, ends, sizes, shifts, opened.tolist()):
+        cumulative = []
+        columns = zip(begins, ends, sizes, shifts, first_blocks.tolist())
+        for begin, end, size, shift, number in columns:
             times = np.arange(number + 1, int(-(-end // block)) + 1) * block
-            came = np.ceil((times - begin) * size / (end - begin) - shift)
-            came = np.clip(came, 0, size).astype(np.int64)
-            came[-1] = size
-            counts[number : number + len(came)] += np.diff(came, prepend=0)
-            taken.append(came)
-        return _Stream(starts, opened, taken, np.cumsum(counts))
+            chunk_counts = np.ceil((times - begin) * size / (end - begin) - shift)
+            chunk_counts = np.clip(chunk_counts, 0, size).astype(np.int64)
+            chunk_counts[-1] = size
+            counts[number : number + len(chunk_counts)] += np.diff(chunk_counts, prepend=0)
+            cumulative.append(chunk_counts)
+        return _Timeline(starts, first_blocks, cumulative, np.cumsum(counts))
 
     def _block(self, epoch: int, stream: int, block: int) -> np.ndarray:
         """Return the places in the stream of a block, in shuffled order."""
-        known = self._windows.get(stream)
-        if known is None or known[0] != (epoch, block):
-            known = self._windows[stream] = (epoch, block), self._sorted(epoch, stream, block)
-        return known[1]
+        cached = self._windows.get(stream)
+        if cached is None or cached[0] != (epoch, block):
+            places = self._shuffle_block(epoch, stream, block)
+            cached = self._windows[stream] = (epoch, block), places
+        return cached[1]
 
-    def _sorted(self, epoch: int, stream: int, block: int) -> np.ndarray:
-        laid = self._stream(epoch, stream)
+    def _shuffle_block(self, epoch: int, stream: int, block: int) -> np.ndarray:
+        timeline = self._timeline(epoch, stream)
         times, places = [np.empty(0)], [np.empty(0, dtype=np.int64)]
-        for chunk in _open_chunks(laid, block):
-            inside, came = block - int(laid.opened[chunk]), laid.taken[chunk]
-            start, stop = int(came[inside - 1]) if inside else 0, int(came[inside])
+        for chunk in _open_chunks(timeline, block):
+            row = block - int(timeline.first_blocks[chunk])
+            counts = timeline.cumulative[chunk]
+            start, stop = int(counts[row - 1]) if row else 0, int(counts[row])
             rng = make_rng(self.seed, epoch, stream, f"chunk {chunk}")
-            order = rng.permutation(int(came[-1]))[start:stop]
-            within = rng.random(int(came[-1]))[start:stop]
+            order = rng.permutation(int(counts[-1]))[start:stop]
+            within = rng.random(int(counts[-1]))[start:stop]
             times.append((np.arange(stop - start) + within) / max(1, stop - start))
-            places.append(laid.starts[chunk] + order)
+            places.append(timeline.starts[chunk] + order)
         return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def _blocks(laid: _Stream, start: int, stop: int) -> range:
+def _blocks(timeline: _Timeline, start: int, stop: int) -> range:
     """Return the blocks that hold the elements from `start` to `stop` of a stream."""
     if start >= stop:
         return range(0)
-    low, high = np.searchsorted(laid.ends, [start, stop - 1], side="right").tolist()
+    low, high = np.searchsorted(timeline.ends, [start, stop - 1], side="right").tolist()
     return range(low, high + 1)
 
 
-def _open_chunks(laid: _Stream, block: int) -> Iterator[int]:
+def _open_chunks(timeline: _Timeline, block: int) -> Iterator[int]:
     """Yield the (consecutive) chunks that may have elements in a block."""
-    for chunk in range(int(np.searchsorted(laid.opened, block, side="right")) - 1, -1, -1):
-        if block - int(laid.opened[chunk]) >= len(laid.taken[chunk]):
+    stop = int(np.searchsorted(timeline.first_blocks, block, side="right"))
+    for chunk in reversed(range(stop)):
+        if block - int(timeline.first_blocks[chunk]) >= len(timeline.cumulative[chunk]):
             return
         yield chunk

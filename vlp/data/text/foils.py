@@ -46,24 +46,25 @@ def make_foils(captions: Sequence[str], seed: int, key: str) -> list[list[Foil]]
     """Make for each caption of an image at most one foil of each of `FOIL_KINDS`, in that order.
 
     `subject_object` exchanges two beings, `binding` the colours of two things; the other kinds
-    replace one word or phrase. New words occur in no caption of the image.
+    replace one word or phrase.
     """
-    known = {_plain(caption) for caption in captions}
-    everything = " . ".join(captions).lower()
-    found = []
+    true_texts = {_normalise(caption) for caption in captions}
+    # A word that another caption says of the image makes no foil.
+    all_captions = " . ".join(captions).lower()
+    foils_of_captions = []
     for number, caption in enumerate(captions):
         foils = []
         for kind, rule in _RULES.items():
-            texts = (edited(caption, edits) for edits in rule(caption, everything))
-            choice = [text for text in dict.fromkeys(texts) if _plain(text) not in known]
+            texts = (apply_edits(caption, edits) for edits in rule(caption, all_captions))
+            choice = [text for text in dict.fromkeys(texts) if _normalise(text) not in true_texts]
             if choice:
                 rng = make_rng(seed, 0, key, f"foil {kind} {number}")
                 foils.append(Foil(kind, choice[int(rng.integers(len(choice)))]))
-        found.append(foils)
-    return found
+        foils_of_captions.append(foils)
+    return foils_of_captions
 
 
-def edited(caption: str, edits: Sequence[Edit]) -> str:
+def apply_edits(caption: str, edits: Sequence[Edit]) -> str:
     """Return the caption with some spans replaced; articles and the first capital follow."""
     parts, done = [], 0
     for edit in sorted(edits):
@@ -79,90 +80,91 @@ def edited(caption: str, edits: Sequence[Edit]) -> str:
 _Rule = Callable[[str, str], Iterator[list[Edit]]]  # (caption, all captions)
 
 
-def _subject_object(caption: str, everything: str) -> Iterator[list[Edit]]:
-    for one, other in combinations(_BEING.finditer(caption), 2):
-        (first, plural), (second, also) = map(_singular, (one["noun"], other["noun"]))
-        between = caption[one.end() : other.start()].strip().lower()
+def _subject_object(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    for left, right in combinations(_BEING.finditer(caption), 2):
+        (first, plural), (second, second_plural) = map(_singular, (left["noun"], right["noun"]))
+        between = caption[left.end() : right.start()].strip().lower()
         beings = words.BEINGS[first], words.BEINGS[second]
-        if plural != also or set(beings[0]) & set(beings[1]) or _disagrees(caption, beings):
+        may_be_same = set(beings[0]) & set(beings[1])
+        if plural != second_plural or may_be_same or _disagrees(caption, beings):
             continue
         if not re.search(words.SYMMETRIC, between):
-            start = _lower_start(one[0]) if one.start() == 0 else one[0]
-            yield [Edit(*one.span(), other[0]), Edit(*other.span(), start)]
+            start = _lower_first(left[0]) if left.start() == 0 else left[0]
+            yield [Edit(*left.span(), right[0]), Edit(*right.span(), start)]
 
 
-def _colour(caption: str, everything: str) -> Iterator[list[Edit]]:
-    for found in _COLOUR.finditer(caption):
-        for new in words.COLOURS[found[1].lower()]:
-            if not _says(everything, new) and _could_be(caption, found.end(), new):
-                yield [Edit(*found.span(1), new)]
+def _colour(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    for match in _COLOUR.finditer(caption):
+        for new in words.COLOURS[match[1].lower()]:
+            if not _mentions(all_captions, new) and _is_plausible(caption, match.end(), new):
+                yield [Edit(*match.span(1), new)]
 
 
-def _binding(caption: str, everything: str) -> Iterator[list[Edit]]:
-    for one, other in combinations(_BOUND.finditer(caption), 2):
-        first, second = one["colour"].lower(), other["colour"].lower()
-        told_apart = second in words.COLOURS[first] and one["noun"] != other["noun"]
-        places = ((one.end("colour"), second), (other.end("colour"), first))
-        if told_apart and all(_could_be(caption, *place) for place in places):
-            yield [Edit(*one.span("colour"), second), Edit(*other.span("colour"), first)]
+def _binding(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    for left, right in combinations(_BOUND.finditer(caption), 2):
+        first, second = left["colour"].lower(), right["colour"].lower()
+        is_distinct = second in words.COLOURS[first] and left["noun"] != right["noun"]
+        colours = ((left.end("colour"), second), (right.end("colour"), first))
+        if is_distinct and all(_is_plausible(caption, *colour) for colour in colours):
+            yield [Edit(*left.span("colour"), second), Edit(*right.span("colour"), first)]
 
 
-def _number(caption: str, everything: str) -> Iterator[list[Edit]]:
-    for found in _NUMBER.finditer(caption):
-        place = words.NUMBERS.index(found[1].lower())
-        for new in words.NUMBERS[max(place - 1, 0) : place + 3]:
-            if not _says(everything, new):
-                yield [Edit(*found.span(1), new)]
+def _number(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    for match in _NUMBER.finditer(caption):
+        index = words.NUMBERS.index(match[1].lower())
+        for new in words.NUMBERS[max(index - 1, 0) : index + 3]:
+            if not _mentions(all_captions, new):
+                yield [Edit(*match.span(1), new)]
 
 
-def _count(caption: str, everything: str) -> Iterator[list[Edit]]:
-    found = _ALONE.match(caption)
-    if found is None or _FINITE.search(caption):
+def _count(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    match = _ALONE.match(caption)
+    if match is None or _FINITE.search(caption):
         return
-    plural = _plural(found["noun"].lower())
-    if not _says(everything, f"{words.SEVERAL}|{plural}"):
-        yield [Edit(*found.span(), f"two {found['more'].lower()}{plural}")]
+    plural = _plural(match["noun"].lower())
+    if not _mentions(all_captions, f"{words.SEVERAL}|{plural}"):
+        yield [Edit(*match.span(), f"two {match['more'].lower()}{plural}")]
 
 
 def _phrases(kind: str) -> _Rule:
-    table = [(_compiled(old), new) for old, new in words.PHRASES[kind]]
+    table = [(_pattern(old), new) for old, new in words.PHRASES[kind]]
 
-    def rule(caption: str, everything: str) -> Iterator[list[Edit]]:
+    def rule(caption: str, all_captions: str) -> Iterator[list[Edit]]:
         for pattern, opposites in table:
-            for found in pattern.finditer(caption):
+            for match in pattern.finditer(caption):
                 for new in opposites:
-                    if not _says(everything, new):
-                        yield [Edit(*found.span(pattern.groups), new)]
+                    if not _mentions(all_captions, new):
+                        yield [Edit(*match.span(pattern.groups), new)]
 
     return rule
 
 
-def _left_right(caption: str, everything: str) -> Iterator[list[Edit]]:
-    found = list(_SIDE.finditer(caption))
-    if found and not re.search(r"\b(left|right) (?:to|and) (?:the )?(left|right)\b", caption):
-        turned = {"left": "right", "right": "left"}
-        yield [Edit(*side.span(1), turned[side[1].lower()]) for side in found]
+def _left_right(caption: str, all_captions: str) -> Iterator[list[Edit]]:
+    sides = list(_SIDE.finditer(caption))
+    if sides and not re.search(r"\b(left|right) (?:to|and) (?:the )?(left|right)\b", caption):
+        opposite = {"left": "right", "right": "left"}
+        yield [Edit(*side.span(1), opposite[side[1].lower()]) for side in sides]
 
 
 def _disagrees(caption: str, beings: Sequence[str]) -> bool:
     """Return whether a pronoun of the caption would tell that two beings changed places."""
     return any(
-        set(being) <= set(others) and _says(caption.lower(), pronouns)
+        set(being) <= set(others) and _mentions(caption.lower(), pronouns)
         for pronouns, others in words.PRONOUNS.items()
         for being in beings
     )
 
 
-def _could_be(caption: str, end: int, colour: str) -> bool:
+def _is_plausible(caption: str, end: int, colour: str) -> bool:
     """Return whether a thing named behind `end` may have a colour: animals have few."""
     return colour in words.OF_ANIMALS or _ANIMAL.match(caption, end) is None
 
 
-def _says(text: str, choice: str) -> bool:
+def _mentions(text: str, choice: str) -> bool:
     return re.search(rf"(?<![\w-])(?:{choice})(?![\w-])", text) is not None
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -175,15 +177,15 @@ def _singular(noun: str) -> tuple[str, bool]:
     return _SINGULAR.get(noun.lower(), noun.lower()), noun.lower() in _SINGULAR
 
 
-def _lower_start(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w-]){pattern}(?![\w'-])", re.IGNORECASE)
 
 
-def _any(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return "|".join(names)
 
 
@@ -193,31 +195,31 @@ _PEOPLE += [_plural(name) for name in _PEOPLE]
 _ANIMALS = [name for name in (*words.BEINGS, *_SINGULAR) if name not in _PEOPLE]
 _MORE = rf"(?:(?!(?:{words.SMALL_WORDS})\b)[\w-]+ ){{0,3}}?"
 _END = rf"(?=$|[ ]?[.,]| (?:{words.SMALL_WORDS})\b| [a-z]+(?:ing|s|ed)\b)"
-_BEING = _compiled(
-    rf"(?:an?|the|two|three|four|five) {_MORE}(?P<noun>{_any([*words.BEINGS, *_SINGULAR])}){_END}"
+_BEING = _pattern(
+    rf"(?:an?|the|two|three|four|five) {_MORE}(?P<noun>{_join([*words.BEINGS, *_SINGULAR])}){_END}"
 )
-_COLOUR = _compiled(
-    rf"({_any([*words.COLOURS])})(?= \w)"
-    rf"(?! (?:and \w+ )?(?:{words.GUESSABLE}|{_any(_PEOPLE)})\b)"
+_COLOUR = _pattern(
+    rf"({_join([*words.COLOURS])})(?= \w)"
+    rf"(?! (?:and \w+ )?(?:{words.GUESSABLE}|{_join(_PEOPLE)})\b)"
 )
-_ANIMAL = re.compile(rf"(?: [\w-]+){{0,3}}? (?:{_any(_ANIMALS)})\b", re.IGNORECASE)
-_BOUND = _compiled(
-    rf"(?<!and )(?P<colour>{_any([*words.COLOURS])}) "
-    rf"(?!(?:{words.GUESSABLE}|{_any(_PEOPLE)}|{_any([*words.COLOURS])}|{words.SMALL_WORDS})\b)"
+_ANIMAL = re.compile(rf"(?: [\w-]+){{0,3}}? (?:{_join(_ANIMALS)})\b", re.IGNORECASE)
+_BOUND = _pattern(
+    rf"(?<!and )(?P<colour>{_join([*words.COLOURS])}) "
+    rf"(?!(?:{words.GUESSABLE}|{_join(_PEOPLE)}|{_join([*words.COLOURS])}|{words.SMALL_WORDS})\b)"
     r"(?P<noun>[\w-]+)"
 )
-_NUMBER = _compiled(
-    rf"({_any(words.NUMBERS)})(?! (?:wheel|piece|stor|way|tone|on|by|leg|seat|lane)\w*)"
+_NUMBER = _pattern(
+    rf"({_join(words.NUMBERS)})(?! (?:wheel|piece|stor|way|tone|on|by|leg|seat|lane)\w*)"
 )
-_ALONE = _compiled(
-    rf"(?:an?|one) (?P<more>(?!lone|single|solitary){_MORE})(?P<noun>{_any([*words.BEINGS])})"
+_ALONE = _pattern(
+    rf"(?:an?|one) (?P<more>(?!lone|single|solitary){_MORE})(?P<noun>{_join([*words.BEINGS])})"
     r"(?= \w+ing)"
 )
-_FINITE = _compiled(
+_FINITE = _pattern(
     r"(?:is|was|has|his|hers?|its|him|himself|herself|itself|he|she|it|"
     rf"[a-z]+[^s\W]s (?:{words.SMALL_WORDS}))"
 )
-_SIDE = _compiled(words.LEFT_RIGHT)
+_SIDE = _pattern(words.LEFT_RIGHT)
 
 _RULES: dict[FoilKind, _Rule] = {
     "subject_object": _subject_object,

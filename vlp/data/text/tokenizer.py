@@ -18,20 +18,19 @@ from vlp.io import check_hub, may_be_on_hub, parse_json, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MOST_TOKENS = 2**24  # rows of an embedding table
+MAX_TOKENS = 2**24  # rows of an embedding table
 
 # The same as RoBERTa, XLM-R and MPNet name them.
 _OTHERS = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
 
 
 class TextTokens(NamedTuple):
-    """Captions as tensors (captions, tokens).
-
-    `attention_mask` covers everything but padding, `word_mask` also excludes [CLS] and [SEP].
-    """
+    """Captions as tensors (captions, tokens)."""
 
     text_ids: Tensor
+    # All but padding.
     attention_mask: Tensor
+    # Neither padding nor [CLS] and [SEP]: tokens that masking may choose and anchors may lie at.
     word_mask: Tensor
 
 
@@ -45,12 +44,12 @@ class TextProcessor:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._names = _special_names(vocabulary)
         self.max_tokens = max_tokens
-        ids = {name: vocabulary[own] for name, own in self._names.items()}
+        ids = {name: vocabulary[token] for name, token in self._names.items()}
         # Rows that an embedding table needs; asking the library copies the whole vocabulary.
         self.vocab_size: int = max(vocabulary.values()) + 1
-        if self.vocab_size > MOST_TOKENS:
+        if self.vocab_size > MAX_TOKENS:
             raise ConfigError(
-                f"the vocabulary has a token of id {self.vocab_size - 1}, more than {MOST_TOKENS:,}"
+                f"the vocabulary has a token of id {self.vocab_size - 1}, more than {MAX_TOKENS:,}"
             )
         self.pad_id: int = ids[PAD]
         self.unk_id: int = ids[UNK]
@@ -131,7 +130,7 @@ class TextProcessor:
         settings |= {
             "model_max_length": self.max_tokens,
             "model_input_names": ["input_ids", "attention_mask"],
-            **{f"{name[1:-1].lower()}_token": own for name, own in self._names.items()},
+            **{f"{name[1:-1].lower()}_token": token for name, token in self._names.items()},
         }
         write_json(folder / "tokenizer_config.json", settings)
 
@@ -139,8 +138,8 @@ class TextProcessor:
         """Require the ids of the tokenizer in a folder of weights, if it has one."""
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return
-        there = TextProcessor.load(folder, self.max_tokens)
-        if there.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+        other = TextProcessor.load(folder, self.max_tokens)
+        if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(
                 f"data.vocabulary has other words, or in another order, than {folder}, whose "
                 f"weights know them by number: set data.vocabulary={folder}"
@@ -152,9 +151,9 @@ class TextProcessor:
         folder = Path(name)
         try:
             if (folder / "tokenizer.json").is_file():
-                found = cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
-                found([""])  # some damage shows only now
-                return found
+                processor = cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
+                processor([""])  # some damage shows only now
+                return processor
             if (folder / "vocab.txt").is_file():
                 vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
                 return cls(bert_tokenizer(vocabulary, _bert_normalizer(folder)), max_tokens)
@@ -169,21 +168,21 @@ class TextProcessor:
         return cls(Tokenizer.from_file(_from_hub(str(name))), max_tokens)
 
 
-def predicted_places(ids: Tensor, pad_id: int) -> Tensor:
+def predicted_positions(ids: Tensor, pad_id: int) -> Tensor:
     """Return the places (R,) in (B * (L - 1),) that a decoder predicts: no padding, no [CLS]."""
     return (ids[:, 1:] != pad_id).flatten().nonzero()[:, 0]
 
 
-def as_texts(given: Any) -> list[str]:
+def as_texts(inputs: Any) -> list[str]:
     """Return one text or several as a list; TypeError or ValueError for anything else."""
-    texts = list(given) if isinstance(given, list | tuple) else [given]
-    for one in texts:
-        if not isinstance(one, str):
+    texts = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+    for text in texts:
+        if not isinstance(text, str):
             raise TypeError(
-                f"a text is of type {type(one).__name__}; give a string or a list of strings"
+                f"a text is of type {type(text).__name__}; give a string or a list of strings"
             )
         try:
-            one.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"a text is no valid Unicode at character {error.start}: {error.reason}"
@@ -244,21 +243,21 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
     """Return the names that a vocabulary has for BERT's special tokens."""
-    own = {name: name if name in vocabulary else _OTHERS[name] for name in SPECIALS}
-    missing = [name for name in SPECIALS if own[name] not in vocabulary]
+    names = {name: name if name in vocabulary else _OTHERS[name] for name in SPECIALS}
+    missing = [name for name in SPECIALS if names[name] not in vocabulary]
     if missing:
         raise ConfigError(f"the vocabulary has no {', '.join(missing)}; it is not BERT-like")
-    return own
+    return names
 
 
 def _bert_normalizer(folder: Path) -> normalizers.BertNormalizer:
     """Return the normalizer of a folder's `tokenizer_config.json`, by default lower-casing."""
     file = folder / "tokenizer_config.json"
-    said = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return normalizers.BertNormalizer(
-        handle_chinese_chars=said.get("tokenize_chinese_chars", True),
-        strip_accents=said.get("strip_accents"),
-        lowercase=said.get("do_lower_case", True),
+        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+        strip_accents=settings.get("strip_accents"),
+        lowercase=settings.get("do_lower_case", True),
     )
 
 

@@ -36,15 +36,13 @@ OWN, OTHER = 1, 2
 
 
 class WordBox(NamedTuple):
-    """Word `position` of caption `caption`: the `kind` of the thing in `box` or `others`.
-
-    kind: `colour`, `shape`, `object` or `objects`; boxes: [x, y, width, height] in pixels.
-    """
+    """Word `position` of caption `caption`: the `kind` of the thing in `box` or `others`."""
 
     caption: int
     position: int
     word: str
-    kind: str
+    kind: str  # as in `Word`
+    # [x, y, width, height] in pixels, as are `others`.
     box: tuple[float, ...]
     others: tuple[tuple[float, ...], ...] = ()
 
@@ -54,14 +52,14 @@ class WordBox(NamedTuple):
         return (self.box, *self.others)
 
 
-def named_words(annotation: Annotation) -> list[WordBox]:
+def words_with_boxes(annotation: Annotation) -> list[WordBox]:
     """Return the words with known boxes; captions are numbered as in `captions_of`."""
     if not annotation.words:
         return []
-    place = {number: at for at, number in enumerate(caption_numbers(annotation))}
+    index = {number: position for position, number in enumerate(caption_numbers(annotation))}
     return [
         WordBox(
-            place[word.caption],
+            index[word.caption],
             word.index,
             word.word,
             word.kind,
@@ -69,23 +67,23 @@ def named_words(annotation: Annotation) -> list[WordBox]:
             tuple(tuple(box) for box in word.others or ()),
         )
         for word in annotation.words
-        if word.caption in place
+        if word.caption in index
     ]
 
 
 def word_positions(pieces: Sequence[str]) -> list[range]:
     """Return each word's token positions from word pieces, [CLS] and [SEP] at the ends."""
     last = len(pieces) - 1
-    starts = [place for place in range(1, last) if not pieces[place].startswith("##")]
+    starts = [position for position in range(1, last) if not pieces[position].startswith("##")]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], last])]
 
 
 def word_text(pieces: Sequence[str], positions: range) -> str:
     """Return the word at some positions, as the tokenizer sees it."""
-    return "".join(pieces[place].removeprefix("##") for place in positions)
+    return "".join(pieces[position].removeprefix("##") for position in positions)
 
 
-def named_patches(
+def word_patches(
     annotation: Annotation,
     caption: int,
     pieces: Sequence[str],
@@ -97,19 +95,19 @@ def named_patches(
 
     `pieces` include [CLS] and [SEP]; `tokens` is the padded length; `size` is (width, height).
     """
-    shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
-    named = named_words(annotation)
+    patches = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
+    words = words_with_boxes(annotation)
     # Many words name few objects: each box is looked at once.
-    every = {box for word in named for box in word.boxes}
-    boxes = {box: patches_in_box(box, grid, size) for box in every}
-    places = word_positions(pieces)
-    for word in named:
-        if word.caption != caption or word.position >= len(places):
+    distinct = {box for word in words for box in word.boxes}
+    boxes = {box: patches_in_box(box, grid, size) for box in distinct}
+    positions = word_positions(pieces)
+    for word in words:
+        if word.caption != caption or word.position >= len(positions):
             continue
-        row = np.zeros(shown.shape[1], dtype=np.int8)
+        row = np.zeros(patches.shape[1], dtype=np.int8)
         for inside in boxes.values():
             row[inside] = OTHER
         for box in word.boxes:
             row[boxes[box]] = OWN
-        shown[list(places[word.position])] = row
-    return shown
+        patches[list(positions[word.position])] = row
+    return patches

@@ -12,14 +12,14 @@ from vlp.data.downstream.dataset import (
     DownstreamDataConfig,
     DownstreamDataset,
     ImagePreparation,
-    decoded,
+    decode_images,
 )
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import RngFactory
-from vlp.data.text.tokenizer import TextProcessor, predicted_places
+from vlp.data.text.tokenizer import TextProcessor, predicted_positions
 
 
 class CaptionDataConfig(DownstreamDataConfig):
@@ -53,12 +53,12 @@ class CaptionBatch(NamedTuple):
     # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
-    # (R,), `predicted_places` of the captions
+    # (R,), `predicted_positions` of the captions
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> CaptionBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
@@ -85,7 +85,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
             if self.config.captions == "one":
                 part = int(rng_for("caption").integers(len(captions)))
             caption = captions[part]
-        image = decoded(item.raw, 1)
+        image = decode_images(item.raw, 1)
         pixels = self.prepare(image, caption, number, rng_for)[0]
         return CaptionExample(pixels, caption, tuple(captions))
 
@@ -102,7 +102,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         longest = int(tokens.attention_mask.sum(1).max())
         pixels = torch.stack([example.pixels for example in examples])
         ids = tokens.text_ids[:, :longest]
-        places = predicted_places(ids, self.text.pad_id)
+        places = predicted_positions(ids, self.text.pad_id)
         return CaptionBatch(pixels, ids, valid, skipped, places)
 
 

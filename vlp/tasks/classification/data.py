@@ -17,9 +17,9 @@ from torch import Tensor
 from vlp.config import Config, ConfigError
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.transforms import Preprocessing, random_crop
-from vlp.data.labelled_images import LabelledImages, some_of
+from vlp.data.labelled_images import LabelledImages, subset
 from vlp.data.shards.sample_files import SkippedSample
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 
 
@@ -85,7 +85,7 @@ class LabelledBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> LabelledBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class LabelledSamples:
@@ -143,7 +143,7 @@ def labelled_data(
     images: LabelledImages, config: LabelledDataConfig, batch: int, seed: int
 ) -> OrderedData:
     """Return the training batches of `images` by the settings `config.train`."""
-    images = some_of(images, config.limit, config.train)
+    images = subset(images, config.limit, config.train)
     samples = LabelledSamples(images, config)
     collate = partial(_collate, size=config.image_size)
     return indexed_data(len(samples), samples, collate, config, batch, seed)

@@ -27,15 +27,15 @@ from pydantic import (
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.boxes import Corners, clipped, shares, turn_of
+from vlp.data.boxes import Corners, clip_box, shares, turn_of
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.file_names import FileNames
-from vlp.data.image.decode import decode_image, open_image, orientation, reading
+from vlp.data.image.decode import decode_image, decoder_errors, open_image, orientation
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.io import parse_json
 from vlp.scenes.graph import SHAPES
@@ -215,7 +215,7 @@ class CocoImages:
         # annotate before EXIF turns the image.
         size = entry.width, entry.height
         if (turn := turn_of(size, image.size, 1)) is None:
-            with reading(where), open_image(content, where) as header:
+            with decoder_errors(where), open_image(content, where) as header:
                 turn = turn_of(size, image.size, orientation(header))
         if turn is None:
             raise BadSample(
@@ -252,7 +252,7 @@ class CocoImages:
             elif row.category_id not in self._label:
                 faults["of a category that the file lacks"].append(f"{name} of {row.category_id}")
             else:
-                kind, corners = clipped(row.bbox, sizes[row.image_id])
+                kind, corners = clip_box(row.bbox, sizes[row.image_id])
                 if kind is not None:
                     faults[kind].append(f"{name} {list(row.bbox)} of image {row.image_id}")
                 if corners is not None:
@@ -463,7 +463,7 @@ class DetectionBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> DetectionBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class DetectionSample(NamedTuple):

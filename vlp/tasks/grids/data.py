@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.tasks.grids.arc import (
     COLOURS,
@@ -159,7 +159,7 @@ class GridBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> GridBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:

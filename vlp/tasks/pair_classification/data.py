@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, decoded, panels
+from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, decode_images, panels
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import RngFactory
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, TextTokens
@@ -69,7 +69,7 @@ class PairBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> PairBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class PairDataset(DownstreamDataset[PairExample, PairBatch]):
@@ -94,7 +94,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
         """Make the example of an item; `rng_for` augments, in training."""
         text, label = self.kind.read(item.raw.annotation, item.where)
-        images = decoded(item.raw, self.images)
+        images = decode_images(item.raw, self.images)
         parts = [part for image in images for part in panels(image, self.parts)]
         return PairExample(self.prepare(parts, text, number, rng_for), self.text([text]), label)
 
@@ -142,7 +142,7 @@ class AssignmentDataset(PairDataset):
         for _ in range(2 if label == NEITHER else 1):
             others.append(self._other([item, *others], rng))
         items = [item, *others] if label == FIRST else [*others, item]
-        images = [decoded(shown.raw, 1)[0] for shown in items[:2]]
+        images = [decode_images(shown.raw, 1)[0] for shown in items[:2]]
         return PairExample(self.prepare(images, text, number, rng_for), self.text([text]), label)
 
     def _other(self, items: list[Item], rng: np.random.Generator) -> Item:

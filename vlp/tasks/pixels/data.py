@@ -11,9 +11,9 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.labelled_images import LabelledImages, some_of
+from vlp.data.labelled_images import LabelledImages, subset
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 
 CHANNELS = 3
@@ -46,7 +46,7 @@ class PixelBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> PixelBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
@@ -85,7 +85,7 @@ def pixel_data(
     images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
 ) -> OrderedData:
     """Return the training batches of `images` by the settings `config.train`."""
-    images = some_of(images, config.limit, config.train)
+    images = subset(images, config.limit, config.train)
     samples = PixelSamples(images, config)
     collate = partial(_collate, config.image_size)
     return indexed_data(len(samples), samples, collate, config, batch, seed)

@@ -18,14 +18,14 @@ from vlp.data.downstream.dataset import (
     DownstreamDataConfig,
     DownstreamDataset,
     ImagePreparation,
-    decoded,
+    decode_images,
 )
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items, ShardIndex
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import RngFactory
-from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
+from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_positions
 from vlp.io import lines_of, parse_json
 from vlp.scenes.annotation import SOURCE
 
@@ -126,12 +126,12 @@ class VqaBatch(NamedTuple):
     # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
-    # (R,), `predicted_places` of the answers
+    # (R,), `predicted_positions` of the answers
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> VqaBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
@@ -155,7 +155,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         question = (annotation.questions or [])[item.part]
         if not question.question.strip():
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
-        image = decoded(item.raw, 1)
+        image = decode_images(item.raw, 1)
         answers = answers_of(question)
         # A flipped image would make "left" false in an answer, too.
         words = " ".join([question.question, *answers])
@@ -208,7 +208,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             owners=torch.tensor([row for _, row, _ in rows], dtype=torch.int64),
             shares=torch.tensor([share for _, _, share in rows]),
             valid=valid,
-            places=predicted_places(answer_ids, self.answer_text.pad_id),
+            places=predicted_positions(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
         )
 

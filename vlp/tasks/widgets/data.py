@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import stored_files
-from vlp.data.stream.batch import moved
+from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -296,7 +296,7 @@ class WidgetBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> WidgetBatch:
         """Move every tensor to `device`."""
-        return moved(self, device)
+        return to_device(self, device)
 
 
 class EncodedScreen(NamedTuple):
