@@ -48,9 +48,8 @@ def read(block):
         (torch.rand(3, 5, generator=draw).T, torch.randint(9, (7,), generator=draw) > 4)
         for _ in range(4)
     ]
-    return Read(
-        rows, torch.tensor(block / 3).bfloat16(), torch.empty(0, 2), f"{block}", os.getpid()
-    )
+    scalar = torch.tensor(block / 3).bfloat16()
+    return Read(rows, scalar, torch.empty(0, 2), f"{block}", os.getpid())
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 5, 6, 2, 3], [0, 3, 9, 4]])

@@ -171,12 +171,10 @@ def test_a_figure_that_a_run_lacks_leaves_out_its_seed(config):
 
 
 def test_the_report_is_text_latex_and_csv(config):
-    text = report(config, figures())
+    report(config, figures())
     out = Path(config.output)
-    assert "APE & more" in text
     assert "| APE & more |" in (out / "report.md").read_text()
     tex = (out / "report.tex").read_text()
-    assert r"APE \& more &" in tex
     assert r"51.0 $\pm$ 1.0" in tex
     assert latex_table(lay_out(config.tables[0], figures())) in tex
     pd.testing.assert_frame_equal(read_figures(out / "figures.csv"), figures())

@@ -170,9 +170,8 @@ def test_without_ace_rpe_or_anchors_there_are_no_such_figures(model_folder, scen
     loaded = vlp.load(model_folder)
     with_paths = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
     assert "have a path" in with_paths.table().text()
-    loaded.model.config = loaded.model.config.model_copy(
-        update={"cross": loaded.model.config.cross.model_copy(update={"position": ()})}
-    )
+    cross = loaded.model.config.cross.model_copy(update={"position": ()})
+    loaded.model.config = loaded.model.config.model_copy(update={"cross": cross})
     without = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
     assert without.paths is None
     assert without.kinds == with_paths.kinds
