@@ -260,7 +260,7 @@ class Encoder:
         return range(-(-len(self.samples) // self.batch))
 
     def _widths(self, mask: Tensor) -> NDArray[np.int64]:
-        """Return the tokens to which each block of captions is cut, from their sorted masks."""
+        """Return the length (blocks,) of each block of captions, from their sorted masks."""
         lengths = mask.sum(dim=1).numpy()
         if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])

@@ -32,7 +32,7 @@ class Readable(Protocol):
         """Return the number of items."""
 
     def read(self, number: int) -> Any:
-        """Read one item, which has `without_images`; a BadSample is counted."""
+        """Read one item with a method `without_images`; a BadSample is counted."""
 
 
 class EvaluatedItems(NamedTuple):

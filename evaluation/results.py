@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 
 def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield each note once, after the names that have it where not all do."""
+    """Yield each note once, after the names of its models unless all have it."""
     names_of: dict[str, list[str]] = {}
     for name, model_notes in notes.items():
         for note in dict.fromkeys(model_notes):
@@ -235,7 +235,7 @@ NEVER_MATCHED = "its cross-modal encoder was never trained to match (no ITM)"
 
 
 def untrained_match_notes(trained: bool, subject: str) -> tuple[str, ...]:
-    """Return the note that `what` comes from an untrained match score, empty for a trained one."""
+    """Return a note that `subject` comes from an untrained match score; none for a trained one."""
     if trained:
         return ()
     return (f"The match score was never trained (no ITM): {subject} says nothing.",)

@@ -29,7 +29,7 @@ from vlp.training.engines.environment import cores_of_rank
 
 
 class EvaluationError(Redacted, ValueError):
-    """An evaluation that cannot be done; the message is meant for the person at the terminal."""
+    """An evaluation that cannot be done; the command prints its message in one line."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Return whether this rank prints and writes."""
+        """Return True on the rank that prints and writes."""
         return self.rank == 0
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:

@@ -103,7 +103,7 @@ class TableConfig(Config):
 
 
 class AblationConfig(Config):
-    """A grid of variants and seeds, how its models are evaluated, and tables.
+    """A grid of variants and seeds, the evaluation of its models, and tables.
 
     Models are evaluated by one of `scenes`, `measured` and `fine_tuned`, or else are vision models,
     of which `frozen` trains the last blocks alone.

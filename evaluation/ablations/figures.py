@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
-    """Return the content of `result.json`, and write the ranks of queries where a run retrieves."""
+    """Return the content of `result.json`; write the ranks of queries, if there is retrieval."""
     import torch
 
     # The evaluation runs in the worker itself, so OMP_NUM_THREADS of the training does not apply.

@@ -68,7 +68,7 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
 def values_of(
     figures: pd.DataFrame, variant: str, names: Sequence[str], view: str = "image"
 ) -> pd.Series:
-    """Return the mean of some figures by seed, where a run has them all."""
+    """Return the mean of some figures by seed, of runs with all of them."""
     names = [name.format(view=view) for name in names]
     # A frame without rows has no index level to select by.
     if len(figures):
@@ -210,7 +210,7 @@ def _tested(table: TableConfig) -> dict[str, Sequence[str]]:
 
 
 def _has_view(row: RowConfig, names: Sequence[str]) -> bool:
-    """Tell whether figures exist for the row's view."""
+    """Return True if the figures exist for the row's view."""
     return row.view == "image" or all("{view}" in name for name in names)
 
 

@@ -1,1 +1,1 @@
-"""The commands of `vlp evaluate` and their companions; each imports what it needs when it runs."""
+"""Commands of `vlp evaluate` and related ones, with imports inside, so that help is quick."""

@@ -109,7 +109,7 @@ def checked(work: Callable[[], Any]) -> Any:
 
 
 def first_rank() -> bool:
-    """Tell whether this process prints and writes."""
+    """Return True on the rank that prints and writes."""
     from vlp import distributed
 
     return distributed.rank() == 0

@@ -1,4 +1,4 @@
-"""Commands that write what a model gives for data: predictions and features."""
+"""Commands that write predictions and features of data."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CaptionEvaluation(TaskEvaluation):
         except CaptionToolError as error:
             raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
 
-    def joined(self, rows: list[Row]) -> list[Row]:
+    def merge_rows(self, rows: list[Row]) -> list[Row]:
         """Return one row for each image: its first prediction with all reference captions."""
         # Data sets with a sample per caption predict an image several times; the first one counts.
         by_image: dict[Any, Row] = {}

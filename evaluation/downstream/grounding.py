@@ -20,7 +20,7 @@ from vlp.tasks.grounding.task import Grounding
 
 
 class GroundingEvaluation(TaskEvaluation):
-    """Pointing accuracy, and the choice among proposals where there are some."""
+    """Pointing accuracy, and with proposals the choice among them."""
 
     kind = "grounding"
     title = "Visual grounding"

@@ -95,7 +95,7 @@ class PairEvaluation(TaskEvaluation):
         return Scored(figures, tuple(notes))
 
     def image_count(self, task: PairClassification) -> tuple[int, int]:
-        """Return how many images a text is about, and into how many panels each is cut."""
+        """Return the number of images of a text, and of panels of each image."""
         if isinstance(task.config, Nlvr2Config):
             return task.config.images, task.config.panels
         return task.config.shown, 1

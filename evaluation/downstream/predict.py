@@ -72,7 +72,7 @@ def write_official(path: Path, predictions: Predictions) -> None:
 
 
 def _unique_ids(rows: Sequence[Row]) -> list[Row]:
-    """Replace identifiers shared by several rows by their keys, where these differ."""
+    """Replace identifiers that several rows share by the rows' keys."""
     # NLVR v1 repeats a statement with permuted images: its evaluator reads the key, `dev-1572-0-3`.
     counts = Counter(row.get("identifier", "") for row in rows)
 
@@ -125,7 +125,7 @@ def predict_item(
     device: torch.device | str | None = None,
     precision: Precision | None = None,
 ) -> Answers:
-    """Predict by the folder's task, or without a task whether text and image match.
+    """Predict by the folder's task; without a task, the match of text and image.
 
     Args:
         images: image files, two for a task about pairs, or one with panels, cut as in training.
@@ -167,7 +167,7 @@ def _check(source: Downstream | Loaded, images: int, text: str | None) -> None:
 
 
 def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:
-    """Return whether a text describes an image, with probabilities, the likelier first."""
+    """Return `matches` and `does not` with probabilities, the likelier first."""
     tokens = (part.to(image.states.device) for part in loaded.text([text]))
     matches = float(loaded.model.match(image, loaded.model.encode_text(*tokens)).sigmoid())
     return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda pair: -pair[1])

@@ -35,7 +35,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
 
 
 def page_actions() -> dict[PageAction, list[str]]:
-    """Return what a page can do with fine-tuned models, each with the kinds that it needs."""
+    """Return the page's actions with fine-tuned models, and the kinds of task of each."""
     actions: dict[PageAction, list[str]] = {}
     for kind in task_kinds():
         if action := get_evaluation(kind).action:

@@ -97,7 +97,7 @@ class TaskEvaluation:
         raise NotImplementedError
 
     def require_tools(self, task: Any) -> None:
-        """Check that what `score` needs is installed, before anything is predicted."""
+        """Check for the programs that `score` needs, before anything is predicted."""
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
@@ -158,10 +158,10 @@ class TaskEvaluation:
             rows, skipped = evaluate_blocks(
                 dataset.items, dataset.make, evaluate, options, torch_device
             )
-        return EvaluatedItems(self.joined(rows), skipped)
+        return EvaluatedItems(self.merge_rows(rows), skipped)
 
-    def joined(self, rows: list[Row]) -> list[Row]:
-        """Return rows that are one item each, where samples may be parts of one."""
+    def merge_rows(self, rows: list[Row]) -> list[Row]:
+        """Merge rows of samples that are parts of one item."""
         return rows
 
     def evaluate_folder(
@@ -184,14 +184,14 @@ class TaskEvaluation:
         raise EvaluationError(f"{self.kind} needs a fine-tuned model")
 
     def image_count(self, task: Any) -> tuple[int, int]:
-        """Return how many images an item has, and into how many panels each is cut."""
+        """Return the number of images of an item, and of panels of each image."""
         return 1, 1
 
     def predict_item(
         self, task: Any, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return predictions for images and a text with probabilities, the likeliest first."""
-        raise EvaluationError(f"nothing is said about single images by a task {self.kind!r}")
+        raise EvaluationError(f"a task {self.kind!r} predicts from shards alone, not from image files")
 
 
 def trained_on(task: Any, folders: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ class PositionMap(NamedTuple):
 
 
 def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) -> str:
-    """List where an encoding acts, its parameters, and its options with types and values."""
+    """List an encoding's hooks, parameters, and options with types and values."""
     try:
         sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
         encoding = create_fitting_position(name, sizes, **options)
@@ -123,7 +123,7 @@ def _contents(count: int, tokens: int) -> Tensor:
 
 
 def _rotated(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int) -> Tensor:
-    """Return q_i . k_j where all contents are equal, averaged over contents: (T,)."""
+    """Return q_i . k_j of equal contents, averaged over contents: (T,)."""
     contents = _contents(CONTENTS, grid[0] * grid[1])
     query, key = encoding("rotate", contents, contents, PositionContext(grid))
     logits = (query[:, :, query_patch, None] * key).sum(-1) / contents.shape[-1]

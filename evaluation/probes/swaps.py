@@ -156,7 +156,7 @@ def word_head(loaded: Loaded) -> MLMHead | None:
 
 
 def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
-    """Mark where two captions differ, between their longest common start and end: (2, N) bool.
+    """Mark the tokens between two captions' longest common start and end: (2, N) bool.
 
     ids: (2, N) int64; word_mask: (2, N) bool, True = a real word piece.
     """

@@ -250,7 +250,7 @@ class PointingResult(Result):
         return Table(f"Pointing of the most similar patch, {scenes} images", head, rows, notes)
 
     def table_notes(self, over: str = "images", skipped: str = "samples") -> list[str]:
-        """Return what stands under the table, with statistics of the paths."""
+        """Return the notes under the table, with statistics of the paths."""
         first, *rest = super().table_notes(over, skipped)
         if self.paths is None:
             return [first, *rest]

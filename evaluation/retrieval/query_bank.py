@@ -1,4 +1,4 @@
-"""Query-bank normalisation: lower scores of hubs, which are near to most queries.
+"""Query-bank normalisation: lower scores of hubs, the candidates near to most queries.
 
 A candidate's score is lowered by the log-mass of nearby queries of a bank, such as training pairs
 (inverted softmax, Smith et al. 2017, section 3.3; QB-Norm, Bogolin et al. 2022, section 3.2). The

@@ -96,7 +96,7 @@ def _search_chunk(
 
 
 def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
-    """Return the score of the best right candidate, -inf where all are NaN."""
+    """Return the score of the best right candidate; -inf if all are NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
     for column in range(right.shape[1]):
         features = candidate[right[:, column].clamp(min=0)]
@@ -231,7 +231,7 @@ def match_batch_for(device: torch.device, batch: int | None = None) -> int:
 
 
 class Encoded(Protocol):
-    """Blocks of encoded images and captions, and what scores pairs of them: an `Encoder`."""
+    """Blocks of encoded images and captions, and the scorer of their pairs: an `Encoder`."""
 
     itm_scorer: ITMScorer
     images: BlockCache[int]
