@@ -191,7 +191,7 @@ class TaskEvaluation:
         self, task: Any, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
         """Return predictions for images and a text with probabilities, the likeliest first."""
-        raise EvaluationError(f"a task {self.kind!r} predicts from shards alone, not from image files")
+        raise EvaluationError(f"{self.kind!r} predicts from shards, not from image files")
 
 
 def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
