@@ -69,3 +69,8 @@ def train(task, data, steps, rate):
         outputs[-1].loss.backward()
         optimiser.step()
     return outputs
+
+
+def first_batch(data):
+    """Return the first batch of a task's data."""
+    return next(iter(data.batches()))[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
+from tests_support import first_batch
 
 from vlp.models.folder import from_pretrained
 from vlp.tasks.downstream.task import load_task, start_parts
@@ -36,10 +37,6 @@ def vqa(tmp_path):
     shards = write_shards(tmp_path / "questions", coloured(12))
     config = settings(VqaConfig, shards, teacher=TEACHER, decoder={"layers": 2})
     return build_vqa(config, toy_parts(), 4, 0, "float32")
-
-
-def first_batch(data):
-    return next(iter(data.batches()))[0]
 
 
 def taught(task, epoch_steps=10, noise=0.3):

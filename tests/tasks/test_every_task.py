@@ -7,6 +7,7 @@ from pair_shards import entailment_shards, statement_shards, tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from safetensors.torch import load_file, save_file
+from tests_support import first_batch
 
 from vlp.config import ConfigError
 from vlp.models.folder import WEIGHTS, from_pretrained
@@ -85,11 +86,6 @@ def made(kind, places, precision="float32", batch=BATCH, position=None):
     config = vision_only._module(kind)
     name = next(one for one in vars(config) if one.lower() == f"{kind}config")
     return vision_only.build_task(getattr(config, name)(**values), batch, 0, precision)
-
-
-def first_batch(data):
-    ((batch, _),) = data.batches(stop_after=1)
-    return batch
 
 
 @every_task
@@ -178,8 +174,7 @@ def test_what_has_no_gradient_is_frozen_and_nothing_else(
     task, batches = get_task(kind).build(config, parts, 8, 0, "float32")
     if options.get("teacher"):
         task.start_teacher(1)
-    ((batch, _),) = batches.batches(stop_after=1)
-    task(batch, 0).loss.backward()
+    task(first_batch(batches), 0).loss.backward()
     for name, parameter in task.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
     assert not task.model.match_head.weight.requires_grad

@@ -1,7 +1,4 @@
-"""Kernel launches, waits and memory of a step on a CUDA device that computes nothing.
-
-The device answers without a GPU what a step asks of one; nothing is said of times or numbers.
-"""
+"""Kernel launches, waits and memory of a step on a CUDA device that computes nothing."""
 
 import json
 import os

@@ -97,7 +97,7 @@ class TestModel:
 
     def test_words_are_pooled_by_their_largest(self):
         net, given = model(), batch()
-        pooled = net.encoder._spoken(given.words, net.words)
+        pooled = net.encoder._pooled_words(given.words, net.words)
         for screen, widget in itertools.product(range(2), range(5)):
             ids = [one for one in given.words[screen, widget].tolist() if one != PAD]
             wanted = net.words.weight[ids].amax(0) if ids else torch.zeros(16)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from question_shards import AUGMENT, coloured, photo, toy_parts, toy_text, write_shards
-from tests_support import train
+from tests_support import first_batch, train
 from torch.nn import functional
 
 from vlp.data.config import AugmentConfig
@@ -95,11 +95,6 @@ def built(shards, batch=8, data=(), **options):
         **options,
     }  # fmt: skip
     return build(CaptionConfig.model_validate(values), toy_parts(), batch, 0, "float32")
-
-
-def first_batch(data):
-    ((batch, _),) = data.batches(stop_after=1)
-    return batch
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

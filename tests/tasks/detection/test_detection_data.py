@@ -202,21 +202,19 @@ class OneObject:
 
     classes = ("red",)
 
-    def __init__(self, size=(60, 40), box=(10, 8, 30, 28), stored=1):
-        self.size, self.box, self.stored = size, box, stored
+    def __init__(self, stored=1):
+        self.stored = stored
 
     def __len__(self):
         return 1
 
     def read(self, number):
-        image = Image.new("RGB", self.size, GREY)
-        left, top, right, bottom = self.box
-        image.paste(RED, (left, top, right, bottom))
-        boxes = np.array([self.box, (0, 0, 5, 5)], dtype=float) * self.stored
-        wide, high = (side * self.stored for side in self.size)
+        image = Image.new("RGB", (60, 40), GREY)
+        image.paste(RED, (10, 8, 30, 28))
+        boxes = np.array([(10, 8, 30, 28), (0, 0, 5, 5)], dtype=float) * self.stored
         return ObjectImage(
-            image, wide, high, boxes, np.array([0, 0]), np.array([400.0, 25.0]),
-            np.array([False, True]), "one",
+            image, 60 * self.stored, 40 * self.stored, boxes, np.array([0, 0]),
+            np.array([400.0, 25.0]), np.array([False, True]), "one",
         )  # fmt: skip
 
 

@@ -99,7 +99,6 @@ def test_a_loaded_folder_asks_for_no_public_weights():
          r"images of 48 x 48 px \(size 48\): irpe-quantization .*8 x 8"),
         ({"positions": [{"name": "learned-1d"}], "data": {"crop": 0.5, "longest": 64}},
          r"learned-1d"),
-        ({"data": {"canonical_streams": 3}}, "batch 8 is not a multiple of canonical_streams 3"),
         ({"data": {"test": {"format": "coco", "annotations": "nowhere", "images": "."}}},
          "nowhere: cannot be read"),
     ],
@@ -107,9 +106,3 @@ def test_a_loaded_folder_asks_for_no_public_weights():
 def test_what_does_not_fit_is_named_before_anything_is_trained(settings, message):
     with pytest.raises(ConfigError, match=message):
         build(config(**settings), 8, 0, "float32")
-
-
-def test_tables_may_be_made_for_the_sizes_of_the_evaluation():
-    larger = {"name": "learned-2d", "options": {"grid": [8, 8]}}
-    task, _ = build(config([larger], {"test_sizes": [48, 64]}), 8, 0, "float32")
-    assert task.model([torch.zeros(3, 64, 64)]).boxes.shape == (2, 1, 4, 4)

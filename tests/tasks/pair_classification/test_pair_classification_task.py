@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
-from tests_support import CAPTIONS
+from tests_support import CAPTIONS, first_batch
 
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
@@ -60,7 +60,7 @@ def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
 
 def test_the_order_of_two_images_matters_by_their_tags(folder, tmp_path):
     task, data = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
-    batch, _ = next(iter(data.batches()))
+    batch = first_batch(data)
     turned = batch._replace(pixels=batch.pixels.flip(1))
     task.eval()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
     task, data = built(
         settings(Nlvr2Config, shards).model_copy(update={"images": 1, "panels": 3}), folder
     )
-    batch, _ = next(iter(data.batches()))
+    batch = first_batch(data)
     assert batch.pixels.shape == (4, 3, 3, 16, 16)
     assert torch.equal(batch.pixels[0], torch.stack([task.prepare.evaluate(one) for one in shown]))
     assert task.tags.shape[0] == 3
@@ -115,7 +115,7 @@ def test_bad_samples_are_named(folder, tmp_path):
     ]
     shards = annotated_shards(tmp_path / "bad", annotations, image)
     task, data = built(settings(SnliVeConfig, shards, max_skipped_share=1.0), folder)
-    batch, _ = next(iter(data.batches()))
+    batch = first_batch(data)
     assert int(batch.valid.sum()) == 1
     kinds = sorted(skip.kind for skip in batch.skipped)
     assert kinds == ["no text", "unknown label", "unknown label"]

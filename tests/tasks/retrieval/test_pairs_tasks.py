@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from pair_shards import annotated_shards, tiny_folder
+from tests_support import first_batch
 
 from evaluation.downstream import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
@@ -44,7 +45,7 @@ def settings(folder, shards, kind, **task):
 def test_nothing_is_masked_and_the_folder_loads(kind, shards, tmp_path):
     config = settings(tiny_folder(tmp_path / "start"), shards, kind)
     task, data = build_task(config)
-    output = task(next(iter(data.batches()))[0], 0)
+    output = task(first_batch(data), 0)
     assert not any("mlm" in name or "mim" in name for name in output.losses)
     task.save_model(tmp_path / "saved", task.state_dict())
     if kind == "grounding":
@@ -59,7 +60,7 @@ def test_grounding_trains_on_expressions_and_retrieval_on_captions(shards, tmp_p
     folder, texts = tiny_folder(tmp_path / "start"), {}
     for kind in ("retrieval", "grounding"):
         task, data = build_task(settings(folder, shards, kind))
-        batch, _ = next(iter(data.batches()))
+        batch = first_batch(data)
         texts[kind] = {tuple(row[row != 0].tolist()) for row in batch.text_ids}
     known = [annotation(sample_scene(0, number, image_size=32)) for number in range(8)]
     said = {

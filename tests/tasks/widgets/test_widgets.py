@@ -147,10 +147,6 @@ class TestHierarchy:
 
 
 class TestGenerated:
-    def screen(self, number):
-        hierarchy, captions = generate_screen(np.random.default_rng(number))
-        return read_screen(hierarchy, str(number), captions)
-
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 2**31))
     def test_every_screen_is_sound(self, number):
@@ -170,7 +166,8 @@ class TestGenerated:
         """An independent reading of a caption: the text that overlaps the button vertically."""
         seen = 0
         for number in range(100):
-            screen = self.screen(number)
+            hierarchy, captions = generate_screen(np.random.default_rng(number))
+            screen = read_screen(hierarchy, str(number), captions)
             for place, both in screen.captions.items():
                 if not both[0].startswith("delete the message from"):
                     continue
