@@ -7,7 +7,7 @@ import json
 import sys
 
 import torch
-from tests_support import TINY_MODEL
+from tests_support import tiny_config
 
 from benchmarks.scale import CollectiveTrace
 from benchmarks.step import random_batch
@@ -24,7 +24,7 @@ ROWS = 4
 def main(name, ranks):
     config = PretrainConfig.model_validate(
         {
-            "model": TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 3}},
+            "model": tiny_config(cross={"layers": 3}),
             "data": {"sources": ["none"], "canonical_streams": ranks},
             "objectives": {
                 "contrastive": {"token": {"group": ROWS}},

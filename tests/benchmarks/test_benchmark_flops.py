@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests_support import TINY_MODEL, ace
+from tests_support import ace, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main
@@ -58,7 +58,7 @@ CROSS = [
 @pytest.mark.parametrize("pairs", [1, 8])
 @pytest.mark.parametrize("cross", CROSS)
 def test_products_are_those_that_run(cross, pairs):
-    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    config = tiny_config(cross=cross)
     shape = Shape(TOKENS, GRID, pairs)
     text, image, encoder = base_parts(config, shape)
     similarity, *rest = our_anchor_parts(config, shape) if config.cross.position else [None]

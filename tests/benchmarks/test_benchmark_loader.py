@@ -11,12 +11,10 @@ from benchmarks.loader import (
     TRANSFORMS,
     Prepare,
     Settings,
-    check_shards,
     make_shards,
     samples_of,
     save_vocabulary,
 )
-from vlp.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +22,6 @@ def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     make_shards(folder, 40, images=2, per_shard=20)
     return folder
-
-
-def test_shards_that_a_loader_would_wait_for_are_refused(shards, tmp_path):
-    check_shards(shards, 8, 2)
-    with pytest.raises(ConfigError, match="3 workers need as many shards"):
-        check_shards(shards, 8, 3)
-    with pytest.raises(ConfigError, match="40 samples are too few for batches of 32"):
-        check_shards(shards, 32, 1)
 
 
 @pytest.mark.parametrize("transforms", TRANSFORMS)

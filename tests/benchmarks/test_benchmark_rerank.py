@@ -2,17 +2,16 @@
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import tiny_config
 
 from benchmarks.rerank import LAYOUTS, LOOP, OURS, Sizes, measure, table
-from vlp.models.config import ModelConfig
 
 SIZES = Sizes(images=6, texts=12, nearest=4, rounds=1, match_batch=4)
 
 
 def times(layout, *precisions):
-    model = TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layout": layout}}
-    return measure(ModelConfig.model_validate(model), SIZES, torch.device("cpu"), *precisions)
+    model = tiny_config(cross={"layout": layout})
+    return measure(model, SIZES, torch.device("cpu"), *precisions)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

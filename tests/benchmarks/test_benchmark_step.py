@@ -6,9 +6,8 @@ import torch
 import yaml
 from tests_support import TINY_MODEL
 
-from benchmarks.__main__ import main
 from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, measure_overhead, variants
-from vlp.config import ConfigError, load_config
+from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 
 
@@ -39,13 +38,6 @@ def test_only_the_position_differs(config_file):
     assert with_it["model"]["text"]["weights"] is with_it["model"]["image"]["weights"] is None
     assert with_it["objectives"]["teacher"]["queue"] == QUEUE
     assert with_it["objectives"]["mlm"] == given.objectives.mlm.model_dump()
-
-
-def test_without_ace_rpe_there_is_nothing_to_measure(config_file, capsys):
-    with pytest.raises(ConfigError, match="does not name `anchor`"):
-        variants(config(config_file, "model.cross.position=[uniform]"))
-    assert main(["overhead", "--config", str(config_file), "model.cross.position=[]"]) == 2
-    assert "does not name `anchor`" in capsys.readouterr().err
 
 
 def test_slow_moments_that_hit_both_do_not_move_the_share():

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import tiny_config, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.io import write_text
-from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 
@@ -41,7 +40,7 @@ def test_files_have_the_users_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         text = tiny_text()
-        config = ModelConfig.model_validate(TINY_MODEL)
+        config = tiny_config()
         state = VLPModel(config).state_dict()
         heads = {"head": torch.zeros(2)}
         save_pretrained(tmp_path / "model", config, state, text, Preprocessing(16), heads)

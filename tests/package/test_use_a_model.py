@@ -8,12 +8,11 @@ import pytest
 import torch
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import tiny_config, tiny_text
 
 import vlp
 from launch.cli.main import main
 from vlp.data.image.transforms import Preprocessing
-from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.tasks.vqa.task import VqaConfig, build
@@ -26,7 +25,7 @@ PAGE = ROOT / "docs" / "get-started" / "use-a-model.md"
 def folders(tmp_path, monkeypatch):
     """A working folder with the model folders, photo and exports that the page names."""
     monkeypatch.chdir(tmp_path)
-    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 1}})
+    config = tiny_config(cross={"layers": 1})
     save_pretrained(
         "runs/demo/run/model", config, VLPModel(config).state_dict(), tiny_text(), Preprocessing(16)
     )

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import tiny_config, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
-from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 
@@ -15,7 +14,7 @@ from vlp.models.vlp import VLPModel
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    config = ModelConfig.model_validate(TINY_MODEL)
+    config = tiny_config()
     model = VLPModel(config)
     for weights in model.cross_encoder.parameters():
         torch.nn.init.normal_(weights, std=0.3)

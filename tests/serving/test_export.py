@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests_support import TINY_MODEL, ace, tiny_text
+from tests_support import ace, tiny_config, tiny_text
 
 import vlp
 from launch.cli.main import main
 from vlp.data.image.transforms import Preprocessing
-from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
@@ -122,8 +121,7 @@ def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
 def test_every_cross_modal_encoder_exports_to_onnx(cross, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    values = TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 1} | cross}
-    model = VLPModel(ModelConfig.model_validate(values)).eval()
+    model = VLPModel(tiny_config(cross={"layers": 1} | cross)).eval()
     for weights in model.cross_encoder.parameters():
         torch.nn.init.normal_(weights, std=0.3)
     loaded = Loaded(model, tiny_text(), Preprocessing(16))

@@ -10,7 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, normalizers
 
 import vlp
-from vlp.data.image.decode import as_image, as_images
+from vlp.data.image.decode import as_images
 from vlp.serving.image_processor import VlpImageProcessor
 
 
@@ -127,11 +127,3 @@ def test_options_of_processors(folder, kind):
     with pytest.raises(TypeError, match="no argument 'siez'"):
         kind.from_pretrained(folder, siez={"height": 64, "width": 64})
     kind.from_pretrained(folder, use_fast=True, trust_remote_code=True, local_files_only=True)
-
-
-def test_levels_that_pillow_keeps_as_numbers(photo):
-    grey = Image.open(photo).convert("L")
-    for levels in (grey.convert("F"), grey.convert("I")):
-        assert np.array_equal(np.asarray(as_image(levels).convert("L")), np.asarray(grey))
-    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
-    assert as_image(deep.convert("I")).mode == "I"

@@ -47,14 +47,10 @@ TINY = Sizes(128, 64, 32, 50, 16, 4, 4, 2, 2, 2, 8)
 def albef_shapes(sizes, kind="pretrain"):
     """Name -> shape of every tensor; `kind` is `pretrain` or `retrieval`."""
     student = _encoders(sizes, "text_encoder", "visual_encoder", kind)
-    projections = {"vision_proj": sizes.embed, "text_proj": sizes.embed}
     shapes = student | {"temp": ()}
     shapes |= _encoders(sizes, "text_encoder_m", "visual_encoder_m", kind)
-    for name, out in {
-        **projections,
-        **{f"{name}_m": out for name, out in projections.items()},
-        "itm_head": 2,
-    }.items():
+    projections = ("vision_proj", "text_proj", "vision_proj_m", "text_proj_m")
+    for name, out in (dict.fromkeys(projections, sizes.embed) | {"itm_head": 2}).items():
         shapes |= {f"{name}.weight": (out, sizes.width), f"{name}.bias": (out,)}
     shapes |= {f"{side}_queue": (sizes.embed, sizes.queue) for side in ("image", "text")}
     shapes["queue_ptr"] = (1,)

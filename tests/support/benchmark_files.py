@@ -36,12 +36,8 @@ def json_of(path, content):
 
 def samples_of(folder):
     index = ShardIndex.open(folder)
-    read = [
-        index.read(shard, number)
-        for shard, entry in enumerate(index.shards)
-        for number in range(entry.samples)
-    ]
-    return {sample.key: sample for sample in read}
+    numbers = [(n, row) for n, shard in enumerate(index.shards) for row in range(shard.samples)]
+    return {sample.key: sample for sample in (index.read(*number) for number in numbers)}
 
 
 def said_of(sample):

@@ -1,11 +1,10 @@
 """Shards of claims, and a tiny model folder, that tests of downstream tasks share."""
 
 import torch
-from tests_support import TINY_MODEL, tiny_text
+from tests_support import tiny_config, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.shard_reader import ShardWriter
-from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.scenes.annotation import snli_ve_annotation, statement_annotation
@@ -17,7 +16,7 @@ from vlp.scenes.snli_ve import sample_triple
 def tiny_folder(folder, **cross):
     """A model folder of width 16 and 16 px images, its position tables not zero."""
     text = tiny_text()
-    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    config = tiny_config(cross=cross)
     torch.manual_seed(0)
     model = VLPModel(config)
     for name, parameter in model.named_parameters():

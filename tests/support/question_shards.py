@@ -4,13 +4,12 @@ import io
 
 import torch
 from PIL import Image
-from tests_support import TINY_MODEL
+from tests_support import tiny_config
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.schema import Annotation, Answer, Question
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
-from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
@@ -68,9 +67,8 @@ def toy_text(max_tokens=12):
 def toy_parts(heads=True, seed=0):
     """An untrained model of width 16 and what prepares its inputs."""
     text = toy_text()
-    values = {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": text.vocab_size}}
     torch.manual_seed(seed)
-    config = ModelConfig.model_validate(values)
+    config = tiny_config(text={"vocab_size": text.vocab_size})
     model, head = VLPModel(config), MLMHead(16, text.vocab_size)
     torch.nn.init.normal_(head.bias)
     model.match_head.bias.data.fill_(0.1)  # as if it were trained; odds stay
