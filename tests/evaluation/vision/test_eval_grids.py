@@ -9,7 +9,7 @@ from evaluation.vision import grids as evaluation_grids
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
 from vlp.tasks.grids.arc import RULES, held_out_variants
-from vlp.tasks.grids.data import open_grids, to_grid, to_tokens
+from vlp.tasks.grids.data import CORNER, open_grids, to_tokens
 from vlp.tasks.grids.model import GridQuestion, GridTransformer
 from vlp.tasks.grids.task import Grids, GridsConfig
 
@@ -34,6 +34,12 @@ def task(path, *names, **data):
     )  # fmt: skip
 
 
+def to_grid(tokens):
+    template = tokens.numpy().reshape(4, 4)
+    rows, columns = np.argwhere(template == CORNER)[0]
+    return template[:rows, :columns]
+
+
 class Knowing(GridTransformer):
     """Answers by the tasks' rules, but for those it is told to get wrong."""
 
@@ -42,7 +48,7 @@ class Knowing(GridTransformer):
     def forward(self, question, outputs):
         logits = torch.zeros(*outputs.shape, 14)
         for row, (inputs, number) in enumerate(zip(question.inputs, question.tasks.tolist())):
-            answer = RULES[NAMES[number]].answer(to_grid(inputs.numpy(), 3))
+            answer = RULES[NAMES[number]].answer(to_grid(inputs))
             if NAMES[number] in self.wrong:
                 answer = (answer + 1) % 10
             logits[row, range(16), torch.from_numpy(to_tokens(np.ascontiguousarray(answer), 3))] = 1
@@ -87,14 +93,12 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
     # 74dd1130 has one test pair, 25ff71a9 two.
     assert [one.name for one in asked] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
     assert sum(not one.varied for one in asked) == 3
-    assert np.array_equal(to_grid(asked[0].sample.inputs.numpy(), 3), tasks[NAMES[0]].test[0].input)
-    assert np.array_equal(
-        to_grid(asked[12].sample.outputs.numpy(), 3), tasks[NAMES[1]].test[1].output
-    )
+    assert np.array_equal(to_grid(asked[0].sample.inputs), tasks[NAMES[0]].test[0].input)
+    assert np.array_equal(to_grid(asked[12].sample.outputs), tasks[NAMES[1]].test[1].output)
     variants = held_out_variants(RULES[NAMES[0]].symmetry, 5, np.random.default_rng(0))
     for variant, one in zip(variants, asked[1:6], strict=True):
         for tokens, grid in zip(one.sample[:2], tasks[NAMES[0]].test[0], strict=True):
-            assert np.array_equal(to_grid(tokens.numpy(), 3), variant(grid))
+            assert np.array_equal(to_grid(tokens), variant(grid))
     # Batches of every size give the same.
     figures = evaluate(judged, EvalOptions())
     monkeypatch.setattr(evaluation_grids, "TOKENS", 1)

@@ -47,23 +47,6 @@ def to_tokens(grid: Grid, size: int) -> np.ndarray:
     return template.flatten()
 
 
-def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
-    """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid."""
-    # Tokens beyond the border are ignored, as the grid does not depend on them.
-    template = np.asarray(tokens).reshape(size + 1, size + 1)
-    corners = np.argwhere(template == CORNER)
-    if len(corners) != 1 or not corners.all():
-        return None
-    rows, columns = corners[0].tolist()
-    grid = template[:rows, :columns]
-    whole = (
-        (grid < COLOURS).all()
-        and (template[:rows, columns] == RIGHT).all()
-        and (template[rows, :columns] == BELOW).all()
-    )
-    return grid.copy() if whole else None
-
-
 def object_boxes(grid: Grid) -> np.ndarray:
     """Return boxes of a grid's objects, for ViTARC's object encoding (papers.md#vitarc-v12).
 
