@@ -48,7 +48,7 @@ class BlockMlp(Mlp):
         return contract(self.fc1(x), self.act, self.fc2)
 
 
-# BERT's.
+# The epsilon of BERT's LayerNorm.
 NORM_EPS = 1e-12
 
 

@@ -340,7 +340,7 @@ def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None,
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, out_grad, ctx.heads, ctx.scale)
     *states, term_grads = _attention_backward(*arguments)
-    # Paths and means mostly come from features without a gradient.
+    # The gradient of the paths is a kernel of its own, which runs only where autograd needs it.
     needs_gradient = ctx.needs_input_grad
     path_grad = query_mean_grad = key_mean_grad = None
     if needs_gradient[3]:
