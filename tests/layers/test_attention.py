@@ -144,17 +144,6 @@ def test_a_masks_bias_is_bit_by_bit_nothing_or_the_lowest_number(dtype):
     assert torch.equal(bias.view(torch.uint8), plain.view(torch.uint8))  # also the sign of 0
 
 
-def test_under_autocast_probabilities_have_the_type_of_the_values():
-    attention = Attention(WIDTH, HEADS, fused=False)
-    taken = []
-    attention.probabilities.register_forward_hook(lambda _, __, x: taken.append(x))
-    x = states(2, 3).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(x)
-    assert taken[0].dtype == out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), attention(x), atol=0.03, rtol=0.03)
-
-
 def test_encodings_of_tokens_are_refused():
     encoding = create_position("learned-1d", width=WIDTH, length=6)
     with pytest.raises(ValueError, match="LearnedPosition acts on tokens"):
