@@ -42,12 +42,12 @@ from vlp.training.engines.environment import advise, prepare_environment
 
 FEATURE_BATCH = 64
 SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# Shrinkage where too few images are held out to choose it.
 WITHOUT_HELD_OUT = 1.0
-"""Shrinkage where too few images are held out to choose it."""
+# One of this many images is held out to choose the shrinkage; it counts in the result again.
 HELD_OUT = 10
-"""One of this many images is held out to choose the shrinkage; it counts in the result again."""
+# Held-out images needed to choose the shrinkage, and pairs that suffice.
 FEWEST_IMAGES, MOST_PAIRS = 20, 2000
-"""Held-out images needed to choose the shrinkage, and pairs that suffice."""
 
 
 @torch.no_grad()
@@ -66,7 +66,8 @@ def align(
         raise ConfigError(f"{out} already holds a model; name another folder")
     if shrinkage is not None and not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
-    task, data = build(config)  # so that nothing is encoded for a configuration that cannot be used
+    # First, so that nothing is encoded for a configuration that cannot be used.
+    task, data = build(config)
     advise("training.precision", config.training.precision)
     total = data.batches_left(0, epochs)
     if not task.model.image_encoder.frozen or not _pays(config, data, total):
@@ -85,9 +86,9 @@ def align(
     del writer  # and its model
     stored = config.data.model_copy(update={"features": str(folder)})
     task, data = build(config.model_copy(update={"data": stored}))
-    found = _align(config, task, data, total, out, shrinkage)
+    result = _align(config, task, data, total, out, shrinkage)
     shutil.rmtree(folder)
-    return found
+    return result
 
 
 def _pays(config: PretrainConfig, data: Any, total: int) -> bool:
@@ -106,36 +107,40 @@ def _align(
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
     sizes = image.projection.in_features, text.projection.in_features
-    seen, held = PairMoments(*sizes), _HeldOut(*sizes)
+    train_moments, validation_pairs = PairMoments(*sizes), _ValidationPairs(*sizes)
     longest = torch.zeros((), dtype=torch.int64, device=device)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
-        there = batch.to(device)
+        inputs = batch.to(device)
         with task.autocast(device):
-            patches = image(there.pixels)
-            words = text(there.text_ids, there.attention_mask)
+            patches = image(inputs.pixels)
+            words = text(inputs.text_ids, inputs.attention_mask)
         pooled = (
             image.pool(patches.float()),
-            pool_states(words.float(), config.model.text.pooling, there.attention_mask),
+            pool_states(words.float(), config.model.text.pooling, inputs.attention_mask),
         )
-        apart = there.image_ids % HELD_OUT == 0
-        seen.add(*(side[there.valid & ~apart] for side in pooled))
-        held.add(*(side[there.valid & apart] for side in (*pooled, there.pair_ids)))
-        longest += (there.attention_mask[there.valid].sum(1) == config.model.text.max_tokens).sum()
-    moments = seen + held.moments
+        is_validation = inputs.image_ids % HELD_OUT == 0
+        train_moments.add(*(side[inputs.valid & ~is_validation] for side in pooled))
+        validation_pairs.add(
+            *(side[inputs.valid & is_validation] for side in (*pooled, inputs.pair_ids))
+        )
+        longest += (
+            inputs.attention_mask[inputs.valid].sum(1) == config.model.text.max_tokens
+        ).sum()
+    moments = train_moments + validation_pairs.moments
     try:
         if shrinkage is None:
-            shrinkage = held.best_shrinkage(seen, config.model.embed_dim)
+            shrinkage = validation_pairs.best_shrinkage(train_moments, config.model.embed_dim)
         solved = CanonicalCorrelation(moments).projections(config.model.embed_dim, shrinkage)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     mean = moments.mean_and_covariance()[0].split(sizes)
     tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
-    for layer, found in zip((image.projection, text.projection), solved):
-        layer.weight.copy_(found.weight)
-        layer.bias.copy_(found.bias)
-    for layer, found, centre in zip(tokens, solved, mean):
-        _project_tokens(layer, found, centre)
+    for layer, projection in zip((image.projection, text.projection), solved):
+        layer.weight.copy_(projection.weight)
+        layer.bias.copy_(projection.bias)
+    for layer, projection, centre in zip(tokens, solved, mean):
+        _project_tokens(layer, projection, centre)
     task.save_model(out, task.state_dict())
     if longest:
         share = longest.item() / moments.count
@@ -143,7 +148,7 @@ def _align(
     return moments.count, model
 
 
-class _HeldOut:
+class _ValidationPairs:
     """Pairs that choose the shrinkage, and the moments of all that are held out."""
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
@@ -156,33 +161,31 @@ class _HeldOut:
         self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
         self.moments.add(x, y)
 
-    def best_shrinkage(self, seen: PairMoments, channels: int) -> float:
-        """Return which of `SHRINKAGES` ranks these pairs best by projections of others, `seen`."""
+    def best_shrinkage(self, train_moments: PairMoments, channels: int) -> float:
+        """Return which of `SHRINKAGES` ranks these pairs best by projections of others."""
         if not self._pairs:
             return WITHOUT_HELD_OUT
         x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
         if (images := len(ids[:, 0].unique())) < FEWEST_IMAGES:
             return WITHOUT_HELD_OUT
-        solver = CanonicalCorrelation(seen)
-        found = {}
+        solver = CanonicalCorrelation(train_moments)
+        scores = {}
         for shrinkage in SHRINKAGES:
             layers = solver.projections(channels, shrinkage)
-            one, other = (
+            x_features, y_features = (
                 side.double() @ layer.weight.T + layer.bias for side, layer in zip((x, y), layers)
             )
-            found[shrinkage] = mean_reciprocal_rank(one, other, ids)
-        best = max(found, key=lambda shrinkage: found[shrinkage])
+            scores[shrinkage] = mean_reciprocal_rank(x_features, y_features, ids)
+        best = max(scores, key=lambda shrinkage: scores[shrinkage])
         print(f"shrinkage {best:g} ranks the pairs of {images} held-out images best")
         return best
 
 
-def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
-    """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection.
-
-    For [CLS] and mean side by side the mean's half is used, as the mean's projection is the mean of
-    the tokens' projections. The tokens' common part is projected to zero, as by a bias.
-    """
-    weight, centre = found.weight[:, -layer.in_features :], centre[-layer.in_features :]
+def _project_tokens(layer: nn.Linear, projection: Affine, centre: Tensor) -> None:
+    """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection."""
+    # For [CLS] and mean side by side the mean's half is used, as the mean's projection is the mean
+    # of the tokens' projections. The tokens' common part is projected to zero, as by a bias.
+    weight, centre = projection.weight[:, -layer.in_features :], centre[-layer.in_features :]
     shared = centre / centre.norm().clamp(min=torch.finfo(centre.dtype).tiny)
     layer.weight.copy_(weight - torch.outer(weight @ shared, shared))
 

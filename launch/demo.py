@@ -27,8 +27,8 @@ SHARDS = RUN / "shards"
 REPORT = RUN / "report.html"
 CONFIG = ROOT / "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
+# A rank holds groups of 32 samples whole, and this small batch has two of them.
 GPU_RANKS = (1, 2)
-"""A rank holds groups of 32 samples whole, and this small batch has two of them."""
 CAPTIONS_DRAWN = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
@@ -146,17 +146,17 @@ def _evaluate() -> list[str]:
     from evaluation.retrieval.retrieval import evaluate_retrieval
 
     loaded = vlp.load(RUN / "run" / "model")
-    held_out = [SHARDS / "val"]
+    val_shards = [SHARDS / "val"]
     retrieval = evaluate_retrieval(
-        loaded, held_out, rerank=RERANK, options=EvalOptions(progress=True)
+        loaded, val_shards, rerank=RERANK, options=EvalOptions(progress=True)
     )
-    pointing = evaluate_pointing(loaded, held_out, options=EvalOptions(progress=True))
+    pointing = evaluate_pointing(loaded, val_shards, options=EvalOptions(progress=True))
     for result in (retrieval, pointing):
         print(f"\n{result.table().text()}")
         result.save(RUN / "run" / "evaluation" / "model")
-    maps = anchor_maps(loaded, held_out, count=CAPTIONS_DRAWN)
+    maps = anchor_maps(loaded, val_shards, count=CAPTIONS_DRAWN)
     draw_anchor_maps(maps, RUN / "anchors.png")
-    REPORT.write_text(page(read_sources([RUN / "run"]), held_out), encoding="utf-8")
+    REPORT.write_text(page(read_sources([RUN / "run"]), val_shards), encoding="utf-8")
     return shortfalls(retrieval, pointing)
 
 
@@ -164,18 +164,18 @@ def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str
     """Return the demo's missed targets; empty without any."""
     problems = []
     for direction in DIRECTIONS:
-        for name, least in MIN_RECALL.items():
-            reached = retrieval.figures["dual", direction, name].value
-            if reached < least:
-                problems.append(f"{direction} {name} {reached:.1%} is below {least:.0%}")
+        for name, minimum in MIN_RECALL.items():
+            value = retrieval.figures["dual", direction, name].value
+            if value < minimum:
+                problems.append(f"{direction} {name} {value:.1%} is below {minimum:.0%}")
         dual = retrieval.figures["dual", direction, "R@1"].value
         reranked = retrieval.figures["rerank", direction, "R@1"].value
         if reranked < dual:
             problems.append(f"{direction} R@1 {dual:.1%} drops to {reranked:.1%} re-ranked")
-    for kind, least in MIN_POINTING.items():
-        reached = pointing.kinds[kind].pointing.value
-        if reached < least:
-            problems.append(f"{kind} words point right in {reached:.1%}, below {least:.0%}")
+    for kind, minimum in MIN_POINTING.items():
+        value = pointing.kinds[kind].pointing.value
+        if value < minimum:
+            problems.append(f"{kind} words point right in {value:.1%}, below {minimum:.0%}")
     return problems
 
 

@@ -32,8 +32,8 @@ from vlp.training.command import run_training
 from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters
 
+# Samples of the validation data that are evaluated before the training.
 _TRIED = 16
-"""Samples of the validation data that are evaluated before the training."""
 
 
 def run_finetuning(
@@ -44,12 +44,12 @@ def run_finetuning(
     `task` is the configuration's kind or its first part: "nlvr2" includes nlvr2_assignment.
     """
 
-    def build(chosen: FinetuneConfig) -> tuple[Any, Any]:
-        if not f"{chosen.task.kind}_".startswith(f"{task}_"):
+    def build(settings: FinetuneConfig) -> tuple[Any, Any]:
+        if not f"{settings.task.kind}_".startswith(f"{task}_"):
             raise ConfigError(
-                f"task.kind {chosen.task.kind} is not what this command trains ({task})"
+                f"task.kind {settings.task.kind} is not what this command trains ({task})"
             )
-        return build_task(chosen)
+        return build_task(settings)
 
     return run_training(config, FinetuneConfig, overrides, resume, build, select)
 
@@ -67,12 +67,12 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     )
     if isinstance(task, Downstream):
         try:
-            taken = task.take_head(parts)
+            has_head = task.take_head(parts)
         except ValueError as error:
             raise ConfigError(f"start: {error}") from error
         if parts.folder and has_task(parts.folder) and distributed.rank() == 0:
-            said = "goes on" if taken else "does not fit this task, whose head starts anew"
-            print(f"{config.init_from}: its head {said}", flush=True)
+            outcome = "goes on" if has_head else "does not fit this task, whose head starts anew"
+            print(f"{config.init_from}: its head {outcome}", flush=True)
     if isinstance(task, Distilled):
         task.start_teacher(_epoch_steps(config, data))
     if isinstance(task, PairsTask):
@@ -95,14 +95,14 @@ def select(
                 raise ConfigError(f"training.{key} needs task.data.validation")
         return None
 
-    whole = _copy(task) if shards_parameters(training) else None
-    validated = whole or task
+    gathered = _copy(task) if shards_parameters(training) else None
+    validated = gathered or task
 
     def validate(
         parameters: Parameters = task.state_dict, limit: int | None = limit
     ) -> Mapping[str, float]:
-        if whole is not None:
-            whole.load_state_dict(task.state_dict() | parameters())
+        if gathered is not None:
+            gathered.load_state_dict(task.state_dict() | parameters())
         device = next(validated.parameters()).device
         result = evaluate_task(
             validated,
@@ -123,10 +123,10 @@ def select(
     validation_data = json.dumps([list(map(str, folders)), limit])
     metric = training.metric or task.metric
     selection = BestCheckpoint(validate, metric, every, training.patience, validation_data)
-    tried = _TRIED if limit is None else min(limit, _TRIED)
+    sample_count = _TRIED if limit is None else min(limit, _TRIED)
     try:
         try:
-            selection.require(validate(limit=tried))
+            selection.require(validate(limit=sample_count))
         except (ConfigError, EvaluationError):
             selection.require(validate())  # the first samples may lack annotations
     except (EvaluationError, CaptionToolError) as error:
@@ -136,10 +136,10 @@ def select(
 
 def _copy(task: Downstream | PairsTask) -> Downstream | PairsTask:
     """Return a copy with whole parameters, also where ZeRO-3 shards the task's."""
-    whole = copy.deepcopy(task).to(distributed.default_device())
-    if isinstance(whole, Distilled | PairsTask):
-        whole.teacher = None  # teaches nothing here
-    return whole
+    copied = copy.deepcopy(task).to(distributed.default_device())
+    if isinstance(copied, Distilled | PairsTask):
+        copied.teacher = None  # teaches nothing here
+    return copied
 
 
 def _epoch_steps(config: FinetuneConfig, data: Any) -> int:

@@ -73,12 +73,11 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
     return run_training(config, PretrainConfig, overrides, resume, build, select)
 
 
+# Samples that are evaluated before the training.
 _TRIED = 16
-"""Samples that are evaluated before the training."""
+# First samples for recall (as many as Flickr30k and COCO 1K have), and first global batches for
+# losses, which keep validations cheap.
 _SAMPLES, _BATCHES = 1000, 4
-"""First samples for recall (as many as Flickr30k and COCO 1K have), and first global batches for
-losses, which keep validations cheap.
-"""
 
 
 def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
@@ -87,29 +86,29 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     Its figures are `mean` (of all recalls, after re-ranking if enabled), each recall, and
     `loss/total` with its parts. A few samples are evaluated at once, to fail before the training.
     """
-    chosen, training = config.validation, config.training
-    if chosen is None:
+    validation, training = config.validation, config.training
+    if validation is None:
         return None
     with distributed.agreed(ConfigError):
-        losses = HeldOutLosses(config, chosen, task)
-        for folder in chosen.shards:
+        losses = ValidationLosses(config, validation, task)
+        for folder in validation.shards:
             ShardIndex.open(folder)
-        if chosen.features is not None:
-            StoredFeatures(chosen.features)
+        if validation.features is not None:
+            StoredFeatures(validation.features)
     task.to(distributed.default_device())
     # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
-    whole = copy.deepcopy(task.model) if shards_parameters(training) else None
-    loaded = Loaded(whole or task.model, data.text, data.preprocessing)
+    gathered = copy.deepcopy(task.model) if shards_parameters(training) else None
+    loaded = Loaded(gathered or task.model, data.text, data.preprocessing)
 
     def validate(parameters: Parameters, limit: int = _SAMPLES, batches: int = _BATCHES) -> Figures:
-        if whole is not None:
-            whole.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
-        return recalls(loaded, chosen, limit, config) | losses(batches)
+        if gathered is not None:
+            gathered.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
+        return recalls(loaded, validation, limit, config) | losses(batches)
 
     every = training.evaluate_every
     if every is None:
         every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
-    selection = BestCheckpoint(validate, "mean", every, None, chosen.model_dump_json())
+    selection = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
     try:
         selection.require(validate(task.state_dict, _TRIED, 1))
     except EvaluationError as error:
@@ -126,12 +125,12 @@ def readers(config: PretrainConfig) -> int:
 
 
 def recalls(
-    loaded: Loaded, chosen: ValidationConfig, limit: int, config: PretrainConfig
+    loaded: Loaded, validation: ValidationConfig, limit: int, config: PretrainConfig
 ) -> Figures:
     """Compute the mean of all recalls and each recall, of the last stage."""
-    found = evaluate_retrieval(
+    result = evaluate_retrieval(
         loaded,
-        chosen.shards,
+        validation.shards,
         EvalOptions(
             limit=limit,
             device=next(loaded.model.parameters()).device,
@@ -139,37 +138,39 @@ def recalls(
             workers=readers(config),
             resamples=1,
         ),
-        match_batch=64,  # a training leaves little memory
-        rerank=chosen.rerank,
-        features=chosen.features or (),
+        # A training leaves little memory.
+        match_batch=64,
+        rerank=validation.rerank,
+        features=validation.features or (),
     )
-    stage = found.stages[-1]
-    figures = {"mean": found.mean(stage).value}
+    stage = result.stages[-1]
+    figures = {"mean": result.mean(stage).value}
     for direction in DIRECTIONS:
         for k in RECALL_AT:
-            figures[f"{direction} R@{k}"] = found.recall(stage, direction, k).value
+            figures[f"{direction} R@{k}"] = result.recall(stage, direction, k).value
     return figures
 
 
-class HeldOutLosses:
-    """Mean losses over the first batches of held-out shards, the same ones at each call.
+class ValidationLosses:
+    """Mean losses over the first batches of held-out shards, weighted by their pairs."""
 
-    Batches are weighted by their pairs. Images are not augmented, hard negatives and masks are
-    drawn as in step 0; a teacher gives its queue of training keys, but no soft targets.
-    """
+    # Images are not augmented, hard negatives and masks are drawn as in step 0; a teacher gives its
+    # queue of training keys, but no soft targets.
 
-    def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:
+    def __init__(
+        self, config: PretrainConfig, validation: ValidationConfig, task: Pretraining
+    ) -> None:
         self._task, training = task, config.training
-        held_out = config.data.model_copy(
+        data_config = config.data.model_copy(
             update={
-                "sources": tuple(SourceConfig(path=path) for path in chosen.shards),
-                "features": chosen.features,
+                "sources": tuple(SourceConfig(path=path) for path in validation.shards),
+                "features": validation.features,
                 "epoch_samples": None,
                 "workers": readers(config),
                 "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
             }
         )
-        self._data = PretrainData(held_out, config.inputs, training.batch, training.seed)
+        self._data = PretrainData(data_config, config.inputs, training.batch, training.seed)
 
     @torch.no_grad()
     def __call__(self, batches: int) -> Figures:
@@ -179,14 +180,18 @@ class HeldOutLosses:
             return {}
         losses, pairs = [], []
         stream = self._data.batches(0, distributed.rank(), distributed.world_size(), count)
-        own_device = next(self._task.parameters()).device
-        with closing(stream), evaluating(self._task, own_device) as device:
+        train_device = next(self._task.parameters()).device
+        with closing(stream), evaluating(self._task, train_device) as device:
             for batch, _ in stream:
                 batch = batch.to(device)
                 output = self._task(batch, 0)
                 losses.append({"total": output.loss, **output.losses})
                 pairs.append(distributed.global_sum(batch.valid.sum()))
-        values = torch.stack([torch.stack([*named.values()]) for named in losses]).float().cpu()
+        values = (
+            torch.stack([torch.stack([*step_losses.values()]) for step_losses in losses])
+            .float()
+            .cpu()
+        )
         weights = torch.stack(pairs).float().cpu()
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
         return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}

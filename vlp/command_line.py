@@ -17,8 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from vlp.io import as_url, redacted
 
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration"),
+    list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration")
 ]
 
 ImageTower = Annotated[
@@ -69,10 +68,10 @@ def positive(text: str) -> int:
     return number
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
     """Return a hint: the most similar known name, or all names."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"there are {', '.join(names)}"
 
 
 def run_app(
@@ -118,13 +117,13 @@ class Command(TyperCommand):
         lists = {name for param in self.params if _repeats(param) for name in param.opts}
         spread: list[str] = []
         option: str | None = None
-        for place, value in enumerate(args):
+        for position, value in enumerate(args):
             if value.startswith("-"):
                 option = value if value in lists else None
             elif option is not None and spread[-1] != option:
                 spread.append(option)
             spread.append(value)
-            following = args[place + 1] if place + 1 < len(args) else "-"
+            following = args[position + 1] if position + 1 < len(args) else "-"
             if value in self.left_out and following.startswith("-"):
                 spread.append(self.left_out[value])
         return spread
@@ -134,15 +133,15 @@ def _names_place(metavar: object) -> bool:
     return isinstance(metavar, str) and metavar.startswith(_PLACES)
 
 
-def _require_paths(values: Mapping[str, Any], named: Container[str | None]) -> None:
-    """Raise typer.BadParameter for a URL as a path; `named` lists textual paths."""
+def _require_paths(values: Mapping[str, Any], path_options: Container[str | None]) -> None:
+    """Raise typer.BadParameter for a URL as a path; `path_options` are texts."""
     for name, value in values.items():
-        for each in _each(value):
-            if (name in named or isinstance(each, Path)) and (url := as_url(each)):
+        for item in _as_sequence(value):
+            if (name in path_options or isinstance(item, Path)) and (url := as_url(item)):
                 raise typer.BadParameter(f"{url} is a URL; name a file or folder on a disk")
 
 
-def _each(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -173,8 +172,8 @@ class Group(TyperGroup):
             with formatter.section(title if len(groups) > 1 else "Commands"):
                 formatter.write_dl(
                     [
-                        (f"{name:{widest}}", each.get_short_help_str(room))
-                        for name, each in groups[title]
+                        (f"{name:{widest}}", command.get_short_help_str(room))
+                        for name, command in groups[title]
                     ]
                 )
 
@@ -187,8 +186,8 @@ class Group(TyperGroup):
                 for path, group in self.commands.items()
                 if isinstance(group, TyperGroup) and name in group.commands
             ]
-            shown = [other for other, command in self.commands.items() if not command.hidden]
-            hint = f"did you mean {groups[0]}?" if groups else nearest(name, shown)
+            names = [other for other, command in self.commands.items() if not command.hidden]
+            hint = f"did you mean {groups[0]}?" if groups else nearest(name, names)
             raise typer.BadParameter(f"unknown command {name!r}; {hint}")
         return super().resolve_command(ctx, args)
 

@@ -41,10 +41,8 @@ def region(function: Function) -> Function:
 
 
 def compile_regions(options: Mapping[str, Any] | None) -> None:
-    """Compile all regions at their next run, by options of `torch.compile`; None: uncompiled.
-
-    A number that changes from step to step, such as the teacher's share, becomes an input.
-    """
+    """Compile all regions at their next run, by options of `torch.compile`; None: uncompiled."""
+    # A number that changes from step to step, such as the teacher's share, becomes an input.
     for marked in _REGIONS:
         function = marked.function
         marked.run = function if options is None else torch.compile(function, **options)
@@ -62,10 +60,8 @@ def off_cpu(x: Tensor) -> bool:
 
 @contextmanager
 def gpu_form() -> Iterator[None]:
-    """Compute in the form for a GPU on any device, within this context.
-
-    For counting a step's operations, and for tests with Triton's interpreter.
-    """
+    """Compute in the form for a GPU on any device, within this context."""
+    # For counting a step's operations, and for tests with Triton's interpreter.
     global _everywhere
     before, _everywhere = _everywhere, True
     try:

@@ -88,24 +88,26 @@ PLUGINS = "VLP_PLUGINS"  # environment variable, inherited by child processes
 _OWN = ("vlp", "evaluation", "data_tools", "launch")
 
 
-def plugin_of(made: Any) -> str | None:
+def plugin_of(registered: Any) -> str | None:
     """Return the module of a class or function that a plugin brought; None for one of our own."""
-    module: str = made.__module__
+    module: str = registered.__module__
     return None if module.partition(".")[0] in _OWN else module
 
 
-def require_plugins(needed: Any, known: Container[str], what: str, where: str | Path) -> None:
+def require_plugins(
+    plugins: Any, registered: Container[str], kind: str, folder: str | Path
+) -> None:
     """Require the names that a model folder's plugins register, without importing them.
 
-    needed: module by registered name, from the folder; what: kind of the names, such as "encoding".
+    plugins: module by registered name, from the folder; kind: of the names, such as "encoding".
     """
-    said = needed if isinstance(needed, dict) else {"": None}
-    for name, module in said.items():
+    modules = plugins if isinstance(plugins, dict) else {"": None}
+    for name, module in modules.items():
         if not (isinstance(module, str) and re.fullmatch(r"\w+(\.\w+)*", module)):
-            raise ConfigError(f"{where}: plugins name a module for each {what}, not {needed!r}")
-        if name not in known:
+            raise ConfigError(f"{folder}: plugins name a module for each {kind}, not {plugins!r}")
+        if name not in registered:
             raise ConfigError(
-                f"{where}: the {what} {name!r} comes from the plugin {module}, which is not "
+                f"{folder}: the {kind} {name!r} comes from the plugin {module}, which is not "
                 "imported, as a model folder may be anyone's: name it, or its file, by `plugins=` "
                 "of `vlp.load`, by `vlp --plugin` before the command, or by the variable "
                 f"{PLUGINS}"
@@ -117,29 +119,29 @@ def load_plugins(plugins: Iterable[str] = ()) -> None:
 
     Plugins of `VLP_PLUGINS` are imported, too; the new ones are added to it for child processes.
     """
-    known = [each for each in os.environ.get(PLUGINS, "").split(os.pathsep) if each]
-    for plugin in (*known, *plugins):
-        place = str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin
-        _import_plugin(place)
-        if place not in known:
-            known.append(place)
-            os.environ[PLUGINS] = os.pathsep.join(known)
+    plugin_paths = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
+    for plugin in (*plugin_paths, *plugins):
+        path = str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin
+        _import_plugin(path)
+        if path not in plugin_paths:
+            plugin_paths.append(path)
+            os.environ[PLUGINS] = os.pathsep.join(plugin_paths)
 
 
-def _import_plugin(place: str) -> None:
-    name, folder = place, os.getcwd()
-    if is_file := place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ConfigError(f"plugin {place}: there is no such file")
-        name, folder = Path(place).stem, str(Path(place).parent)
+def _import_plugin(plugin: str) -> None:
+    name, folder = plugin, os.getcwd()
+    if is_file := plugin.endswith(".py"):
+        if not Path(plugin).is_file():
+            raise ConfigError(f"plugin {plugin}: there is no such file")
+        name, folder = Path(plugin).stem, str(Path(plugin).parent)
     if folder not in sys.path:
         sys.path.append(folder)
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        raise ConfigError(f"plugin {place}: {type(error).__name__}: {error}") from error
-    if is_file and Path(module.__file__ or "").resolve() != Path(place):
-        raise ConfigError(f"plugin {place}: a module {name!r} is there already; rename the file")
+        raise ConfigError(f"plugin {plugin}: {type(error).__name__}: {error}") from error
+    if is_file and Path(module.__file__ or "").resolve() != Path(plugin):
+        raise ConfigError(f"plugin {plugin}: a module {name!r} is there already; rename the file")
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -156,16 +158,16 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 safe loader with YAML 1.2's numbers; duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=deep)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -234,7 +236,7 @@ def explain(
     for problem in error.errors():
         location, fields = _location(problem["loc"], schema)
         key = ".".join(location)
-        named = next(
+        origin = next(
             (
                 origins[".".join(location[:n])]
                 for n in range(len(location), 0, -1)
@@ -243,23 +245,25 @@ def explain(
             str(path),
         )
         if problem["type"] == "extra_forbidden":
-            near = _nearest(".".join([*fields, location[-1]]), schema)
-            lines.append(f"{named}: unknown key '{key}'; {near}")
+            hint = _nearest(".".join([*fields, location[-1]]), schema)
+            lines.append(f"{origin}: unknown key '{key}'; {hint}")
         elif problem["type"] == "missing":
-            lines.append(f"{named}: the key '{key}' is required")
+            lines.append(f"{origin}: the key '{key}' is required")
         else:
-            lines.append(": ".join(filter(None, [named, key and f"'{key}'", _said(key, problem)])))
+            lines.append(
+                ": ".join(filter(None, [origin, key and f"'{key}'", _value_problem(key, problem)]))
+            )
     return "\n".join(lines)
 
 
-def _said(key: str, problem: Mapping[str, Any]) -> str:
+def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
     """Return the problem of one value, with the value if it is short."""
-    given, said = problem["input"], problem["msg"].removeprefix("Value error, ")
-    if problem["type"] in ("tuple_type", "list_type") and isinstance(given, str | int | float):
-        return f"should be a list, as in {key}='[{given}]'"
-    if problem["type"] == "value_error" or isinstance(given, Mapping | list | tuple):
-        return said
-    return f"{said} (given: {given!r})"
+    value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("tuple_type", "list_type") and isinstance(value, str | int | float):
+        return f"should be a list, as in {key}='[{value}]'"
+    if problem["type"] == "value_error" or isinstance(value, Mapping | list | tuple):
+        return message
+    return f"{message} (given: {value!r})"
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
@@ -269,9 +273,9 @@ def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[st
     for part in parts:
         fields = [kind.model_fields[part] for kind in types if part in kind.model_fields]
         if not fields and len(types) > 1:
-            chosen = [kind for kind in types if _kind_of(kind) == part]
-            if chosen:
-                types = chosen
+            matching_types = [kind for kind in types if _kind_of(kind) == part]
+            if matching_types:
+                types = matching_types
                 continue
         location.append(str(part))
         if fields:
@@ -287,18 +291,18 @@ def _kind_of(schema: type[Config]) -> Any:
 
 def _nearest(key: str, schema: type[Config]) -> str:
     # A choice by `kind` lists the keys of all kinds: the key itself may be one of another kind.
-    known = [path for path, _ in schema_fields(schema) if path != key]
+    keys = [path for path, _ in schema_fields(schema) if path != key]
     parent, _, leaf = key.rpartition(".")
-    siblings = [path for path in known if path.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
-    if near:
-        return f"did you mean '{parent + '.' if parent else ''}{near[0]}'?"
+    siblings = [path for path in keys if path.rpartition(".")[0] == parent]
+    matches = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
+    if matches:
+        return f"did you mean '{parent + '.' if parent else ''}{matches[0]}'?"
     leaf = _ELSEWHERE.get(leaf, leaf)
-    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    same_leaf = [path for path in keys if path.rpartition(".")[2] == leaf]
     if same_leaf:
         return f"did you mean '{same_leaf[0]}'?"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"the nearest valid key is '{near[0]}'" if near else "no key is valid here"
+    matches = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+    return f"the nearest valid key is '{matches[0]}'" if matches else "no key is valid here"
 
 
 def schema_fields(schema: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -342,7 +346,7 @@ def load_config(
     """
     values, origins = read_values(path)
     # A format first: where it is another one, it replaces what its other keys are set in.
-    for override in sorted(overrides, key=lambda one: ".format=" not in one):
+    for override in sorted(overrides, key=lambda override: ".format=" not in override):
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
@@ -356,7 +360,7 @@ def load_config(
         for depth in range(1, key.count(".") + 1):
             origins.setdefault(".".join(key.split(".")[:depth]), origin)
     plugins = values.get("plugins")
-    if isinstance(plugins, list) and all(isinstance(each, str) for each in plugins):
+    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)  # the schema needs the names that they register
     return validated(values, schema, path, origins)
 
@@ -393,10 +397,10 @@ def config_file(path: str | Path) -> Path:
     return path
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+def _read(path: Path, bases: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     path = path.resolve()
-    if path in seen:
-        raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, seen))}")
+    if path in bases:
+        raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, bases))}")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -414,19 +418,19 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     origins = dict.fromkeys(_paths(values), str(path))
     if parent is None:
         return values, origins
-    base, base_origins = _read(path.parent / parent, (*seen, path))
+    base, base_origins = _read(path.parent / parent, (*bases, path))
     return merged(base, values), base_origins | origins
 
 
 def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     """Merge mappings recursively; other values, and mappings of another `format`, replace."""
     old_format = base.get("format")
-    same = old_format in (None, update.get("format", old_format))
-    result = dict(base) if same else {}
+    same_format = old_format in (None, update.get("format", old_format))
+    result = dict(base) if same_format else {}
     for key, value in update.items():
-        old = result.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+        base_value = result.get(key)
+        are_mappings = isinstance(base_value, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(base_value, value) if are_mappings else value  # type: ignore[arg-type]
     return result
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.nn  # before any group: `process_group` says why
+import torch.distributed.nn  # before any group, see `process_group`
 from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
@@ -76,11 +76,11 @@ def end() -> None:
 def process_group() -> Iterator[None]:
     """Join the ranks that `torchrun` or `accelerate launch` announces in the environment, by gloo.
 
-    Does nothing without them, or inside a running group. The threads end with the block, since no
-    reference to the group remains: a thread that releases a tensor while the interpreter ends would
-    abort the process. `torch.distributed.nn` keeps the group of its first import as a default
-    argument, so this module imports it before a group exists.
+    Does nothing without them, or inside a running group.
     """
+    # The threads of gloo end with the block, since no reference to the group remains: a thread that
+    # releases a tensor while the interpreter ends would abort the process. `torch.distributed.nn`
+    # keeps the group of its first import as a default argument, so it is imported above.
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
         return
@@ -139,11 +139,8 @@ def in_collective() -> bool:
     return _waits
 
 
-def own_store() -> Any:
-    """Return a separate connection to the process group's store; None for a single rank.
-
-    Another thread may use it during collective calls.
-    """
+def clone_store() -> Any:
+    """Return another thread's connection to the process group's store; None for a single rank."""
     return dist.distributed_c10d._get_default_store().clone() if is_distributed() else None
 
 
@@ -210,10 +207,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         gradient = gradients[0].contiguous()
-        own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
+        local_gradient = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
         with _waiting():
-            _reduce_scatter(own, gradient)
-        return own
+            _reduce_scatter(local_gradient, gradient)
+        return local_gradient
 
 
 def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,8 +222,8 @@ def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def host_copy(x: Tensor) -> Tensor:
     """Return a contiguous copy of any shape on the CPU, in pinned memory if it is a GPU's."""
-    how: dict[str, Any] = {"memory_format": torch.contiguous_format, "pin_memory": x.is_cuda}
-    return torch.empty_like(x, device="cpu", **how).copy_(x)
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format, "pin_memory": x.is_cuda}
+    return torch.empty_like(x, device="cpu", **options).copy_(x)
 
 
 def pass_on(tensors: list[Tensor]) -> list[Tensor]:
@@ -234,17 +231,17 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
 
     Every rank must call it, with the same shapes and types.
     """
-    ranks, own = world_size(), rank()
+    ranks, index = world_size(), rank()
     if ranks == 1:
         return tensors
     received = [torch.empty_like(tensor) for tensor in tensors]
     work = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, t.contiguous(), (own + 1) % ranks) for t in tensors]
-        + [dist.P2POp(dist.irecv, t, (own - 1) % ranks) for t in received]
+        [dist.P2POp(dist.isend, t.contiguous(), (index + 1) % ranks) for t in tensors]
+        + [dist.P2POp(dist.irecv, t, (index - 1) % ranks) for t in received]
     )
     with _waiting():
-        for one in work:
-            one.wait()
+        for request in work:
+            request.wait()
     return received
 
 
@@ -254,10 +251,8 @@ def barrier() -> None:
 
 
 def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
-    """Return the maximum over ranks of each value.
-
-    device: a GPU sends values as gradients, without TCP, and waits for its queue.
-    """
+    """Return the maximum over ranks of each value."""
+    # A GPU sends values as it does gradients, without TCP, and waits for its queue.
     if world_size() == 1:
         return list(values)
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
@@ -304,7 +299,7 @@ def agreed(kind: type[ValueError]) -> Iterator[None]:
         yield
     except kind as error:
         problem = str(error)
-    problems = [found for found in gather_to_all(problem) if found is not None]
+    problems = [message for message in gather_to_all(problem) if message is not None]
     if problems:
         raise kind("\n".join(dict.fromkeys(problems)))
 
@@ -317,10 +312,8 @@ def tensor_from_rank_0(tensor: Tensor) -> Tensor:
 
 
 def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors one by one on every rank's CPU.
-
-    Only rank 0 needs the path, as a run folder may lie on the first node's disk.
-    """
+    """Yield a file's tensors one by one on every rank's CPU."""
+    # Only rank 0 needs the path, as a run folder may lie on the first node's disk.
     file = safe_open(path, framework="pt") if path is not None else None
     described: list[tuple[str, list[int], str]] = []
     if file is not None:

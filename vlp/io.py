@@ -86,10 +86,10 @@ def _int64(digits: str) -> int:
     return int(digits)
 
 
-def as_url(place: object) -> str | None:
+def as_url(path: object) -> str | None:
     """Return the URL that a path or text is (a `Path` loses one slash); None for a local one."""
-    found = _PLACE.fullmatch(str(place)) if isinstance(place, str | Path) else None
-    return found and f"{found[1]}://{'/' if found[1] == 'file' else ''}{found[2]}"
+    match = _PLACE.fullmatch(str(path)) if isinstance(path, str | Path) else None
+    return match and f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2]}"
 
 
 def require_local(path: Path) -> None:
@@ -99,14 +99,11 @@ def require_local(path: Path) -> None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Return whether a name, not found locally, may be one of the hub: NAME or OWNER/NAME.
-
-    A local folder OWNER, or `runs`, means a mistyped path, which no stranger's repository may
-    answer.
-    """
-    owner, slash, rest = name.partition("/")
-    if "/" in rest or name.startswith((".", "/", "~")):
+    """Return whether a name, not found locally, may be one of the hub: NAME or OWNER/NAME."""
+    owner, slash, repository = name.partition("/")
+    if "/" in repository or name.startswith((".", "/", "~")):
         return False
+    # A local folder OWNER means a mistyped path, which no stranger's repository may answer.
     mistyped = Path(owner).is_dir() and not Path(name).is_dir()
     return not (slash and (owner == "runs" or mistyped))
 
@@ -116,8 +113,8 @@ def check_hub() -> None:
     """Go offline at once if the hub is unreachable, as a download would retry for 40 s."""
     import huggingface_hub.constants as hub
 
-    place = urlsplit(hub.ENDPOINT)
-    host, port = place.hostname or "", place.port or (443 if place.scheme == "https" else 80)
+    url = urlsplit(hub.ENDPOINT)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     if hub.HF_HUB_OFFLINE or getproxies():
         return
     try:
@@ -253,45 +250,45 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     replace_folder(partial, folder)
 
 
-def replace_folder(new: Path, place: Path) -> None:
+def replace_folder(new: Path, target: Path) -> None:
     """Replace a folder by another one, atomically where the system can exchange two names."""
-    restore_folder(place)
-    former = new if _exchanged(new, place) else _aside(place)
+    restore_folder(target)
+    former = new if _exchanged(new, target) else _aside(target)
     if former != new:
-        if place.exists():
-            place.rename(former)
-        new.rename(place)
-    sync_path(place.parent)
+        if target.exists():
+            target.rename(former)
+        new.rename(target)
+    sync_path(target.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 
-def _exchanged(new: Path, place: Path) -> bool:
+def _exchanged(new: Path, target: Path) -> bool:
     """Exchange the names of two folders; False if one is missing or the system cannot."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
     if exchange is None:
         return False
-    return exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(place), _RENAME_EXCHANGE) == 0
+    return exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(target), _RENAME_EXCHANGE) == 0
 
 
-def restore_folder(place: Path) -> None:
+def restore_folder(folder: Path) -> None:
     """Bring back a folder that a kill within `replace_folder` left under a temporary name."""
-    if place.exists():
-        shutil.rmtree(_aside(place), ignore_errors=True)
-    elif _aside(place).exists():
-        _aside(place).rename(place)
+    if folder.exists():
+        shutil.rmtree(_aside(folder), ignore_errors=True)
+    elif _aside(folder).exists():
+        _aside(folder).rename(folder)
 
 
-def _aside(place: Path) -> Path:
-    return place.with_name(f".{place.name}.replaced")
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def keep_others(old: Path, new: Path) -> None:
     """Link into a folder the entries of another one that it lacks."""
     if not old.is_dir():
         return
-    own = {path.name for path in new.iterdir()}
+    names = {path.name for path in new.iterdir()}
     for path in old.iterdir():
-        if path.name in own:
+        if path.name in names:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
@@ -361,10 +358,10 @@ class Redacted:
 
 
 def _redact(url: re.Match[str]) -> str:
-    scheme, web, user, place, query = (part or "" for part in url.groups())
+    scheme, web, user, path, query = (part or "" for part in url.groups())
     if user and (web or ":" in user) and not _NAMED_USER.fullmatch(user):
         user = f"{HIDDEN}@"
-    place = _PARAMETER.sub(f";{HIDDEN}", place)
+    path = _PARAMETER.sub(f";{HIDDEN}", path)
     if query and not _NAMED_QUERY.fullmatch(query):
         query = query[0] + HIDDEN
-    return f"{scheme}{user}{place}{query}"
+    return f"{scheme}{user}{path}{query}"

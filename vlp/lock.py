@@ -1,10 +1,4 @@
-"""Lock of a folder: one process at a time writes a run, shards, an index or features.
-
-On one machine the kernel decides (`flock`) until the process and its forks end. Other machines may
-not see that lock on a shared disk, so each has a lock file, touched every few seconds by a thread,
-stale without touches. It is written before looking at others: of two simultaneous processes at most
-one goes on.
-"""
+"""Lock of a folder: one process at a time writes a run, shards, an index or features."""
 
 from __future__ import annotations
 
@@ -25,13 +19,17 @@ from vlp.io import parse_json, require_local, unfollowed
 
 PREFIX = ".lock-"
 BEAT_SECONDS = 10.0
+# Age of the last beat from which on another machine's lock is stale.
 STALE_SECONDS = 60.0
-"""Age of the last beat from which on another machine's lock is stale."""
 
+# Time that worker processes have to end when their command was killed.
 PATIENCE_SECONDS = 30.0
-"""Time that worker processes have to end when their command was killed."""
 
 
+# The kernel of one machine decides (`flock`) until the process and its forks end. Others may
+# not see that lock on a shared disk, so each has a lock file, touched every few seconds by a thread
+# and stale without touches. It is written before looking at others: of two simultaneous processes
+# at most one goes on.
 class FolderLock:
     """The right to write a folder: `with FolderLock(folder): ...`.
 
@@ -42,16 +40,16 @@ class FolderLock:
     def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
         self.folder, self._prefix = folder, prefix
         self._path = folder / f"{prefix}{_machine()}"
-        self._made = not folder.exists()
+        self._is_new_folder = not folder.exists()
         self._released = threading.Event()
         self._file: IO[bytes] | None = None
         try:
             require_local(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._taken()
+            self._file = self._acquire()
             self._write_owner(self._file)
             for other in self._others():
-                if _beats(other, self._path):
+                if _is_touched(other, self._path):
                     raise ConfigError(self._refusal(other))
                 other.unlink(missing_ok=True)
         except OSError as error:
@@ -70,7 +68,7 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
                 self._file.close()
                 self._file = None
-            if self._made:
+            if self._is_new_folder:
                 self.folder.rmdir()
 
     def __enter__(self) -> FolderLock:
@@ -79,23 +77,23 @@ class FolderLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def _taken(self) -> IO[bytes]:
+    def _acquire(self) -> IO[bytes]:
         """Return this machine's lock file, locked."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             file = open(self._path, "a+b", opener=unfollowed)  # noqa: SIM115
             try:
                 flock(file, LOCK_EX | LOCK_NB)
-                is_held = False
+                is_locked = False
             except BlockingIOError:
-                is_held = True
+                is_locked = True
             except OSError:  # a file system without locks
-                is_held = _runs(_owner(self._path))
+                is_locked = _runs(_owner(self._path))
             with suppress(FileNotFoundError):  # its owner has removed it meanwhile
-                if not is_held and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                if not is_locked and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                     return file
             file.close()
-            if is_held and (_runs(_owner(self._path)) or time.monotonic() > deadline):
+            if is_locked and (_runs(_owner(self._path)) or time.monotonic() > deadline):
                 raise ConfigError(self._refusal(self._path))
             time.sleep(0.05)
 
@@ -115,7 +113,8 @@ class FolderLock:
         while not self._released.wait(BEAT_SECONDS):
             try:
                 os.utime(self._path)
-            except OSError as error:  # else the disk does not answer; it may at the next beat
+            except OSError as error:
+                # Other errors: the disk does not answer; it may at the next beat.
                 if isinstance(error, FileNotFoundError) and any(self._others()):
                     print(f"error: {self.folder}: another machine has taken over", file=sys.stderr)
                     os._exit(1)
@@ -137,8 +136,8 @@ def owner_of(folder: Path) -> str | None:
         owner = _owner(path)
         with suppress(OSError):
             is_here = path.name == f"{PREFIX}{_machine()}"
-            beats = time.time() - path.stat().st_mtime < STALE_SECONDS
-            if owner and (_runs(owner) if is_here else beats):
+            is_recent = time.time() - path.stat().st_mtime < STALE_SECONDS
+            if owner and (_runs(owner) if is_here else is_recent):
                 return f"process {owner.get('process')} on {owner.get('host')}"
     return None
 
@@ -156,9 +155,9 @@ def _machine() -> str:
 
 def _owner(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = parse_json(path.read_bytes())
-        if isinstance(found, dict):
-            return found
+        owner = parse_json(path.read_bytes())
+        if isinstance(owner, dict):
+            return owner
     return {}
 
 
@@ -176,17 +175,17 @@ def _start_of(process: object) -> int | None:
     return None
 
 
-def _beats(other: Path, own: Path) -> bool:
+def _is_touched(other: Path, local: Path) -> bool:
     """Return whether another machine's lock is touched, waiting until it is or is stale."""
     with suppress(FileNotFoundError):  # it is released
         first = _last_beat(other)
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
-            os.utime(own)  # both by the clock of the disk
+            os.utime(local)  # both by the clock of the disk
             last = _last_beat(other)
             if last != first:
                 return True
-            if _last_beat(own) - last > STALE_SECONDS:
+            if _last_beat(local) - last > STALE_SECONDS:
                 return False
             time.sleep(BEAT_SECONDS / 20)
     return False

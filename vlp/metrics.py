@@ -26,9 +26,9 @@ def pessimistic_ranks(
     """
     if scores.shape != positive.shape or scores.ndim != 2:
         raise ValueError(f"scores {scores.shape} and positive {positive.shape} must be one matrix")
-    without = np.flatnonzero(~positive.any(axis=1))
-    if without.size:
-        raise ValueError(f"query {without[0]} has no right candidate")
+    no_positive = np.flatnonzero(~positive.any(axis=1))
+    if no_positive.size:
+        raise ValueError(f"query {no_positive[0]} has no right candidate")
     right = np.where(positive & ~np.isnan(scores), scores, -np.inf)
     best = right.max(axis=1, keepdims=True)
     before = ~(scores < best) & ~positive
@@ -44,9 +44,9 @@ def chance_recall(positives: NDArray[np.integer], candidates: int, k: int) -> fl
     counts, queries = np.unique(np.asarray(positives), return_counts=True)
     if not counts.size or counts[0] < 1 or counts[-1] > candidates:
         raise ValueError(f"right candidates must number 1 to {candidates}")
-    drawn = np.arange(min(k, candidates))
+    draws = np.arange(min(k, candidates))
     # One factor per drawn item: the i-th draw is wrong too.
-    wrong = np.clip(candidates - counts[:, None] - drawn, 0, None) / (candidates - drawn)
+    wrong = np.clip(candidates - counts[:, None] - draws, 0, None) / (candidates - draws)
     return float(((1 - wrong.prod(axis=1)) * queries).sum() / queries.sum())
 
 
@@ -83,10 +83,8 @@ def bootstrap_means(
 def percentile_interval(
     means: NDArray[np.floating], confidence: float = 0.95
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return low and high of the central interval over the first axis of resampled means.
-
-    It has no width where all clusters agree (recall 0 or 1), and then predicts nothing.
-    """
+    """Return low and high of the central interval over the first axis of resampled means."""
+    # It has no width where all clusters agree (recall 0 or 1), and then predicts nothing.
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)
     return low, high

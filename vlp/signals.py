@@ -7,21 +7,18 @@ import os
 import signal
 import sys
 
+# Signals by which a scheduler, a launcher or a terminal asks a run to end. Slurm sends USR1 and
+# USR2 where `sbatch --signal` says so, a terminal that is closed HUP.
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-"""Signals by which a scheduler, a launcher or a terminal asks a run to end.
-
-Slurm sends USR1 and USR2 where `sbatch --signal` says so, a terminal that is closed HUP.
-"""
 
 _PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:
-    """Have Linux send this process signal `number` when the process `parent` ends.
-
-    An orphan would keep inherited locks, ports and memory.
-    """
+    """Have Linux send this process signal `number` when the process `parent` ends."""
+    # An orphan would keep inherited locks, ports and memory.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
-        if os.getppid() != parent:  # it was gone before it could be said
+        # The parent may have ended before the call.
+        if os.getppid() != parent:
             os.kill(os.getpid(), number)

@@ -88,10 +88,10 @@ def _under_way(steps: Sequence[Mapping[str, Any]], total: int | None) -> Iterato
 
 def _start(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "command", shlex.join(start.get("command", []))
-    for one in start.get("devices", []):
-        yield "ranks", f"{one['ranks']} on {one['host']}, {one['device']}"
-    for one in start.get("git", []):
-        yield "commit", f"{one['repository']} {one['commit']}{' + changes' * one['changed']}"
+    for item in start.get("devices", []):
+        yield "ranks", f"{item['ranks']} on {item['host']}, {item['device']}"
+    for item in start.get("git", []):
+        yield "commit", f"{item['repository']} {item['commit']}{' + changes' * item['changed']}"
     versions = start.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     data = start.get("data", {})
@@ -106,9 +106,9 @@ def _installed() -> None:
 
     print(f"vlp {vlp.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print("\nversions")
-    found = versions((*PACKAGES, *OPTIONAL))
+    installed = versions((*PACKAGES, *OPTIONAL))
     for name in (*PACKAGES, *OPTIONAL):
-        print(f"  {name:14} {found.get(name, 'not installed')}")
+        print(f"  {name:14} {installed.get(name, 'not installed')}")
     print("\ndevices")
     print(f"  {'cpu':14} {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
@@ -118,8 +118,8 @@ def _installed() -> None:
     print("\nlocations")
     for name in OWN:
         spec = importlib.util.find_spec(name)
-        places = [] if spec is None else list(spec.submodule_search_locations or ())
-        print(f"  {name:14} {places[0] if places else 'not installed'}")
+        paths = [] if spec is None else list(spec.submodule_search_locations or ())
+        print(f"  {name:14} {paths[0] if paths else 'not installed'}")
 
 
 config_app = new_app("Look up configuration keys.")
@@ -153,6 +153,6 @@ def keys(
         if pattern is None or re.search(pattern, path):
             default = field.get_default(call_default_factory=True, validated_data={})
             is_plain = isinstance(default, str | int | float | tuple | None)
-            shown = f" = {default}" if is_plain and default is not PydanticUndefined else ""
-            print(f"{path}{shown}\n    {field.description or ''}".rstrip())
+            default_text = f" = {default}" if is_plain and default is not PydanticUndefined else ""
+            print(f"{path}{default_text}\n    {field.description or ''}".rstrip())
     return 0

@@ -87,7 +87,8 @@ def train(
     try:
         values, _ = read_values(config)
     except ConfigError:
-        values = {}  # the training reports errors in it
+        # The training reports errors in it.
+        values = {}
     task = values.get("task")
     if isinstance(task, dict) and task.get("kind") in task_kinds():
         kind = task["kind"]
@@ -216,7 +217,7 @@ def export(
 ) -> int:
     """Export image tower, text tower and ITM head to ONNX or torch.export.
 
-    Batches are of any size. Tokenizer and preparation of images are written beside the programs.
+    Batches are of any size. Tokenizer and preparation of images are written with the programs.
 
     \b
       vlp export --model runs/demo/run/model --out exported
@@ -241,11 +242,9 @@ def export(
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run a command of `vlp` on several ranks of this machine; returns their exit code.
-
-    torchrun itself turns every failure into 1. Here the first failing rank's code counts, and a
-    signal, forwarded to the ranks, ends with `REQUEUE`.
-    """
+    """Run a command of `vlp` on several ranks of this machine; returns their exit code."""
+    # torchrun itself turns every failure into 1. Here the first failing rank's code counts, and a
+    # signal, forwarded to the ranks, ends with `REQUEUE`.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -295,8 +294,8 @@ def _refusing(work: Callable[[], None]) -> int:
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.", completion=True)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         import vlp
 
         print(f"vlp {vlp.__version__}")

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 app = new_app()
 
+# Bytes of a parameter, a gradient and each of AdamW's two moments, at every precision.
 FLOAT = 4
-"""Bytes of a parameter, a gradient and each of AdamW's two moments, at every precision."""
+# Numbers of ranks that are printed; the JSON file has all.
 SHOWN = 12
-"""Numbers of ranks that are printed; the JSON file has all."""
 
 
+# Pairs/s of configs/pretrain/base.yaml on one H200 (docs/results/gpu.md), by pairs a step and
+# `training.compile`.
 MEASURED = {(32, "none"): 130, (64, "none"): 225, (128, "none"): 394, (64, "blocks"): 241}
-"""Pairs/s of configs/pretrain/base.yaml on one H200 (docs/results/gpu.md), by pairs a step and
-`training.compile`."""
 
 
 class StageMemory(NamedTuple):
@@ -58,7 +58,7 @@ def plan(
 ) -> int:
     """Compute ranks, memory of the training state, steps and time of a pretraining.
 
-    No GPU and no data are needed. The exit code is 2 where so many GPUs cannot train the
+    No GPU and no data are needed. The exit code is 2 where these GPUs cannot train the
     configuration; then the output names numbers of GPUs that can.
 
     \b
@@ -91,13 +91,13 @@ def run_plan(
     config = load_config(path, PretrainConfig, list(overrides))
     training, sizes = config.training, config.world_sizes()
     print(f"{path} on {gpus:,} GPU{'s' * (gpus > 1)}\n\nranks that can train it: {_listed(sizes)}")
-    found: dict[str, Any] = {"gpus": gpus, "world_sizes": sizes, "can_start": True}
+    figures: dict[str, Any] = {"gpus": gpus, "world_sizes": sizes, "can_start": True}
     try:
         config.require_world_size(gpus)
     except ConfigError as error:
         print(f"{gpus:,} GPUs cannot train it: {error}")
         if json_file is not None:
-            write_json(json_file, found | {"can_start": False, "problem": str(error)})
+            write_json(json_file, figures | {"can_start": False, "problem": str(error)})
         return 2
     task = meta_task(config)
     counts = {
@@ -111,19 +111,19 @@ def run_plan(
     if pairs_per_second is None and rate is not None:
         pairs_per_second = rate[1]
         source = f", measured on one H200 with {rate[0]} pairs"
-    each = training.batch * training.gradient_accumulation_steps
+    step_pairs = training.batch * training.gradient_accumulation_steps
     seconds = None
     if steps is not None and pairs_per_second is not None:
-        seconds = steps * each / pairs_per_second
+        seconds = steps * step_pairs / pairs_per_second
     print(f"batch: {training.batch:,} pairs, {training.batch // gpus:,} a GPU")
     print(f"parameters: {', '.join(f'{name} {n:,}' for name, n in counts.items())}\n")
     head = [["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]]
-    own = 0
+    configured = 0
     if training.deepspeed is not None:
-        own = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
+        configured = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
     rows = [
         [
-            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == own)}",
+            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == configured)}",
             *(f"{part / 1e9:.2f}" for part in (*memory, sum(memory))),
         ]
         for stage, memory in stages.items()
@@ -137,10 +137,10 @@ def run_plan(
         hours = "unknown without steps" if seconds is None else f"{seconds / 3600:,.1f} h"
         print(f"time: {hours} at {pairs_per_second:,.0f} pairs/s{source}")
     if json_file is not None:
-        memory = {str(stage): one._asdict() for stage, one in stages.items()}
-        found |= {"pairs_of_a_gpu": training.batch // gpus, "parameters": counts}
-        found |= {"memory_bytes": memory, "steps": steps, "seconds": seconds}
-        write_json(json_file, found | {"pairs_per_second": pairs_per_second})
+        memory = {str(stage): memory._asdict() for stage, memory in stages.items()}
+        figures |= {"pairs_of_a_gpu": training.batch // gpus, "parameters": counts}
+        figures |= {"memory_bytes": memory, "steps": steps, "seconds": seconds}
+        write_json(json_file, figures | {"pairs_per_second": pairs_per_second})
     return 0
 
 
@@ -159,21 +159,19 @@ def meta_task(config: PretrainConfig) -> Pretraining:
 
 
 def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision) -> StageMemory:
-    """Compute the bytes of training state of a rank at a ZeRO stage; stage 0 is also DDP.
-
-    Stage 1 shards optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works on
-    a flat copy of a rank's weights.
-    """
+    """Compute the bytes of training state of a rank at a ZeRO stage; stage 0 is also DDP."""
+    # Stage 1 shards optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works
+    # on a flat copy of a rank's weights.
     size = FLOAT * _numel(task.parameters())
     trained = FLOAT * _numel(p for p in task.parameters() if p.requires_grad)
-    own = trained / ranks
-    whole = stage == 0 or ranks == 1
-    weights = size / (ranks if stage == 3 else 1) + (0 if whole else own)
-    teacher = float(sum(_teacher_bytes(each, precision) for each in task.teachers()))
+    shard = trained / ranks
+    is_replicated = stage == 0 or ranks == 1
+    weights = size / (ranks if stage == 3 else 1) + (0 if is_replicated else shard)
+    teacher = float(sum(_teacher_bytes(teacher, precision) for teacher in task.teachers()))
     if task.teacher:
-        teacher += sum(each.nbytes for each in task.teacher.queue.state_dict().values())
+        teacher += sum(tensor.nbytes for tensor in task.teacher.queue.state_dict().values())
     return StageMemory(
-        weights, own if stage > 1 else trained, 2 * (own if stage else trained), teacher
+        weights, shard if stage > 1 else trained, 2 * (shard if stage else trained), teacher
     )
 
 
@@ -194,9 +192,11 @@ def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
     path = Path(str(resources.files("configs"))) / "pretrain" / "base.yaml"
     if gpus != 1 or _work(config) != _work(load_config(path, PretrainConfig)):
         return None
-    batch, how = config.training.batch, config.training.compile
-    able = [(n, rate) for (n, way), rate in MEASURED.items() if way == how and n <= batch]
-    return max(able, default=None)
+    batch, compile_mode = config.training.batch, config.training.compile
+    rates = [
+        (n, rate) for (n, mode), rate in MEASURED.items() if mode == compile_mode and n <= batch
+    ]
+    return max(rates, default=None)
 
 
 def _work(config: PretrainConfig) -> dict[str, Any]:
@@ -214,11 +214,11 @@ def _numel(tensors: Iterable[Any]) -> int:
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    shown = [f"{size:,}" for size in sizes]
-    if len(shown) > SHOWN:
+    texts = [f"{size:,}" for size in sizes]
+    if len(texts) > SHOWN:
         half = SHOWN // 2
-        return f"{' '.join([*shown[:half], '...', *shown[-half:]])} ({len(sizes)} numbers)"
-    return " ".join(shown) or "none"
+        return f"{' '.join([*texts[:half], '...', *texts[-half:]])} ({len(sizes)} numbers)"
+    return " ".join(texts) or "none"
 
 
 def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
@@ -246,6 +246,6 @@ def _indexed(config: PretrainConfig) -> int | None:
             shards = ShardIndex.open(source.path).shards
         except ConfigError:
             return None
-        each = shards.samples if config.data.captions == "one" else shards.pairs
-        total += source.weight * float(each.sum())
+        counts = shards.samples if config.data.captions == "one" else shards.pairs
+        total += source.weight * float(counts.sum())
     return int(total)

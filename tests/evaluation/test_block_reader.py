@@ -23,7 +23,7 @@ from evaluation.embed import embed
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, workers_for
 from launch import pretrain as validation
-from launch.pretrain import HeldOutLosses
+from launch.pretrain import ValidationLosses
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.scenes.annotation import annotation
@@ -198,7 +198,7 @@ def test_held_out_losses_are_the_same(model_folder, scene_shards, bad_shards, mo
     found = []
     for workers in (0, 2):
         monkeypatch.setattr(validation, "workers_for", lambda *_, workers=workers: workers)
-        losses = HeldOutLosses(config, config.validation, task)
+        losses = ValidationLosses(config, config.validation, task)
         losses._data.max_skipped_share = 0.9
         found.append(losses(3))
         assert active_children() == []
@@ -215,5 +215,5 @@ def test_a_pair_of_a_short_batch_weighs_like_any_other(model_folder, scene_shard
         config = pretraining(model_folder, objectives, batch, scene_shards)
         torch.manual_seed(0)
         task = Pretraining(config.model, config.objectives, str(model_folder))
-        found[batch] = HeldOutLosses(config, config.validation, task)(4)
+        found[batch] = ValidationLosses(config, config.validation, task)(4)
     assert found[16]["loss/mim"] == pytest.approx(found[32]["loss/mim"], rel=1e-6)

@@ -160,7 +160,7 @@ def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path)
         for step in (2, 4):
             log.write({"step": step, "samples": 8 * step})
             log.validated(step, {"accuracy": 0.5})
-    with RunLog(folder, 4, 8, looked=2) as log:
+    with RunLog(folder, 4, 8, last_validation=2) as log:
         log.validated(4, {"accuracy": 0.5})
     lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
     assert [line["step"] for line in lines if "samples" in line] == [2, 4]

@@ -2,7 +2,7 @@
 
 import time
 
-from vlp.training.watchdog import Judge, Sign, Watchdog
+from vlp.training.watchdog import HangDetector, Sign, Watchdog
 
 FIRST = Sign(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
 
@@ -12,16 +12,16 @@ def after(sign, seconds, number=2):
 
 
 def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
-    judge = Judge(10)
+    detector = HangDetector(10)
     other = FIRST._replace(host="node-b", moves=19, phase="data", waits=False)
-    assert judge.see([FIRST, other], 0.0) == ([], False)
-    assert judge.see([after(FIRST, 9), other], 9.0) == ([], False)
-    said, hangs = judge.see([after(FIRST, 11, 3), other], 11.0)
+    assert detector.update([FIRST, other], 0.0) == ([], False)
+    assert detector.update([after(FIRST, 9), other], 9.0) == ([], False)
+    said, hangs = detector.update([after(FIRST, 11, 3), other], 11.0)
     assert said == ["rank 1 (node-b) is silent for 11 s; it was in step 7, data"]
     assert hangs
-    assert judge.see([after(FIRST, 13, 4), other], 13.0) == ([], False)
+    assert detector.update([after(FIRST, 13, 4), other], 13.0) == ([], False)
     back = FIRST._replace(number=2, host="node-b", moves=21)
-    assert judge.see([FIRST._replace(number=5, moves=21), back], 15.0) == (
+    assert detector.update([FIRST._replace(number=5, moves=21), back], 15.0) == (
         ["rank 1 (node-b) is back after 15 s"],
         False,
     )
@@ -33,23 +33,23 @@ def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
         ({"waits": False}, "rank 2 (node-a) in forward; the others wait"),
         ({}, "rank 0 (node-a), 1 (node-a), 2 (node-a) in forward"),
     ):
-        judge = Judge(10)
+        detector = HangDetector(10)
         signs = [FIRST, FIRST, FIRST._replace(**behind)]
-        assert judge.see(signs, 0.0) == ([], False)
-        [said], hangs = judge.see([after(sign, 11) for sign in signs], 11.0)
+        assert detector.update(signs, 0.0) == ([], False)
+        [said], hangs = detector.update([after(sign, 11) for sign in signs], 11.0)
         assert hangs
         assert said.startswith("step 7 stands for 12 s: ")
         assert told in said
-        assert judge.see([after(sign, 12, 3) for sign in signs], 12.0) == ([], False)
+        assert detector.update([after(sign, 12, 3) for sign in signs], 12.0) == ([], False)
 
 
 def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang():
-    judge = Judge(10)
+    detector = HangDetector(10)
     for signs in ([after(FIRST, 50), FIRST], []):
-        assert judge.see(signs, 1.0) == ([], False)
+        assert detector.update(signs, 1.0) == ([], False)
     ended = [FIRST._replace(number=3, phase="end")] * 2
     for now in (2.0, 99.0):
-        assert judge.see(ended, now) == ([], False)
+        assert detector.update(ended, now) == ([], False)
 
 
 def test_phases_are_moves_with_their_longest_time(tmp_path):

@@ -11,11 +11,11 @@ from vlp.config import ConfigError
 from vlp.training.engines.compile import uncompiled
 from vlp.training.progress import Progress
 
+# Gives full float32 parameters by name; collective.
 Parameters = Callable[[], dict[str, Tensor]]
-"""Gives full float32 parameters by name; collective."""
 
+# Computes validation metrics, equal on all ranks; collective. Lower `loss/...` is better.
 Validate = Callable[[Parameters], Mapping[str, float]]
-"""Computes validation metrics, equal on all ranks; collective. Lower `loss/...` is better."""
 
 
 class BestCheckpoint:

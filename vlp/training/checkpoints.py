@@ -1,8 +1,7 @@
 """Checkpoints: written atomically, verified when read, and tied to configuration and data.
 
-Training waits for a copy of the state; a thread does the rest. `step_N/` is written as
-`step_N.tmp/`, synced and renamed. It holds rank-independent weights and optimiser state, the task's
-extra state (teacher, queue), `state.json`, and `SHA256SUMS` for `sha256sum -c`.
+`step_N/` holds rank-independent weights and optimiser state, the task's extra state (teacher,
+queue), `state.json`, and `SHA256SUMS` for `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -62,9 +61,11 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The `checkpoints/` folder of a run; methods are collective, except `close`.
 
-    Only rank 0 reads and writes it. A disk error does not mark a checkpoint damaged; only wrong
-    content does. fingerprint: hashes of the data's parts by name.
+    fingerprint: hashes of the data's parts by name.
     """
+
+    # Only rank 0 reads and writes the folder. Wrong content marks a checkpoint as damaged; an error
+    # of the disk does not, as the file may be whole.
 
     def __init__(
         self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
@@ -83,7 +84,8 @@ class Checkpoints:
         """Write `step_N/` after the previous write ends, then prune to `training.keep_last`."""
         self.wait()
         name = f"step_{progress.step}"
-        state = {  # as it is at this moment: later progress does not reach it
+        # Training waits for this copy of the state alone; a thread writes it.
+        state = {
             "version": VERSION,
             "progress": asdict(progress),
             "world_size": distributed.world_size(),
@@ -107,7 +109,7 @@ class Checkpoints:
         if error is not None and not isinstance(error, OSError | ConfigError):
             raise error
         failures = distributed.gather_to_all(None if error is None else str(error))
-        failure = next((found for found in failures if found is not None), None)
+        failure = next((message for message in failures if message is not None), None)
         if failure is not None:
             raise CheckpointError(
                 f"cannot write the checkpoint {self._folder / name}: {failure}\n"
@@ -124,6 +126,7 @@ class Checkpoints:
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint and remove older ones; in the thread, on rank 0."""
+        # A kill at any moment leaves a folder without its final name, or the whole checkpoint.
         partial = self._folder / f"{name}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -140,66 +143,67 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        for each in checkpoint_names(self._folder)[self._config.training.keep_last :]:
-            going = self._folder / f"{each}{PARTIAL}"  # no checkpoint any more from the start
+        for old_name in checkpoint_names(self._folder)[self._config.training.keep_last :]:
+            # Renamed first, so that a half-removed folder is no checkpoint.
+            leftover = self._folder / f"{old_name}{PARTIAL}"
             with suppress(OSError):
-                (self._folder / each).rename(going)
-            shutil.rmtree(going, ignore_errors=True)
+                (self._folder / old_name).rename(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
         """Load the newest good checkpoint; None if there are no checkpoints.
 
-        One with wrong content is renamed to `step_N.corrupt` with a warning, and the one before it
-        is used. CheckpointError on every rank if all are damaged, the newest is unreadable now,
-        another node's disk has a newer one, or configuration or data differ (the message says how).
+        CheckpointError on every rank if all are damaged, the newest is unreadable now, another
+        node's disk has a newer one, or configuration or data differ.
         """
-        found, damaged = self._on_rank_0(self._cleaned)
-        self._require_newest(found)
-        for name in found:
+        names, damaged = self._on_rank_0(self._clean_up)
+        self._require_newest(names)
+        for name in names:
             if self._on_rank_0(partial(self._is_whole, name)):
-                return self._take_up(engine, task, name)
-        if found or damaged:
+                return self._restore(engine, task, name)
+        if names or damaged:
             raise CheckpointError(
                 f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
             )
         return None
 
-    def _cleaned(self) -> tuple[list[str], list[str]]:
+    def _clean_up(self) -> tuple[list[str], list[str]]:
         """Undo what a kill left; return names of complete checkpoints and of damaged ones."""
-        for aside in self._folder.glob(".step_*.replaced"):
-            restore_folder(self._folder / aside.name[1:].removesuffix(".replaced"))
+        for replaced in self._folder.glob(".step_*.replaced"):
+            restore_folder(self._folder / replaced.name[1:].removesuffix(".replaced"))
         for leftover in self._folder.glob(f"step_*{PARTIAL}"):
             shutil.rmtree(leftover, ignore_errors=True)
         return checkpoint_names(self._folder), checkpoint_names(self._folder, CORRUPT)
 
-    def _require_newest(self, found: Sequence[str]) -> None:
+    def _require_newest(self, names: Sequence[str]) -> None:
         """Require that no other rank sees a newer checkpoint: rank 0 may have changed nodes."""
-        newest = max(map(step_of, found), default=-1)
-        own: list[str] = []
-        with suppress(OSError):  # what a rank cannot read is of no use to it
-            own = checkpoint_names(self._folder)
-        newer = next((name for name in own if step_of(name) > newest), None)
-        place = f"rank {distributed.rank()} ({this_host()}) has {self._folder / (newer or '')}"
-        for elsewhere in filter(None, distributed.gather_to_all(newer and place)):
+        newest = max(map(step_of, names), default=-1)
+        local_names: list[str] = []
+        # What a rank cannot read is of no use to it.
+        with suppress(OSError):
+            local_names = checkpoint_names(self._folder)
+        newer = next((name for name in local_names if step_of(name) > newest), None)
+        location = f"rank {distributed.rank()} ({this_host()}) has {self._folder / (newer or '')}"
+        for elsewhere in filter(None, distributed.gather_to_all(newer and location)):
             raise CheckpointError(
-                f"rank 0 finds {found[0] if found else 'no checkpoint'}, but {elsewhere}: start "
+                f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {elsewhere}: start "
                 "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
                 "it is of an older run"
             )
 
     def _is_whole(self, name: str) -> bool:
         """Return whether all files have their checksums; set the checkpoint aside if not."""
-        folder, aside = self._folder / name, self._folder / f"{name}{CORRUPT}"
+        folder, corrupt = self._folder / name, self._folder / f"{name}{CORRUPT}"
         with self._readable(name):
             problem = verify(folder)
         if problem is not None:
             message = "%s is damaged (%s); set aside as %s, trying an older one"
-            logger.warning(message, folder, problem, aside.name)
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            logger.warning(message, folder, problem, corrupt.name)
+            shutil.rmtree(corrupt, ignore_errors=True)
+            folder.rename(corrupt)
         return problem is None
 
-    def _take_up(self, engine: Engine, task: Task, name: str) -> Progress:
+    def _restore(self, engine: Engine, task: Task, name: str) -> Progress:
         progress = self._on_rank_0(partial(self._read_state, name))
         folder = self._folder / name if distributed.rank() == 0 else None
         try:
@@ -264,13 +268,13 @@ class Checkpoints:
 
     def _on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Call a function on rank 0 and return its result, or raise its error, on every rank."""
-        found: tuple[Any, str | None] = (None, None)
+        result: tuple[Any, str | None] = (None, None)
         if distributed.rank() == 0:
             try:
-                found = (work(), None)
+                result = (work(), None)
             except (CheckpointError, ConfigError, OSError) as error:
-                found = (None, str(error))
-        value, failure = distributed.from_rank_0(found)
+                result = (None, str(error))
+        value, failure = distributed.from_rank_0(result)
         if failure is not None:
             raise CheckpointError(failure)
         return value
@@ -278,19 +282,20 @@ class Checkpoints:
 
 def checkpoint_names(folder: Path, suffix: str = "") -> list[str]:
     """List checkpoint folders `step_N` + `suffix`, newest first."""
-    try:  # not `glob`, which passes over a folder that it may not read
+    # `glob` would pass over a folder that it may not read.
+    try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name.startswith("step_")]
     except FileNotFoundError:
         return []
-    found = [
+    folders = [
         name
         for name in names
         if name.endswith(suffix)
         and _NAME.fullmatch(name.removesuffix(suffix))
         and stat.S_ISDIR((folder / name).stat().st_mode)
     ]
-    return sorted(found, key=lambda name: step_of(name.removesuffix(suffix)), reverse=True)
+    return sorted(folders, key=lambda name: step_of(name.removesuffix(suffix)), reverse=True)
 
 
 def step_of(name: str) -> int:
@@ -299,10 +304,8 @@ def step_of(name: str) -> int:
 
 
 def verify(folder: Path) -> str | None:
-    """Return an error message for a damaged checkpoint, None if all checksums match.
-
-    OSError: a file is unreadable now, and may be whole.
-    """
+    """Return an error message for a damaged checkpoint, None if all checksums match."""
+    # An OSError passes: the file is unreadable now, and may be whole.
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
         sums = {file: digest for digest, file in (line.split("  ", 1) for line in lines)}
@@ -315,10 +318,10 @@ def verify(folder: Path) -> str | None:
             # A pipe would be waited for.
             if Path(file).name != file or not stat.S_ISREG((folder / file).stat().st_mode):
                 raise FileNotFoundError
-            found = sha256_of(folder / file)
+            actual = sha256_of(folder / file)
         except FileNotFoundError:
             return f"{SUMS} names {file!r}, which is no file of it"
-        if found != expected:
+        if actual != expected:
             return f"{file} does not have its checksum"
     return None
 

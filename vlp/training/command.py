@@ -92,10 +92,12 @@ def run_training(
             distributed.start(timeout, join)
             code = _run(config, resume, build, select, signals)
             if code == REQUEUE:
-                leave(code)  # launchers repeat SIGTERM, which kills where nobody notes it
+                # Launchers repeat SIGTERM, which would kill once the handlers are gone.
+                leave(code)
             distributed.end()
         return code
     except BaseException as error:
+        # Whoever read the messages may be gone.
         with suppress(BrokenPipeError):
             _explain(error)
         # The other ranks wait in a collective call that never comes. Leaving at once, without
@@ -110,8 +112,8 @@ def _moved(path: str | Path, overrides: Sequence[str]) -> list[str]:
     from vlp.training.run_folder import RunFolder
 
     folder = RunFolder(Path(path).parent, resume=True)
-    own = Path(path).name == folder.config.name and folder.record.is_file()
-    if not own or any(override.startswith("output=") for override in overrides):
+    is_run_config = Path(path).name == folder.config.name and folder.record.is_file()
+    if not is_run_config or any(override.startswith("output=") for override in overrides):
         return []
     return [f"output={json.dumps(str(folder.path))}"]
 
@@ -128,13 +130,13 @@ def _run(
     from vlp.training.run_folder import RunFolder
 
     best: BestCheckpoint | None = None
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             with distributed.agreed(ConfigError):
                 check_accelerate_flags(config.training)
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
-                    held.enter_context(FolderLock(Path(config.output)))
+                    stack.enter_context(FolderLock(Path(config.output)))
                 # Other ranks may come when rank 0 has already written to the folder.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 if resume and distributed.rank() == 0:
@@ -152,7 +154,8 @@ def _run(
             return _refuse(str(error))
         advise("training.precision", config.training.precision)
         report = train(config, task, data, engine, folder, resume, best, signals)
-    distributed.barrier()  # no rank leaves before the report is written: launchers kill
+    # No rank leaves before the report is written, as its launcher then kills the others.
+    distributed.barrier()
     return REQUEUE if report["ended"] == "stopped" else 0
 
 
@@ -193,7 +196,7 @@ def _explain(error: BaseException) -> None:
     from vlp.training.loop import NonFiniteError
 
     rank = os.environ.get("RANK", "0")
-    said = str(error.__cause__ or error)
+    message = str(error.__cause__ or error)
     if isinstance(error, CheckpointError | NonFiniteError | ConfigError):  # raised on all ranks
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -201,9 +204,9 @@ def _explain(error: BaseException) -> None:
         print(f"error on rank {rank}: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
-    elif advice := [advice for part, advice in _LOADER.items() if part in said]:
-        what = said.strip(". \n").splitlines()[-1]
-        print(f"error on rank {rank}: {what}; {advice[0]}, then --resume", file=sys.stderr)
+    elif advice := [advice for part, advice in _LOADER.items() if part in message]:
+        reason = message.strip(". \n").splitlines()[-1]
+        print(f"error on rank {rank}: {reason}; {advice[0]}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
     elif distributed.lost_peer(error):

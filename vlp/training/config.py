@@ -28,9 +28,9 @@ from vlp.training.log import TrackerName, require_trackers
 from vlp.training.optimiser import OptimiserConfig
 
 
-def _blocks(given: Any) -> Any:
+def _blocks(value: Any) -> Any:
     """Read true and false, which would be 1 and no number, as other trainers mean them."""
-    return ("blocks" if given else "none") if isinstance(given, bool) else given
+    return ("blocks" if value else "none") if isinstance(value, bool) else value
 
 
 Compile = Literal["auto", "none", "blocks", "step"]
@@ -189,8 +189,8 @@ class ValidationConfig(Config):
     )
 
 
+# Share of patches that MIM masks, and patches per square side: SimMIM's 0.6, 32 px at patch 16.
 MASKED_SHARE, MASKED_SQUARE = 0.6, 2
-"""Share of patches that MIM masks, and patches per square side: SimMIM's 0.6, 32 px at patch 16."""
 
 
 class PretrainConfig(RunConfig):
@@ -239,10 +239,10 @@ class PretrainConfig(RunConfig):
         try:
             self._require_world_size(ranks)
         except ConfigError as error:
-            able = self.world_sizes()
-            near = [*[n for n in able if n < ranks][-1:], *[n for n in able if n > ranks][:1]]
+            sizes = self.world_sizes()
+            nearest = [*[n for n in sizes if n < ranks][-1:], *[n for n in sizes if n > ranks][:1]]
             raise ConfigError(
-                f"{error}; {' or '.join(map(str, near)) or 'no number'} can"
+                f"{error}; {' or '.join(map(str, nearest)) or 'no number'} can"
             ) from error
 
     def _require_world_size(self, ranks: int) -> None:
@@ -254,12 +254,12 @@ class PretrainConfig(RunConfig):
 
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that `require_world_size` lets through, rising."""
-        able, batch = [], self.training.batch
+        sizes, batch = [], self.training.batch
         for ranks in (number for number in range(1, batch + 1) if batch % number == 0):
             with suppress(ConfigError):
                 self._require_world_size(ranks)
-                able.append(ranks)
-        return able
+                sizes.append(ranks)
+        return sizes
 
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
@@ -327,8 +327,7 @@ class FinetuneConfig(RunConfig):
         json_schema_extra={"resume": "path"},
     )
     model: Mapping[str, Any] = Field(
-        {},
-        description="changes to the configuration of `init_from`, as {image: {image_size: 384}}",
+        {}, description="changes to the configuration of `init_from`, as {image: {image_size: 384}}"
     )
     task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
         Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")

@@ -23,11 +23,11 @@ from vlp.training.run_folder import RunFolder, flatten, read_log, tracker_id
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
+# Group of runs at Weights & Biases and MLflow; a run has its folder's name there.
 PROJECT = "vlp"
-"""Group of runs at Weights & Biases and MLflow; a run has its folder's name there."""
 
 
-_MLFLOW_AT_ONCE = 1000
+_MLFLOW_BATCH = 1000
 
 
 class Tracker(Protocol):
@@ -95,36 +95,40 @@ class MlflowTracker:
         self._file = None if _mlflow_server() else folder.path.resolve() / "mlflow.db"
         self._client = _mlflow(_mlflow_server() or f"sqlite:///{self._file}")
 
-        def begin() -> str:
-            found = self._client.get_experiment_by_name(PROJECT)
-            experiment = found.experiment_id if found else self._client.create_experiment(PROJECT)
-            run = self._client.create_run(experiment, run_name=_name(folder))
+        def create() -> str:
+            experiment = self._client.get_experiment_by_name(PROJECT)
+            experiment_id = (
+                experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+            )
+            run = self._client.create_run(experiment_id, run_name=_name(folder))
             return str(run.info.run_id)
 
-        self._run_id = tracker_id(folder, "mlflow", begin)
-        self._forget_later_steps(folder, step, begin)
+        self._run_id = tracker_id(folder, "mlflow", create)
+        self._forget_later_steps(folder, step, create)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
-    def _forget_later_steps(self, folder: RunFolder, step: int, begin: Callable[[], str]) -> None:
-        """Go on in another run where this one has later steps: MLflow takes no figure back."""
-        former = self._run_id
+    def _forget_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
+        """Go on in another run where this one has steps after `step`."""
+        # MLflow takes no figure back.
+        previous = self._run_id
         figures = [
             figure
-            for name in self._client.get_run(former).data.metrics
-            for figure in self._client.get_metric_history(former, name)
+            for name in self._client.get_run(previous).data.metrics
+            for figure in self._client.get_metric_history(previous, name)
         ]
-        kept = [figure for figure in figures if figure.step <= step]
-        if len(kept) == len(figures):
+        earlier = [figure for figure in figures if figure.step <= step]
+        if len(earlier) == len(figures):
             return
-        self._run_id = tracker_id(folder, "mlflow", begin, anew=True)
-        for start in range(0, len(kept), _MLFLOW_AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_AT_ONCE])
-        self._client.delete_run(former)
-        if self._file is not None:  # deleted rows would stay in the file
+        self._run_id = tracker_id(folder, "mlflow", create, renew=True)
+        for start in range(0, len(earlier), _MLFLOW_BATCH):
+            self._client.log_batch(self._run_id, metrics=earlier[start : start + _MLFLOW_BATCH])
+        self._client.delete_run(previous)
+        # Deleted rows would stay in the file.
+        if self._file is not None:
             with closing(sqlite3.connect(self._file)) as database, database:
-                database.execute("delete from metrics where run_uuid = ?", (former,))
+                database.execute("delete from metrics where run_uuid = ?", (previous,))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store figures of a step."""
@@ -151,8 +155,9 @@ _KINDS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
 def require_trackers(names: Sequence[TrackerName]) -> None:
     """Require that the packages of trackers are installed."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is no package
+        spec = importlib.util.find_spec(name)
+        # A folder of that name, without an origin, is no package.
+        if spec is None or spec.origin is None:
             raise ValueError(f"{name} is not installed: pip install 'vlp[track]'")
 
 
@@ -173,11 +178,11 @@ def open_trackers(
     names: Sequence[TrackerName], folder: RunFolder, step: int
 ) -> dict[TrackerName, Tracker]:
     """Open a run's trackers by name."""
-    opened: dict[TrackerName, Tracker] = {}
+    trackers: dict[TrackerName, Tracker] = {}
     for name in names:
         with _usable(name):
-            opened[name] = _KINDS[name](folder, step)
-    return opened
+            trackers[name] = _KINDS[name](folder, step)
+    return trackers
 
 
 @contextmanager
@@ -185,8 +190,8 @@ def _usable(name: TrackerName) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"training.trackers: {name} cannot be used ({said})") from error
+        message = " ".join(str(error).split())
+        raise ConfigError(f"training.trackers: {name} cannot be used ({message})") from error
 
 
 def _mlflow_server() -> str | None:
@@ -220,7 +225,9 @@ def _flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def _allowed(name: str) -> str:
     """Replace characters that MLflow refuses in a name, as the @ of R@1."""
-    return "".join(one if one.isalnum() or one in "_-. /:" else "_" for one in name)
+    return "".join(
+        character if character.isalnum() or character in "_-. /:" else "_" for character in name
+    )
 
 
 _VALIDATION = "validation/"
@@ -248,11 +255,9 @@ class RunLog:
 
     Args:
         folder: the run's folder, or None on other ranks.
-        step: steps already done; later lines, left by a kill after the last checkpoint, are
-            removed.
-        trackers: closed with the log. One that fails is dropped, except TensorBoard with its local
-            files.
-        looked: last validated step; lines of later validations are removed, as they are repeated.
+        step: steps already done.
+        trackers: closed with the log.
+        last_validation: last validated step.
     """
 
     def __init__(
@@ -261,13 +266,14 @@ class RunLog:
         step: int,
         total: int,
         trackers: Mapping[TrackerName, Tracker] | None = None,
-        looked: int = 0,
+        last_validation: int = 0,
     ) -> None:
         self._folder, self._trackers = folder, dict(trackers or {})
         self.last: dict[str, Any] = {}
         if folder is None:
             return
-        earlier = _drop_later(folder.log, step, looked)
+        # A kill after the last checkpoint leaves lines of steps and validations that come again.
+        earlier = _drop_later(folder.log, step, last_validation)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
         self._file = open(folder.log, "a", encoding="utf-8", opener=unfollowed)  # noqa: SIM115
         # A bar that is redrawn in a file or in CI output is noise.
@@ -291,11 +297,11 @@ class RunLog:
         self._file.flush()
         step = flat.pop("step")
         self._track(flat, step)
-        shown = {"loss": "loss/total", "samples/s": "samples_per_second", "lr": "learning_rate"}
+        columns = {"loss": "loss/total", "samples/s": "samples_per_second", "lr": "learning_rate"}
         self._bar.set_postfix(
             {
                 label: f"{flat[name]:.4g}"
-                for label, name in shown.items()
+                for label, name in columns.items()
                 if flat.get(name) is not None
             },
             refresh=False,
@@ -305,22 +311,23 @@ class RunLog:
         """Log and print the metrics of a validation after a step."""
         if self._folder is None:
             return
-        named = {f"{_VALIDATION}{name}": value for name, value in figures.items()}
-        self._file.write(json.dumps(flatten({"step": step, **named})) + "\n")
+        metrics = {f"{_VALIDATION}{name}": value for name, value in figures.items()}
+        self._file.write(json.dumps(flatten({"step": step, **metrics})) + "\n")
         self._file.flush()
-        self._track(named, step)
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        self.say(f"step {step}, validation: {shown}")
+        self._track(metrics, step)
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self.say(f"step {step}, validation: {text}")
 
     def _track(self, figures: Mapping[str, Any], step: int) -> None:
         numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-        self._each(lambda tracker: tracker.log(numbers, step))
+        self._call_trackers(lambda tracker: tracker.log(numbers, step))
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _call_trackers(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)
             except Exception as error:
+                # TensorBoard has local files: what fails there fails for the checkpoints, too.
                 if name == "tensorboard":
                     raise
                 del self._trackers[name]
@@ -341,20 +348,20 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         if self._folder is not None:
-            self._each(lambda tracker: tracker.close(kind is not None))
+            self._call_trackers(lambda tracker: tracker.close(kind is not None))
             self._bar.close()
             self._file.close()
 
 
-def _drop_later(path: Path, step: int, looked: int) -> list[dict[str, Any]]:
+def _drop_later(path: Path, step: int, last_validation: int) -> list[dict[str, Any]]:
     """Keep the lines up to a step, and validation lines up to another; returns them."""
     if not path.exists():
         return []
 
     def is_earlier(record: dict[str, Any]) -> bool:
         validated = any(name.startswith(_VALIDATION) for name in record)
-        return bool(record["step"] <= (looked if validated else step))
+        return bool(record["step"] <= (last_validation if validated else step))
 
-    kept = [record for record in read_log(path)[0] if is_earlier(record)]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+    records = [record for record in read_log(path)[0] if is_earlier(record)]
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    return records

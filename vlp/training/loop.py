@@ -1,12 +1,4 @@
-"""The training loop.
-
-One optimiser step is `gradient_accumulation_steps` global batches. A step with a non-finite loss or
-gradient on any rank is skipped on all: weights, optimiser state and buffers stay, the data moves
-on, the skip is counted; more than MAX_NON_FINITE in a row end the run. A GPU counts skips with the
-next log line or checkpoint, so that steps never wait for it. SIGTERM, Ctrl-C or the launcher's end,
-on any rank, ends the run with a checkpoint after the current step, with several ranks a few seconds
-later.
-"""
+"""The training loop; one optimiser step is `gradient_accumulation_steps` global batches."""
 
 from __future__ import annotations
 
@@ -43,8 +35,8 @@ from vlp.training.watchdog import Watchdog
 class StreamedData(Protocol):
     """Interface of the data that the loop needs (`vlp.data.pretrain.PretrainData`)."""
 
+    # Hashes of the data's parts by name, which a checkpoint remembers.
     fingerprint: dict[str, str]
-    """Hashes of the data's parts by name, which a checkpoint remembers."""
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Count global batches from a number of consumed samples to the end of `epochs` epochs."""
@@ -58,10 +50,10 @@ class StreamedData(Protocol):
         """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
 
 
+# Skipped steps in a row: fp16 needs a few to find its loss scale, more are a broken run.
 MAX_NON_FINITE = 10
-"""Skipped steps in a row: fp16 needs a few to find its loss scale, more are a broken run."""
+# Seconds without a sign of life after which a rank is named: longer than any usual step.
 SILENCE = 30.0
-"""Seconds without a sign of life after which a rank is named: longer than any usual step."""
 
 
 class NonFiniteError(RuntimeError):
@@ -81,21 +73,21 @@ def train(
     """Train to the end, or to a stop signal; returns the contents of `report.json`.
 
     With `best` the run also ends when patience runs out, and `best/` keeps the best model.
-    `signals` are the caller's. CheckpointError if a checkpoint or model cannot be written or
-    resumed with this data; NonFiniteError after more than MAX_NON_FINITE non-finite steps in a row.
+    CheckpointError if a checkpoint or model cannot be written or resumed with this data;
+    NonFiniteError after more than MAX_NON_FINITE non-finite steps in a row.
     """
     training = config.training
     main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
-    found = checkpoints.load(engine, task) if resume else None
+    checkpoint = checkpoints.load(engine, task) if resume else None
     with distributed.agreed(ConfigError):
-        if resume and main and not found:
+        if resume and main and not checkpoint:
             folder.require_same_run(config)
             folder.require_no_progress(str(checkpoints))
     finished_at = distributed.from_rank_0(folder.finished_at())
-    progress = found or Progress()
+    progress = checkpoint or Progress()
     total = total_steps(config, data, progress)
-    if found:
+    if checkpoint:
         progress.resumed.append(progress.step)
     devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
     if main:
@@ -105,7 +97,7 @@ def train(
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
-    saved = (progress.step, progress.looked) if found else None
+    saved = (progress.step, progress.looked) if checkpoint else None
     record: dict[str, Any] = {}
     ended = "failed"
 
@@ -117,24 +109,25 @@ def train(
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
         ):
-            if resume and not found:
+            if resume and not checkpoint:
                 log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
             _say_schedule(config, log, progress.step, total)
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
             copies = CopyStream(engine.device)
-            # A GPU's outcomes are read many at once, so that steps never wait for the device.
-            uncounted: list[Outcome] = []
+            # A GPU's outcomes are read with the next log line or checkpoint, so that steps never
+            # wait for the device.
+            pending: list[Outcome] = []
 
             def count() -> None:
                 """Count the steps that have ended."""
-                for outcome in on_cpu(uncounted):
+                for outcome in on_cpu(pending):
                     if outcome.update.applied:
                         progress.non_finite_row = 0
                         meter.applied(outcome.outputs, outcome.update)
                     else:
                         _count_non_finite(progress, outcome, log)
-                uncounted.clear()
+                pending.clear()
 
             def save() -> tuple[int, int]:
                 watchdog.enter("save")
@@ -144,12 +137,12 @@ def train(
                     checkpoints.save(engine, task, progress, wait=False)
                 return progress.step, progress.looked
 
-            def over() -> bool:
+            def is_over() -> bool:
                 """Validate if that is due; return whether the run has come to its end."""
                 if best is None:
                     return progress.step >= total
                 if best.due(progress, total):
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     watchdog.enter("validate")
                     with stop.patient():
                         figures, better = best.validate(progress, engine.parameters)
@@ -157,29 +150,32 @@ def train(
                         if better:
                             checkpoints.wait()
                             _save_model(task, engine, folder.best)
-                    meter.exclude(time.perf_counter() - began)
+                    meter.exclude(time.perf_counter() - start)
                 return progress.step >= total or best.exhausted(progress)
 
-            while not (done := over()) and not together.look():
+            # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
+            while not (is_done := is_over()) and not together.look():
                 rate = _rate(config, progress.step, total)
                 # A forward pass changes buffers (batch norms); a skipped step puts them back.
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
                 for part in range(training.gradient_accumulation_steps):
                     watchdog.enter("data")
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     batch, progress.samples = next(batches)
-                    meter.batch(batch, time.perf_counter() - began)
+                    meter.batch(batch, time.perf_counter() - start)
                     watchdog.enter("forward")
                     # Dropout is then the same after a resume, and another one on each rank.
-                    place = progress.step, part, engine.rank
-                    torch.manual_seed(identity("dropout", training.seed, *place))
+                    position = progress.step, part, engine.rank
+                    torch.manual_seed(identity("dropout", training.seed, *position))
                     outputs.append(_micro_step(engine, copies, batch, progress.step, watchdog))
                 watchdog.enter("update")
                 update = engine.step(rate)
                 progress.step += 1
                 watchdog.step = progress.step
-                uncounted.append(Outcome(progress.step, outputs, update))
+                pending.append(Outcome(progress.step, outputs, update))
+                # A step that is not finite on any rank is skipped on all: weights, optimiser state
+                # and buffers stay, and the data moves on.
                 if isinstance(update.applied, Tensor):
                     _undo(engine.module, buffers, update.applied)
                     task.after_step(engine.parameters, update.applied)
@@ -207,12 +203,12 @@ def train(
             if saved != (progress.step, progress.looked):
                 save()
             checkpoints.wait()
-            if not done:
+            if not is_done:
                 ended = "stopped"
                 reason = stop.reason or "what another rank was told"
                 log.say(f"stopped by {reason} after step {progress.step}; go on with --resume")
             else:
-                if found and finished_at == progress.resumed[-1] == progress.step:
+                if checkpoint and finished_at == progress.resumed[-1] == progress.step:
                     log.say(f"{folder.model} is of this step already, and stays as it is")
                 else:
                     _save_model(task, engine, folder.model)
@@ -240,16 +236,14 @@ def _run_log(config: RunConfig, folder: RunFolder | None, progress: Progress, to
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count a run's optimiser steps, without a last incomplete one.
-
-    Remaining steps are counted from consumed samples, as the batch may have changed.
-    """
+    """Count a run's optimiser steps, without a last incomplete one."""
     training = config.training
     if training.steps is not None:
         return training.steps
     assert training.epochs is not None  # the configuration sees to it
-    left = data.batches_left(progress.samples, training.epochs)
-    return max(1, progress.step + left // training.gradient_accumulation_steps)
+    # From consumed samples, as the batch may have changed since an earlier start.
+    batches_left = data.batches_left(progress.samples, training.epochs)
+    return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
 
 
 def _stream(
@@ -261,15 +255,12 @@ def _stream(
 def _rate(config: RunConfig, step: int, total: int) -> float:
     optimiser = config.training.optimiser
     return learning_rate(
-        step,
-        total,
-        optimiser.learning_rate,
-        optimiser.final_learning_rate,
-        optimiser.warmup(total),
+        step, total, optimiser.learning_rate, optimiser.final_learning_rate, optimiser.warmup(total)
     )
 
 
-_TAUGHT = ("objectives", "task")  # what a configuration may have a teacher in
+# Parts of a configuration that may have a teacher.
+_TEACHER_KEYS = ("objectives", "task")
 
 
 def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
@@ -277,9 +268,9 @@ def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
     optimiser = config.training.optimiser
     if optimiser.warmup_steps is None:
         log.say(f"warm-up: {optimiser.warmup(total)} of {total} steps")
-    if said := optimiser.endless_warmup(total):
-        log.say(said)
-    teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TAUGHT)
+    if warning := optimiser.endless_warmup(total):
+        log.say(warning)
+    teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TEACHER_KEYS)
     if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
         log.say(
             f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
@@ -308,20 +299,18 @@ def _micro_step(
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """Return a finite scalar loss unchanged, or one with NaN gradients for a non-finite loss.
-
-    Such a loss may have finite gradients, and finite values on other ranks. NaN gradients make the
-    engine skip the step on all ranks, without waiting for the device.
-    """
-    one = torch.ones_like(loss)
-    return loss * torch.where(torch.isfinite(loss.detach()), one, one * float("nan"))
+    """Return a finite scalar loss unchanged, or one with NaN gradients for a non-finite loss."""
+    # Such a loss may have finite gradients, and finite values on other ranks. NaN gradients make
+    # the engine skip the step on all ranks, without waiting for the device.
+    factor = torch.ones_like(loss)
+    return loss * torch.where(torch.isfinite(loss.detach()), factor, factor * float("nan"))
 
 
 def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
     """Put buffers back, or where `applied` is False."""
     for name, buffer in module.named_buffers():
-        before = buffers[name]
-        buffer.copy_(before if applied is None else torch.where(applied, buffer, before))
+        previous = buffers[name]
+        buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))
 
 
 def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None:
@@ -350,12 +339,12 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
 
 def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -> dict[str, Any]:
     means = meter.close()
-    epoch, left = 0, progress.samples
-    while left >= (size := data.samples_in_epoch(epoch)):
-        epoch, left = epoch + 1, left - size
+    epoch, within_epoch = 0, progress.samples
+    while within_epoch >= (size := data.samples_in_epoch(epoch)):
+        epoch, within_epoch = epoch + 1, within_epoch - size
     return {
         "step": progress.step,
-        "epoch": epoch + left / size,
+        "epoch": epoch + within_epoch / size,
         "samples": progress.samples,
         "seconds": progress.seconds,
         "learning_rate": rate,
@@ -367,8 +356,10 @@ def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -
 
 def _representation(record: dict[str, Any]) -> dict[str, float]:
     """Return statistics of features, without anchors', which may be flat for good reasons."""
-    named = {key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key}
-    return {name: value for name, value in named.items() if not name.startswith("anchor")}
+    statistics = {
+        key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
+    }
+    return {name: value for name, value in statistics.items() if not name.startswith("anchor")}
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:

@@ -44,7 +44,7 @@ class OptimiserConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _falls(self) -> OptimiserConfig:
+    def _check_rates(self) -> OptimiserConfig:
         if self.final_learning_rate > self.learning_rate:
             raise ValueError(
                 f"final_learning_rate {self.final_learning_rate:g} is above the peak, "
@@ -68,25 +68,21 @@ class OptimiserConfig(Config):
 
 
 def undecayed(module: nn.Module) -> set[str]:
-    """Return the names of parameters without weight decay.
-
-    Norms, biases and temperatures (vectors and scalars), and each module's `no_weight_decay()`:
-    position tables, global position biases, class and distillation tokens.
-    """
+    """Return the names of parameters without weight decay."""
+    # Norms, biases and temperatures (vectors and scalars), and each module's `no_weight_decay()`:
+    # position tables, global position biases, class and distillation tokens.
     vectors = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
     return vectors | no_weight_decay(module)
 
 
 def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
     """Return the factor of the longest prefix, in whole dotted parts, of a name; 1 without any."""
-    fitting = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
-    return lr_multipliers[max(fitting, key=len)] if fitting else 1.0
+    matches = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
+    return lr_multipliers[max(matches, key=len)] if matches else 1.0
 
 
 def parameter_groups(
-    module: nn.Module,
-    weight_decay: float,
-    lr_multipliers: Mapping[str, float] | None = None,
+    module: nn.Module, weight_decay: float, lr_multipliers: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """Group trainable parameters by equal weight decay and learning rate.
 
@@ -96,15 +92,15 @@ def parameter_groups(
     lr_multipliers = lr_multipliers or {}
     for prefix in lr_multipliers:
         if not any(_starts_with(name, prefix) for name, _ in trainable):
-            known = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})
+            prefixes = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})
             raise ConfigError(
                 f"training.optimiser.lr_multipliers: no trainable parameter starts with "
-                f"{prefix!r}; there are {', '.join(known)}"
+                f"{prefix!r}; there are {', '.join(prefixes)}"
             )
-    without = undecayed(module)
+    no_decay = undecayed(module)
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
-        decay = 0.0 if name in without else weight_decay
+        decay = 0.0 if name in no_decay else weight_decay
         scale = lr_multiplier(name, lr_multipliers)
         members.setdefault((decay, scale), []).append(parameter)
     return [
@@ -128,9 +124,9 @@ def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -
     """Create zero moments at once, so that loading a checkpoint need not wait for a first step."""
     for parameter in parameters:
         # PyTorch keeps the count on the weights' device when AdamW is fused, else on the CPU.
-        place = parameter.device if optimiser.defaults.get("fused") else "cpu"
+        device = parameter.device if optimiser.defaults.get("fused") else "cpu"
         optimiser.state[parameter] = {
-            STEP: torch.zeros((), dtype=torch.float32, device=place),
+            STEP: torch.zeros((), dtype=torch.float32, device=device),
             **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
         }
 

@@ -17,7 +17,8 @@ from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
-_EXAMPLES = 20  # bad samples of one kind that the report names
+# Bad samples of one kind that the report names.
+_EXAMPLES = 20
 
 
 @dataclass
@@ -59,15 +60,16 @@ class Outcome(NamedTuple):
 
 
 def on_cpu(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes with their numbers on the CPU, for which the device is waited for once."""
+    """Return outcomes with their numbers on the CPU."""
     leaves, form = tree_flatten(outcomes)
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_cuda]
-    if places:
-        numbers = torch.stack([leaves[place].float() for place in places]).cpu()
-        for place, number in zip(places, numbers):
-            leaves[place] = number
-    read: list[Outcome] = tree_unflatten(leaves, form)
-    return read
+    indices = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    if indices:
+        # One copy, so that the device is waited for once.
+        numbers = torch.stack([leaves[index].float() for index in indices]).cpu()
+        for index, number in zip(indices, numbers):
+            leaves[index] = number
+    result: list[Outcome] = tree_unflatten(leaves, form)
+    return result
 
 
 class Meter:
@@ -110,10 +112,10 @@ class Meter:
         self._norms.append(float(update.gradient_norm))
         self._scale = update.loss_scale
         for output in outputs:
-            named = {"loss/total": output.loss}
-            named |= {f"loss/{name}": value for name, value in output.losses.items()}
-            named |= {f"statistics/{name}": value for name, value in output.statistics.items()}
-            for name, value in named.items():
+            tensors = {"loss/total": output.loss}
+            tensors |= {f"loss/{name}": value for name, value in output.losses.items()}
+            tensors |= {f"statistics/{name}": value for name, value in output.statistics.items()}
+            for name, value in tensors.items():
                 value = value.detach().to(output.loss.device, torch.float32)
                 self._sums[name] = self._sums[name] + value if name in self._sums else value
                 self._counts[name] += 1
@@ -126,8 +128,8 @@ class Meter:
             progress.trained_samples += trained
             for kind, count in skipped.items():
                 progress.skipped[kind] = progress.skipped.get(kind, 0) + count
-                known = progress.examples.setdefault(kind, [])
-                known.extend(examples[kind][: _EXAMPLES - len(known)])
+                stored = progress.examples.setdefault(kind, [])
+                stored.extend(examples[kind][: _EXAMPLES - len(stored)])
         now = time.perf_counter()
         progress.seconds += now - self._settled
         self._settled = now
@@ -136,28 +138,29 @@ class Meter:
     def close(self) -> dict[str, Any]:
         """Return means over ranks and steps since the last call; collective.
 
-        Losses and statistics are absent when every step was skipped. A rank without a value for a
-        name, as one without samples, does not count in its mean.
+        Losses and statistics are absent when every step was skipped.
         """
         self.settle()
         seconds = max(time.perf_counter() - self._start, 1e-9)
         means = [value / self._counts[name] for name, value in self._sums.items()]
-        # All at once: each by itself would wait for the device.
-        own = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
-        ranks = distributed.gather_to_all((set(own), retries().value - self._retries))
-        names = sorted(set[str]().union(*(there for there, _ in ranks)))
-        there = [float(name in own) for name in names]
-        local = [*(own.get(name, 0.0) for name in names), *there, self._waited / seconds]
-        *both, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
+        # All at once, as one by one they would each wait for the device.
+        by_name = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
+        ranks = distributed.gather_to_all((set(by_name), retries().value - self._retries))
+        names = sorted(set[str]().union(*(presence for presence, _ in ranks)))
+        presence = [float(name in by_name) for name in names]
+        local = [*(by_name.get(name, 0.0) for name in names), *presence, self._waited / seconds]
+        # A rank without a value for a name, as one without samples, does not count in its mean.
+        *averages, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
         trained = self._progress.trained_samples - self._trained_before
         record: dict[str, Any] = {
-            name: total / share for name, total, share in zip(names, both, both[len(names) :])
+            name: total / share
+            for name, total, share in zip(names, averages, averages[len(names) :])
         }
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)
         if self._scale is not None:
             record["loss_scale"] = self._scale
         record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
-        record["store_retries"] = sum(repeated for _, repeated in ranks)
+        record["store_retries"] = sum(count for _, count in ranks)
         self._open()
         return record

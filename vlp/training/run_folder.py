@@ -42,35 +42,33 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
     before, now = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key, "absent"), now.get(key, "absent")
+        saved_text, current_text = before.get(key, "absent"), now.get(key, "absent")
         rule = resume_rule(config, key)
         # What one of them does not tell, as a checkpoint older than a key, has its default.
-        was, is_now = (
-            told[key] if key in told else _default(config, key) for told in (before, now)
+        saved_value, current_value = (
+            values[key] if key in values else _default(config, key) for values in (before, now)
         )
-        if was == is_now or rule == "free":
+        if saved_value == current_value or rule == "free":
             continue
-        moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
-        tolerated = rule == "tolerated" or (rule == "path" and moved)
-        chosen = differences.tolerated if tolerated else differences.fatal
-        chosen.append(redacted(f"{key}: saved {old!r}, now {new!r}"))
+        are_texts = isinstance(before.get(key), str) and isinstance(now.get(key), str)
+        tolerated = rule == "tolerated" or (rule == "path" and are_texts)
+        lines = differences.tolerated if tolerated else differences.fatal
+        lines.append(redacted(f"{key}: saved {saved_text!r}, now {current_text!r}"))
     return differences
 
 
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
-    """Require equal training and data on all ranks; collective.
-
-    Paths may differ, and keys of `data` that may change at a resume.
-    """
-    own = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
-    values, parts = distributed.from_rank_0(own)
+    """Require equal training and data on all ranks; collective."""
+    # Nodes may have other paths, and other keys of `data` that may change at a resume.
+    local = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
+    values, parts = distributed.from_rank_0(local)
     problems = [
-        f"{part} of the data is not that of rank 0" for part, _ in parts.items() ^ own[1].items()
+        f"{part} of the data is not that of rank 0" for part, _ in parts.items() ^ local[1].items()
     ]
-    for key in values.keys() | own[0].keys():
-        ours, theirs = own[0].get(key), values.get(key)
-        if ours != theirs and not _is_of_node(config, key, ours, theirs):
-            problems.append(redacted(f"{key} is {ours!r}, {theirs!r} on rank 0"))
+    for key in values.keys() | local[0].keys():
+        local_value, value = local[0].get(key), values.get(key)
+        if local_value != value and not _is_of_node(config, key, local_value, value):
+            problems.append(redacted(f"{key} is {local_value!r}, {value!r} on rank 0"))
     with distributed.agreed(ConfigError):
         if problems:
             raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
@@ -219,7 +217,7 @@ class RunFolder:
                 "Restore these keys, or choose another folder with output=…"
             )
 
-    def require_no_progress(self, place: str) -> None:
+    def require_no_progress(self, location: str) -> None:
         """Require that a resumed run without checkpoints never had any."""
         try:
             report = _json(self.report)
@@ -229,7 +227,7 @@ class RunFolder:
         if self.model.exists() or ended in ("finished", "stopped"):
             raise ConfigError(
                 f"{self.path} holds a run that {ended or 'finished'} at step "
-                f"{report.get('step', '?')}, but {place} holds no checkpoint to resume it from: "
+                f"{report.get('step', '?')}, but {location} holds no checkpoint to resume it from: "
                 "bring the checkpoints back, or choose another folder with output=…"
             )
 
@@ -245,19 +243,16 @@ class RunFolder:
 def _json(file: Path) -> dict[str, Any]:
     """Return a JSON file's contents; empty if it is missing or invalid."""
     try:
-        found = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the step lines of a run's log, and the number of invalid ones; a missing file is
-    empty.
-
-    Invalid lines were cut off by a kill or are still being written.
-    """
-    rows, bad = [], 0
+    """Return the step lines of a run's log, empty if missing, and the number of invalid ones."""
+    # Invalid lines were cut off by a kill or are still being written.
+    rows, invalid = [], 0
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -270,8 +265,8 @@ def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         else:
-            bad += 1
-    return rows, bad
+            invalid += 1
+    return rows, invalid
 
 
 def record_start(
@@ -313,14 +308,16 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _json(folder / "run.json")
 
 
-def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str], anew: bool = False) -> str:
-    """Return the run's id at a tracker, which all its starts share; `make` gives a new one."""
+def tracker_id(
+    folder: RunFolder, tracker: str, create: Callable[[], str], renew: bool = False
+) -> str:
+    """Return the run's id at a tracker, which all its starts share; `create` gives a new one."""
     record = read_record(folder.path)
-    known = record.setdefault("trackers", {})
-    if anew or tracker not in known:
-        known[tracker] = make()
+    ids = record.setdefault("trackers", {})
+    if renew or tracker not in ids:
+        ids[tracker] = create()
         write_json(folder.record, record, indent=1)
-    return str(known[tracker])
+    return str(ids[tracker])
 
 
 def this_host() -> str:
@@ -330,24 +327,24 @@ def this_host() -> str:
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return versions of Python, of this package and of those packages that are installed."""
-    found = {"python": platform.python_version(), "vlp": vlp.__version__}
+    installed = {"python": platform.python_version(), "vlp": vlp.__version__}
     for name in packages:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
     """Return commits and changes of the package's and the user's repository."""
-    found, changes = [], ""
-    places = (Path(vlp.__file__).parent, Path.cwd())
-    roots = dict.fromkeys(_git(place, "rev-parse", "--show-toplevel") for place in places)
+    repositories, changes = [], ""
+    folders = (Path(vlp.__file__).parent, Path.cwd())
+    roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel") for folder in folders)
     for root in (root.strip() for root in roots if root):
         commit, state = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), *_STATUS)
         diff = _git(Path(root), *_DIFF)
-        found.append(
+        repositories.append(
             {
                 "repository": Path(root).name,
                 "commit": (commit or "").strip(),
@@ -357,13 +354,13 @@ def _repositories() -> tuple[list[dict[str, Any]], str]:
         if diff and len(diff) > _LONGEST_DIFF:
             diff = f"# {Path(root).name}: more than {_LONGEST_DIFF} characters have changed\n"
         changes += diff or ""
-    return found, changes
+    return repositories, changes
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return git's output; None without git, a repository, or an answer in time."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
@@ -373,7 +370,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def write_report(
@@ -410,7 +407,8 @@ def write_report(
     if folder is not None and folder.path.is_dir():
         try:
             write_json(folder.report, report, indent=1)
-        except OSError as error:  # a full disk, say; the run itself is to end as it was ending
+        # A full disk, for example; the run itself ends as it was ending.
+        except OSError as error:
             logger.warning("cannot write %s: %s", folder.report, error)
     return report
 

@@ -1,9 +1,4 @@
-"""Requests that a run end: signals, and the end of the launcher.
-
-The main thread may wait in a collective call for ranks that are gone, where it runs no signal
-handler. So a thread watches for signals and the launcher's end, and ends a rank that does not
-finish its step. Ranks decide together, every few seconds.
-"""
+"""Requests that a run end: signals, and the end of the launcher."""
 
 from __future__ import annotations
 
@@ -24,8 +19,8 @@ import torch
 from vlp import distributed
 from vlp.signals import STOPS
 
+# What `deepspeed` starts on each machine, to start the ranks.
 _NODE = "deepspeed.launcher.launch"
-"""What `deepspeed` starts on each machine, to start the ranks."""
 
 _NAMES = {
     *("accelerate", "accelerate-launch", "accelerate.commands.launch"),
@@ -38,20 +33,22 @@ _MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 
 
 class Launchers:
-    """Processes from this one up to the outermost launcher, with shells between them.
+    """Processes from this one up to the outermost launcher, with shells between them."""
 
-    Shells above are excluded, as a run may outlive a terminal. Without /proc no end is noticed.
-    """
+    # Shells above are left out, as a run may outlive a terminal. Without /proc no end is noticed.
 
     def __init__(self) -> None:
-        above = [os.getpid(), *_ancestors(os.getpid())]
-        known = [place for place, process in enumerate(above) if _program(process) in _NAMES]
-        marked = any(mark in os.environ for mark in _MARKS)  # a launcher's name may be unknown
-        outer = known[-1] if known else int(marked)
-        self._chain = above[: outer + 1]
+        ancestors = [os.getpid(), *_ancestors(os.getpid())]
+        launchers = [
+            index for index, process in enumerate(ancestors) if _program(process) in _NAMES
+        ]
+        # A launcher's name may be unknown.
+        marked = any(mark in os.environ for mark in _MARKS)
+        outer = launchers[-1] if launchers else int(marked)
+        self._chain = ancestors[: outer + 1]
         # One may end before this process looks for it; init has then inherited what it started.
-        started = _program(above[outer]) == _NODE if known else marked
-        inherited = _parent(above[outer if known else 0]) == 1
+        started = _program(ancestors[outer]) == _NODE if launchers else marked
+        inherited = _parent(ancestors[outer if launchers else 0]) == 1
         self._lost = started and inherited and _first_is_init()
 
     def lost(self) -> bool:
@@ -94,17 +91,17 @@ def _program(process: int) -> str:
     return name
 
 
+# Exit code of a run that was asked to stop and goes on with --resume: EX_TEMPFAIL of BSD.
 REQUEUE = 75
-"""Exit code of a run that was asked to stop and goes on with --resume: EX_TEMPFAIL of BSD."""
 
+# Seconds to reach the end of a step once asked; launchers kill after 30.
 GRACE = 20.0
-"""Seconds to reach the end of a step once asked; launchers kill after 30."""
 
+# Seconds to finish validating or saving once asked; a rank for which it waits may be gone.
 PATIENCE = 240.0
-"""Seconds to finish validating or saving once asked; a rank for which it waits may be gone."""
 
+# About how long ranks train between two looks at each other's stop signals.
 SECONDS = 4.0
-"""About how long ranks train between two looks at each other's stop signals."""
 
 _POLL = 1.0
 _wakes = False
@@ -132,31 +129,31 @@ class StopSignals:
         self.reason: str | None = None
         self._grace, self._patience = grace, patience
         self._before: dict[signal.Signals, Any] = {}
-        self._looked: float | None = None
+        self._last_look: float | None = None
         self._longest = 0.0
-        self._asked = self._deadline = float("inf")
+        self._request_time = self._deadline = float("inf")
         self._patient = False
         self._over = threading.Event()
 
     def look(self) -> bool:
         """Return whether the run is to end; called between steps."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - (self._looked or now))
-        self._looked = now
+        self._longest = max(self._longest, now - (self._last_look or now))
+        self._last_look = now
         return self.reason is not None
 
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Suspend the grace while validating or saving; it restarts at the end."""
-        if self._looked is None:
+        if self._last_look is None:
             yield
             return
-        began, self._patient = time.monotonic(), True
+        start, self._patient = time.monotonic(), True
         try:
             yield
         finally:
             now = time.monotonic()
-            self._looked += now - began
+            self._last_look += now - start
             if self.reason is not None:
                 self._deadline = max(self._deadline, now + self._grace)
             self._patient = False
@@ -170,11 +167,13 @@ class StopSignals:
         self._launchers = Launchers()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._woke = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         _wakes = True
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._handle)
+        # The main thread may wait in a collective call for ranks that are gone, where it runs no
+        # signal handler. This thread then ends a rank that does not finish its step.
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
         self._thread.start()
         return self
@@ -183,42 +182,44 @@ class StopSignals:
         global _wakes
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._woke)
+        signal.set_wakeup_fd(self._previous_fd)
         _wakes = False
         self._over.set()
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._ask(signal.Signals(number).name)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._request(signal.Signals(number).name)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _ask(self, reason: str) -> None:
+    def _request(self, reason: str) -> None:
         if self.reason is None:
-            grace = 0.0 if self._looked is None else max(self._grace, 2 * self._longest)
-            self._asked = time.monotonic()
-            self._deadline = self._asked + grace
+            grace = 0.0 if self._last_look is None else max(self._grace, 2 * self._longest)
+            self._request_time = time.monotonic()
+            self._deadline = self._request_time + grace
             self.reason = reason
 
     def _watch(self) -> None:
-        woken = select.poll()  # `select.select` takes no descriptor from 1024 on
-        woken.register(self._read, select.POLLIN)
+        # `select.select` takes no descriptor from 1024 on.
+        poller = select.poll()
+        poller.register(self._read, select.POLLIN)
         while not self._over.is_set():
-            for number in os.read(self._read, 64) if woken.poll(1000 * _POLL) else b"":
+            for number in os.read(self._read, 64) if poller.poll(1000 * _POLL) else b"":
                 if number in STOPS:
-                    self._ask(signal.Signals(number).name)
+                    self._request(signal.Signals(number).name)
             if self._launchers.lost():
-                self._ask("the end of its launcher")
+                self._request("the end of its launcher")
             patient = self._patient
-            limit = self._asked + self._patience if patient else self._deadline
+            limit = self._request_time + self._patience if patient else self._deadline
             if time.monotonic() >= limit and not self._over.is_set():
                 rank = os.environ.get("RANK", "0")
                 when = "while it validated or saved" if patient else "in the midst of a step"
-                if self._looked is None:
+                if self._last_look is None:
                     when = "before its first step"
-                with suppress(OSError):  # whoever read it may be gone, too
+                # Whoever read the messages may be gone, too.
+                with suppress(OSError):
                     print(f"rank {rank} stopped by {self.reason} {when}", file=sys.stderr)
                 leave(REQUEUE)
 
@@ -232,29 +233,27 @@ def leave(code: int) -> NoReturn:
 
 
 class StopTogether:
-    """Looks at the stop signals of all ranks at the same steps.
-
-    The first looks are one step apart; then the slowest rank's pace sets the steps in `SECONDS`,
-    growing at most twofold from one look to the next. A single rank looks at every step.
-    """
+    """Looks at the stop signals of all ranks at the same steps; a single rank looks at each."""
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:
         self._signals, self._device = signals, device
-        self._steps, self._left = 1, 0
-        self._looked = time.monotonic()
+        self._steps, self._steps_left = 1, 0
+        self._last_look = time.monotonic()
 
     def look(self) -> bool:
         """Return, on every rank alike, whether the run is to end; called once before each step."""
-        asked = self._signals.look()
+        requested = self._signals.look()
         if distributed.world_size() == 1:
-            return asked
-        if self._left:
-            self._left -= 1
+            return requested
+        if self._steps_left:
+            self._steps_left -= 1
             return False
+        # The first looks are one step apart; then the slowest rank's pace sets the steps in
+        # `SECONDS`, growing at most twofold from one look to the next.
         now = time.monotonic()
-        pace = (now - self._looked) / self._steps
-        stop, pace = distributed.largest([float(asked), pace], self._device)
-        self._looked = time.monotonic()
+        pace = (now - self._last_look) / self._steps
+        stop, pace = distributed.largest([float(requested), pace], self._device)
+        self._last_look = time.monotonic()
         self._steps = max(1, min(2 * self._steps, int(SECONDS / max(pace, 1e-6))))
-        self._left = self._steps - 1
+        self._steps_left = self._steps - 1
         return bool(stop)

@@ -1,7 +1,4 @@
-"""Watchdog: names silent or blocking ranks, and writes the ranks' stacks.
-
-A thread sends signs of life through the process group's store, also during collective calls.
-"""
+"""Watchdog: names silent or blocking ranks, and writes the ranks' stacks."""
 
 from __future__ import annotations
 
@@ -18,8 +15,9 @@ from vlp import distributed
 from vlp.io import write_text
 from vlp.training.run_folder import this_host
 
-_PATIENT = "start", "save", "validate", "end"  # may take any time
-_UNUSUAL = 3.0  # times the longest so far, from which a phase stands
+# Phases that may take any time, and the multiple of a phase's longest time from which it stands.
+_PATIENT = "start", "save", "validate", "end"
+_UNUSUAL = 3.0
 
 
 class Sign(NamedTuple):
@@ -40,28 +38,28 @@ class Sign(NamedTuple):
     waits: bool
 
 
-class Judge:
+class HangDetector:
     """Comparison of ranks' signs; a rank without a new one for `patience` seconds is silent."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._last_signs: dict[int, tuple[int, float]] = {}
         self._silent: dict[int, float] = {}
         self._stands: int | None = None
 
-    def see(self, signs: Sequence[Sign], now: float) -> tuple[list[str], bool]:
+    def update(self, signs: Sequence[Sign], now: float) -> tuple[list[str], bool]:
         """Return messages at `now` (seconds), and whether they are the first of a hang.
 
         `signs` are the last ones of ranks from 0, empty until all have begun.
         """
         messages, hangs = [], False
         for rank, sign in enumerate(signs):
-            number, since = self._seen.get(rank, (None, now))
+            number, since = self._last_signs.get(rank, (None, now))
             if number != sign.number:
-                self._seen[rank] = sign.number, now
+                self._last_signs[rank] = sign.number, now
                 if rank in self._silent:
-                    away = now - self._silent.pop(rank)
-                    messages.append(f"rank {rank} ({sign.host}) is back after {away:.0f} s")
+                    silence = now - self._silent.pop(rank)
+                    messages.append(f"rank {rank} ({sign.host}) is back after {silence:.0f} s")
             elif now - since > self._patience and sign.phase != "end" and rank not in self._silent:
                 self._silent[rank], hangs = since, True
                 messages.append(
@@ -74,10 +72,10 @@ class Judge:
             return messages, hangs
         self._stands = last.moves
         # The others wait for those that are behind, or of these for one in no collective call.
-        behind = {rank: sign for rank, sign in enumerate(signs) if sign.moves == last.moves}
-        found = {rank: sign for rank, sign in behind.items() if not sign.waits} or behind
-        names = ", ".join(f"{rank} ({sign.host})" for rank, sign in found.items())
-        others = "; the others wait" if len(found) < len(signs) else ""
+        last_ranks = {rank: sign for rank, sign in enumerate(signs) if sign.moves == last.moves}
+        blocking = {rank: sign for rank, sign in last_ranks.items() if not sign.waits} or last_ranks
+        names = ", ".join(f"{rank} ({sign.host})" for rank, sign in blocking.items())
+        others = "; the others wait" if len(blocking) < len(signs) else ""
         message = f"step {last.step + 1} stands for {last.seconds:.0f} s: rank {names}"
         return [*messages, f"{message} in {last.phase}{others}"], True
 
@@ -96,14 +94,14 @@ class Watchdog:
 
     def __init__(self, patience: float | None, say: Callable[[str], None], folder: Path) -> None:
         self.step = 0
-        self._patience, self._folder, self._place = patience, folder, folder
+        self._patience, self._folder, self._hang_folder = patience, folder, folder
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
         self._say = say if self._rank == 0 else lambda text: print(text, file=sys.stderr)
         self._phase, self._moves, self._entered = "start", 0, time.perf_counter()
         self._longest: dict[str, float] = {}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._asked, self._missing = 0, set[int]()  # hangs so far, and ranks without stacks yet
+        self._requests, self._missing = 0, set[int]()  # hangs so far, and ranks without stacks yet
 
     def enter(self, phase: str) -> None:
         """Note that this rank goes over to a phase, such as data, forward, update or save."""
@@ -114,7 +112,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._patience is not None:
-            arguments = distributed.own_store(), self._patience
+            # Signs go through the process group's store, also during collective calls.
+            arguments = distributed.clone_store(), self._patience
             self._thread = threading.Thread(
                 target=self._run, args=arguments, name="watchdog", daemon=True
             )
@@ -125,15 +124,16 @@ class Watchdog:
         self._phase = "end"
         self._over.set()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)  # the store may be gone
+            # The store may be gone.
+            self._thread.join(timeout=1.0)
 
     def _run(self, store: Any, patience: float) -> None:
-        judge, number, is_over = Judge(patience), 0, False
+        detector, number, is_over = HangDetector(patience), 0, False
         while not is_over:
             is_over, number = self._over.is_set(), number + 1
             try:
                 signs = self._exchange(store, number, patience)
-                messages, hangs = judge.see(signs, time.monotonic())
+                messages, hangs = detector.update(signs, time.monotonic())
                 for message in messages:
                     self._say(message)
                 if self._rank == 0:
@@ -144,10 +144,10 @@ class Watchdog:
 
     def _exchange(self, store: Any, number: int, patience: float) -> list[Sign]:
         """Send a sign, with stacks on request; return signs of the watched ranks."""
-        spent, usual = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
-        stands = self._phase not in _PATIENT and spent > max(patience, _UNUSUAL * usual)
-        place = self.step, self._moves, self._phase, spent, stands, distributed.in_collective()
-        sign = Sign(number, this_host(), *place)
+        seconds, longest = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
+        stands = self._phase not in _PATIENT and seconds > max(patience, _UNUSUAL * longest)
+        state = self.step, self._moves, self._phase, seconds, stands, distributed.in_collective()
+        sign = Sign(number, this_host(), *state)
         if store is None:
             return [sign]
         # A stopped store never answers, and calls to it have no timeout.
@@ -157,9 +157,9 @@ class Watchdog:
             alarm.start()
         try:
             store.set(f"sign/{self._rank}", json.dumps(sign))
-            if self._rank > 0 and store.check([f"asked/{self._asked + 1}"]):
-                self._asked += 1
-                store.set(f"stacks/{self._asked}/{self._rank}", stacks())
+            if self._rank > 0 and store.check([f"asked/{self._requests + 1}"]):
+                self._requests += 1
+                store.set(f"stacks/{self._requests}/{self._rank}", stacks())
             watched = {0: self._ranks, 1: 1}.get(self._rank, 0)
             keys = [f"sign/{rank}" for rank in range(watched)]
             if not keys or not store.check(keys):  # not all have begun
@@ -171,16 +171,16 @@ class Watchdog:
     def _collect(self, store: Any, hangs: bool) -> None:
         """Ask all ranks for stacks where a step hangs, and write those that have come."""
         if hangs:
-            self._asked, self._missing = self._asked + 1, set(range(1, self._ranks))
-            self._place = self._folder / f"step_{self.step}"
-            self._place.mkdir(parents=True, exist_ok=True)
-            write_text(self._place / "rank_0.txt", stacks())
+            self._requests, self._missing = self._requests + 1, set(range(1, self._ranks))
+            self._hang_folder = self._folder / f"step_{self.step}"
+            self._hang_folder.mkdir(parents=True, exist_ok=True)
+            write_text(self._hang_folder / "rank_0.txt", stacks())
             if store is not None:
-                store.set(f"asked/{self._asked}", "")
-            self._say(f"stacks and last collective calls of each rank: {self._place}")
+                store.set(f"asked/{self._requests}", "")
+            self._say(f"stacks and last collective calls of each rank: {self._hang_folder}")
         for rank in sorted(self._missing):
-            if store.check([key := f"stacks/{self._asked}/{rank}"]):
-                write_text(self._place / f"rank_{rank}.txt", store.get(key).decode())
+            if store.check([key := f"stacks/{self._requests}/{rank}"]):
+                write_text(self._hang_folder / f"rank_{rank}.txt", store.get(key).decode())
                 self._missing.remove(rank)
 
 

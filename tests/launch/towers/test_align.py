@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import vlp
 from data_tools.feature_writer import feature_writer
-from launch.align import SHRINKAGES, _HeldOut, align
+from launch.align import SHRINKAGES, _ValidationPairs, align
 from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
@@ -146,7 +146,7 @@ def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():
     held_out = noisy_pairs(400, seed=1)
     chosen = {}
     for count in (80, 40_000):
-        seen, held = PairMoments(60, 60), _HeldOut(60, 60)
+        seen, held = PairMoments(60, 60), _ValidationPairs(60, 60)
         seen.add(*noisy_pairs(count)[:2])
         for part in range(2):  # added in parts
             held.add(*(side[part::2] for side in held_out))

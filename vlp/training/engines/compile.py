@@ -1,8 +1,4 @@
-"""`torch.compile` of a task: each transformer block, or each encoder as one graph.
-
-Modules and methods are compiled in place, so names in checkpoints stay. Only training steps run
-compiled code: every size of a validation batch would be compiled anew.
-"""
+"""`torch.compile` of a task: each transformer block, or each encoder as one graph."""
 
 from __future__ import annotations
 
@@ -25,34 +21,27 @@ from vlp.training.config import Compile
 
 Backend = str | Callable[..., Any]
 
+# Graphs of one block that the compiler may keep (its default is 8). Layout `ace` has 12 of a
+# cross-modal layer: two steps of two streams, for pairs of the batch, for image-text matching, and
+# for the teacher without gradients.
 FORMS = 32
-"""Graphs of one block that the compiler may keep (its default is 8).
-
-Layout `ace` has 12 of a cross-modal layer: two steps of two streams, for pairs of the batch, for
-image-text matching, and for the teacher without gradients.
-"""
 
 
+# Options of Inductor.
 FEW_LAUNCHES = {
     "combo_kernels": True,  # kernels that do not depend on each other run in one launch
     "triton.mix_order_reduction": False,  # its last sums are launches of their own
 }
-"""Options of Inductor."""
-APART = {"combo_kernels_pointwise_only": True}
-"""Options for blocks: row and column sums are separate kernels.
-
-A joint kernel has one block size, which suits one of them: 78 of 202 ms of kernels of base, 64
-pairs, on an H200. Encoder graphs, which minimise launches, keep joint kernels.
-"""
-KEPT = 0.99
-"""Share of the activations that a compiled graph keeps at most.
-
-Anything below 1 lets the backward pass compute again what costs next to nothing, as GELU: base, 32
-pairs, blocks: 10.2 GiB for 14.4.
-"""
+# Options for blocks: row and column sums are separate kernels. A joint kernel has one block size,
+# which suits one of them: 78 of 202 ms of kernels of base, 64 pairs, on an H200. Encoder graphs,
+# which minimise launches, keep joint kernels.
+SEPARATE_REDUCTIONS = {"combo_kernels_pointwise_only": True}
+# Share of the activations that a compiled graph keeps at most. Anything below 1 lets the backward
+# pass compute again what costs next to nothing, as GELU: base, 32 pairs, blocks: 10.2 GiB for 14.4.
+MEMORY_BUDGET = 0.99
 
 
-def require_compiler(how: str) -> None:
+def require_compiler(mode: str) -> None:
     """Require the C++ compiler that Inductor and Triton call."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -60,64 +49,64 @@ def require_compiler(how: str) -> None:
         get_cpp_compiler()
     except Exception as error:  # of any version of Inductor
         raise ConfigError(
-            f"training.compile={how} needs a C++ compiler, and none runs here (PATH, CXX): install "
-            "g++, or set training.compile=none"
+            f"training.compile={mode} needs a C++ compiler, and none runs here (PATH, CXX): "
+            "install g++, or set training.compile=none"
         ) from error
 
 
 def compile_task(
-    task: nn.Module, how: Compile, device: torch.device, backend: Backend = "inductor"
+    task: nn.Module, mode: Compile, device: torch.device, backend: Backend = "inductor"
 ) -> None:
-    """Compile a task and its teacher for training.
-
-    Shapes are static if `PlainTask.static_shapes`; otherwise a changing size becomes a symbol, so a
-    block compiles at most twice for it. Graphs are compiled when their module first runs.
+    """Compile a task and its teacher in place, so that names in checkpoints stay.
 
     Args:
-        how: `blocks` compiles each transformer block (one graph for the blocks of a tower); `step`
+        mode: `blocks` compiles each transformer block (one graph for the blocks of a tower); `step`
             compiles each encoder with its projections as one graph, and other blocks; both also
             compile losses and other regions (`vlp.compilation`). `auto` is `blocks` on a GPU, else
             `none`.
         backend: of `torch.compile`.
     """
-    if how == "auto":
-        how = "blocks" if device.type == "cuda" else "none"
-    if how == "none":
+    if mode == "auto":
+        mode = "blocks" if device.type == "cuda" else "none"
+    if mode == "none":
         compile_regions(None)
         return
-    require_compiler(how)
-    import torch._dynamo  # a second or two, which uncompiled runs save
+    require_compiler(mode)
+    # A second or two, which uncompiled runs save.
+    import torch._dynamo
     import torch._functorch.config
 
     options: dict[str, Any] = {"backend": backend}
     if backend == "inductor":
-        options["options"] = FEW_LAUNCHES | (APART if how == "blocks" else {})
-        torch._functorch.config.activation_memory_budget = KEPT
+        options["options"] = FEW_LAUNCHES | (SEPARATE_REDUCTIONS if mode == "blocks" else {})
+        torch._functorch.config.activation_memory_budget = MEMORY_BUDGET
     torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
     # Graphs are small enough for gradients to travel while the next one runs backwards.
     torch._dynamo.config.optimize_ddp = False
     networks, dynamic = [task], None
     if isinstance(task, PlainTask):
         task.is_compiled, networks = True, task.networks()
+        # Else a changing size becomes a symbol, and a block compiles at most twice for it.
         dynamic = False if task.static_shapes else None
     compile_regions(options)
     for network in networks:
-        encoders = list(_encoders(network)) if how == "step" else []
+        encoders = list(_encoders(network)) if mode == "step" else []
         for encoder in encoders:
             encoder.compile(fullgraph=True, dynamic=dynamic, **options)
-        for model in _models(network) if how == "step" else ():
+        for model in _models(network) if mode == "step" else ():
             for name in ("encode_image", "encode_text", "cross"):
                 method = getattr(model, name)
-                whole = torch.compile(method, fullgraph=True, dynamic=dynamic, **options)
-                setattr(model, name, whole)
-        within = {id(part) for encoder in encoders for part in encoder.modules()}
+                compiled = torch.compile(method, fullgraph=True, dynamic=dynamic, **options)
+                setattr(model, name, compiled)
+        compiled_ids = {id(part) for encoder in encoders for part in encoder.modules()}
         for block in transformer_blocks(network):
-            if id(block) not in within:
+            if id(block) not in compiled_ids:
                 block.compile(dynamic=dynamic, **options)
 
 
 def uncompiled() -> AbstractContextManager[object]:
     """Return a context in which compiled modules run as they are written."""
+    # For validations, as every size of their batches would be compiled anew.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -166,12 +155,12 @@ def block_stacks(module: nn.Module) -> list[list[nn.Module]]:
 
     Blocks are several modules of one class with at least two linear layers.
     """
-    within = [stack for child in module.children() for stack in block_stacks(child)]
-    if within or not isinstance(module, nn.ModuleList | nn.Sequential):
-        return within
+    inner_stacks = [stack for child in module.children() for stack in block_stacks(child)]
+    if inner_stacks or not isinstance(module, nn.ModuleList | nn.Sequential):
+        return inner_stacks
     blocks = list(module)
-    alike = len({type(block) for block in blocks}) == 1
-    return [blocks] if alike and all(_is_block(block) for block in blocks) else []
+    is_uniform = len({type(block) for block in blocks}) == 1
+    return [blocks] if is_uniform and all(_is_block(block) for block in blocks) else []
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -181,22 +170,20 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] | int) -> None:
-    """Recompute blocks in the backward pass from their inputs (Chen et al. 2016, arXiv 1604.06174).
-
-    Dropout, losses and gradients are bit-identical.
-    """
+    """Recompute blocks in the backward pass from their inputs (Chen et al., arXiv 1604.06174)."""
     if blocks == "none":
         return
     stacks = block_stacks(module)
-    chosen = [b for stack in stacks for b in (stack if blocks == "blocks" else stack[:blocks])]
-    if not chosen:
+    selection = [b for stack in stacks for b in (stack if blocks == "blocks" else stack[:blocks])]
+    if not selection:
         raise ConfigError("training.activation_checkpointing: this task has no transformer blocks")
-    for block in chosen:
+    for block in selection:
         if any(isinstance(part, _BatchNorm) for part in block.modules()):
             raise ConfigError(
                 "training.activation_checkpointing: a batch norm would count every batch twice"
             )
-        # Not the call itself: hooks that gather a block's weights stay outside of it.
+        # Not the call itself: hooks that gather a block's weights stay outside of it. Dropout,
+        # losses and gradients keep every bit.
         block.forward = functools.wraps(block.forward)(
             functools.partial(checkpoint, block.forward, use_reentrant=False)
         )

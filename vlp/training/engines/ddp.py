@@ -1,7 +1,4 @@
-"""PyTorch's DistributedDataParallel as an `Engine`: whole copies on every rank.
-
-Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tensors by name.
-"""
+"""PyTorch's DistributedDataParallel as an `Engine`: whole copies on every rank."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 class DdpEngine:
-    """One task with a whole copy on every rank; needs a process group.
-
-    Gradients are reduced during the backward pass of the last micro-step; one rank runs plainly.
-    """
+    """One task with a whole copy on every rank; needs a process group."""
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         self.rank = distributed.rank()
@@ -48,9 +42,9 @@ class DdpEngine:
         self._micro_step = 0
         self._scale = LossScale(config.precision)
         self._forward = self._wrapped(task, reduce_in_bf16=config.engine == "ddp-bf16")
-        self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        self._trainable = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._adamw = build_adamw(task, config.optimiser)
-        create_moments(self._adamw, self._named.values())
+        create_moments(self._adamw, self._trainable.values())
 
     def _wrapped(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
         """Give every rank rank 0's weights; return the forward pass."""
@@ -68,6 +62,7 @@ class DdpEngine:
             wrapped.register_comm_hook(None, bf16_compress_hook)
 
         def forward(batch: Slots, step: int) -> StepOutput:
+            # Gradients are reduced during the backward pass of the last micro-step alone.
             last = self._micro_step == self._micro_steps
             with nullcontext() if last else wrapped.no_sync():
                 output: StepOutput = wrapped(batch, step)
@@ -81,11 +76,9 @@ class DdpEngine:
         return self._forward(batch, step)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar loss, averaged over ranks and micro-steps.
-
-        On this thread: a thread of the GPU's own takes Python's lock anew for each hook and kernel
-        written in Python, a tenth of a step's host time.
-        """
+        """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
+        # On this thread: a thread of the GPU's own takes Python's lock anew for each hook and
+        # kernel written in Python, a tenth of a step's host time.
         with torch.autograd.set_multithreading_enabled(False):
             (loss / self._micro_steps * self._scale.value).backward()
 
@@ -97,8 +90,8 @@ class DdpEngine:
             return self._step_unread()
         if self._scale.enabled:
             torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
-        most = float("inf") if self._clip is None else self._clip
-        norm = nn.utils.clip_grad_norm_(self._named.values(), most)
+        max_norm = float("inf") if self._clip is None else self._clip
+        norm = nn.utils.clip_grad_norm_(self._trainable.values(), max_norm)
         applied = bool(torch.isfinite(norm))
         if applied:
             self._adamw.step()
@@ -108,13 +101,11 @@ class DdpEngine:
         )
 
     def _step_unread(self) -> Update:
-        """Clip and apply AdamW where the gradients are finite, without waiting for the device.
-
-        Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
-        `grad_scale`, and changes nothing where `found_inf` is 1.
-        """
+        """Clip and apply AdamW where the gradients are finite, without waiting for the device."""
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
+        # Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
+        # `grad_scale`, and changes nothing where `found_inf` is 1.
         adamw: Any = self._adamw
         adamw.found_inf = applied.logical_not().float()
         if self._clip is not None:
@@ -124,7 +115,7 @@ class DdpEngine:
         return Update(applied, norm)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._named.values() if p.grad is not None]
+        return [p.grad for p in self._trainable.values() if p.grad is not None]
 
     def parameters(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
@@ -142,26 +133,27 @@ class DdpEngine:
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
         """Restore the files of `snapshot` on any number of ranks; KeyError for another model."""
-        for file, here in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
-            missing = set(here)
+        # Files have the form of the DeepSpeed engine's: full-size float32 tensors by name.
+        for file, tensors in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
+            missing = set(tensors)
             for name, value in broadcast_tensors(None if folder is None else folder / file):
                 if name == LOSS_SCALE:
                     self._scale.load(value)
                     continue
                 missing.remove(name)
-                here[name].copy_(value)
+                tensors[name].copy_(value)
             if missing:
                 raise KeyError(f"the checkpoint lacks {sorted(missing)}")
             if file == OPTIMISER:
                 for state in self._adamw.state.values():
-                    state[STEP].copy_(here[STEP])
+                    state[STEP].copy_(tensors[STEP])
 
     def _state(self) -> dict[str, Tensor]:
         """Return parameters, each by one name, and saved buffers."""
         return {**self.parameters(), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:
-        states = {name: self._adamw.state[parameter] for name, parameter in self._named.items()}
+        states = {name: self._adamw.state[parameter] for name, parameter in self._trainable.items()}
         moments = {
             f"{moment}.{name}": state[moment]
             for moment in MOMENTS

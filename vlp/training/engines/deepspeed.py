@@ -1,9 +1,4 @@
-"""DeepSpeed ZeRO 0-3 as an `Engine`, with rank-independent checkpoints.
-
-The YAML configures training, a JSON file ZeRO. DeepSpeed refuses its own checkpoints on another
-number of ranks. Here parameters and optimiser state are read and written one by one at full size,
-in float32: a checkpoint fits any number of ranks and any ZeRO stage, bit for bit.
-"""
+"""DeepSpeed ZeRO 0-3 as an `Engine`; the YAML configures training, a JSON file ZeRO."""
 
 from __future__ import annotations
 
@@ -45,16 +40,13 @@ def deepspeed_file(name: str) -> Path:
     folder = Path(str(resources.files("configs"))) / "deepspeed"
     path = folder / f"{name}.json"
     if not path.is_file():
-        known = ["ddp", "ddp-bf16", "deepspeed", *sorted(f.stem for f in folder.glob("*.json"))]
-        raise ConfigError(f"training.engine: unknown name {name!r}; known are {', '.join(known)}")
+        names = ["ddp", "ddp-bf16", "deepspeed", *sorted(f.stem for f in folder.glob("*.json"))]
+        raise ConfigError(f"training.engine: unknown name {name!r}; known are {', '.join(names)}")
     return path
 
 
 def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
-    """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings.
-
-    Parameters and optimiser state stay float32 at every precision: the task autocasts itself.
-    """
+    """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings."""
     assert config.deepspeed is not None
     path = deepspeed_file(config.deepspeed)
     try:
@@ -75,6 +67,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key} is not supported; the state stays on the device")
     config.require_equal_shares(world_size)
     clip = config.optimiser.clip
+    # No precision: parameters and optimiser state stay float32, and the task autocasts itself.
     return values | {
         "train_batch_size": config.batch * config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": config.batch // world_size,
@@ -95,12 +88,10 @@ def shards_parameters(training: TrainingConfig) -> bool:
 
 @contextmanager
 def _scalars_pass(task: nn.Module, stage: int) -> Iterator[None]:
-    """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures).
-
-    It broadcasts parameters as bytes, which PyTorch cannot view a scalar as. So scalars are
-    broadcast here; stages 0-2 then skip parameters marked as differing between ranks, and stage 3,
-    without such a mark, gets a one-element vector and restores the shape when gathering.
-    """
+    """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures)."""
+    # It broadcasts parameters as bytes, which PyTorch cannot view a scalar as. So scalars are
+    # broadcast here; stages 0-2 then skip parameters marked as differing between ranks, and stage
+    # 3, without such a mark, gets a one-element vector and restores the shape when gathering.
     scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
     for parameter in scalars:
         parameter.data.copy_(distributed.tensor_from_rank_0(parameter.detach().cpu()))
@@ -134,7 +125,7 @@ class DeepSpeedEngine:
         self._clip = config.optimiser.clip
         self._adamw = build_adamw(task, config.optimiser)
         # Names and full shapes, before stage 3 empties the parameters.
-        self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        self._trainable = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in task.named_parameters() if not p.requires_grad}
         with _scalars_pass(task, self.stage):
             self._deepspeed, *_ = deepspeed.initialize(
@@ -156,7 +147,8 @@ class DeepSpeedEngine:
             self._zero.loss_scale = self._scale.value
         self._deepspeed.backward(loss)
         if not self._deepspeed.is_gradient_accumulation_boundary():
-            self._deepspeed.step()  # only counts the micro-step
+            # Only counts the micro-step.
+            self._deepspeed.step()
 
     def step(self, learning_rate: float) -> Update:
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
@@ -173,18 +165,18 @@ class DeepSpeedEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
-        named = self._frozen | self._named
+        parameters = self._frozen | self._trainable
         if self.stage < 3:
-            return {name: parameter.detach() for name, parameter in named.items()}
+            return {name: parameter.detach() for name, parameter in parameters.items()}
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(named.values())):
-            return {name: parameter.detach().clone() for name, parameter in named.items()}
+        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
         state = {}
-        for name, parameter in (self._frozen | self._named).items():
+        for name, parameter in (self._frozen | self._trainable).items():
             value = self._read_parameter(parameter)  # collective
             if self.rank == 0:
                 state[name] = host_copy(value)
@@ -192,10 +184,12 @@ class DeepSpeedEngine:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
+        # DeepSpeed refuses its own checkpoints on another number of ranks. Tensors of full size, in
+        # float32, fit any number of ranks and any ZeRO stage, bit for bit.
         weights = self.state_dict()
         moments: dict[str, Tensor] = {}
         for moment in MOMENTS:
-            for name, parameter in self._named.items():
+            for name, parameter in self._trainable.items():
                 value = self._read_moment(parameter, moment)  # collective
                 if self.rank == 0:
                     moments[f"{moment}.{name}"] = host_copy(value)
@@ -206,7 +200,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
         """Restore the files of `snapshot` on any ranks and stage; KeyError for another model."""
-        parameters, buffers = self._frozen | self._named, saved_buffers(self.module)
+        parameters, buffers = self._frozen | self._trainable, saved_buffers(self.module)
         missing = parameters.keys() | buffers.keys()
         for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):
             missing.remove(name)
@@ -214,7 +208,7 @@ class DeepSpeedEngine:
                 buffers[name].copy_(value)
             else:
                 self._write_parameter(parameters[name], value.to(self.device))
-        missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._named} | {STEP}
+        missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._trainable} | {STEP}
         for name, value in broadcast_tensors(None if folder is None else folder / OPTIMISER):
             if name == LOSS_SCALE:
                 self._scale.load(value)
@@ -225,7 +219,7 @@ class DeepSpeedEngine:
                     state[STEP].copy_(value)
                 continue
             moment, _, parameter = name.partition(".")
-            self._write_moment(self._named[parameter], moment, value.to(self.device))
+            self._write_moment(self._trainable[parameter], moment, value.to(self.device))
         if missing:
             raise KeyError(f"the checkpoint lacks {sorted(missing)}")
 
@@ -239,7 +233,7 @@ class DeepSpeedEngine:
 
     def _flat_parameters(self) -> list[Tensor]:
         if self.stage == 0:
-            return list(self._named.values())
+            return list(self._trainable.values())
         if self.stage == 3:
             return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
@@ -270,8 +264,8 @@ class DeepSpeedEngine:
 
                 safe_set_full_fp32_param(parameter, value)
             return
-        held: Any = parameter
-        held.ds_tensor.data.copy_(self._partition(parameter, value))
+        sharded: Any = parameter
+        sharded.ds_tensor.data.copy_(self._partition(parameter, value))
         if parameter.shape == value.shape:  # a small parameter that stays gathered
             parameter.data.copy_(value)
         if parameter.requires_grad:
@@ -300,14 +294,14 @@ class DeepSpeedEngine:
 
     def _clip_gradients(self) -> float:
         """Clip at stage 0, which leaves non-finite gradients to the caller; return the norm."""
-        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        gradients = [p.grad for p in self._trainable.values() if p.grad is not None]
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1 / self._scale.value)
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         value = float(norm)
         if not torch.isfinite(norm):
-            for parameter in self._named.values():
+            for parameter in self._trainable.values():
                 parameter.grad = None  # AdamW passes over parameters without a gradient
             return float("inf")
         if self._clip is not None and (value + 1e-6) / self._clip > 1.0:

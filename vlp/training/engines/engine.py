@@ -14,12 +14,12 @@ from vlp.tasks.task import StepOutput
 
 # A checkpoint's files and the names in them, the same for every engine.
 WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
+# Name of the state among the optimiser's in a checkpoint.
 LOSS_SCALE = "loss_scale"
-"""Name of the state among the optimiser's in a checkpoint."""
 
 FIRST_SCALE = 2.0**16
+# Applied steps in a row after which the scale doubles.
 INTERVAL = 2000
-"""Applied steps in a row after which the scale doubles."""
 
 
 class Update(NamedTuple):
@@ -82,9 +82,11 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 class LossScale:
     """Factor of the loss: halved by a non-finite step, doubled after `INTERVAL` others.
 
-    The policy of `torch.amp.GradScaler`, which needs whole gradients (ZeRO shards them) and keeps
-    state on a device. The factor stays 1 unless `precision` is "fp16".
+    It stays 1 unless `precision` is "fp16".
     """
+
+    # The policy of `torch.amp.GradScaler`, which itself needs whole gradients (ZeRO shards them)
+    # and keeps its state on a device.
 
     def __init__(self, precision: str) -> None:
         self.enabled = precision == "fp16"

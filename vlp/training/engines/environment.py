@@ -26,11 +26,7 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def prepare_environment() -> None:
-    """Set missing launcher variables, so that a plain `python` is rank 0 of 1.
-
-    Without a GPU, DeepSpeed uses the CPU, each rank of this machine gets its share of the cores
-    unless OMP_NUM_THREADS is set, and keeps freed memory.
-    """
+    """Set missing launcher variables, so that a plain `python` is rank 0 of 1."""
     _take_slurm_ranks()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -38,6 +34,7 @@ def prepare_environment() -> None:
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
+    # Without a GPU each rank of this machine gets its share of the cores.
     if not torch.cuda.is_available():
         keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -67,17 +64,14 @@ def check_accelerate_flags(training: TrainingConfig) -> None:
 def allow_open_files() -> int:
     """Let this process open as many files as the system permits; returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2**20 if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    limit = 2**20 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def _take_slurm_ranks() -> None:
-    """Read the ranks of `srun -n N python launch/pretrain.py` without a launcher.
-
-    On several nodes MASTER_ADDR must be set, as pretrain.slurm does.
-    """
+    """Read the ranks of `srun -n N python launch/pretrain.py` without a launcher."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks == "1" or "SLURM_PROCID" not in os.environ:
         return
@@ -88,6 +82,7 @@ def _take_slurm_ranks() -> None:
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
         "LOCAL_SIZE": local,
     }
+    # On several nodes MASTER_ADDR must be set, as pretrain.slurm does.
     if os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
@@ -97,28 +92,27 @@ def _take_slurm_ranks() -> None:
 def cores_of_rank() -> int:
     """Return this rank's share of the cores of its machine that it may use, at least 1."""
     local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    there = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cores = len(there(0)) if there else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, cores // local)
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse freed memory for its next tensors; False without glibc.
-
-    glibc returns large blocks to the system, so every step would map, clear and fault them in anew.
-    The process then stays at its peak size.
-    """
+    """Let this process reuse freed memory for its next tensors; False without glibc."""
+    # glibc returns large blocks to the system, so every step would map, clear and fault them in
+    # anew. The process now stays at its peak size.
     try:
         library = ctypes.CDLL(None)
-        if not hasattr(library, "gnu_get_libc_version"):  # others have other options
+        # Other libraries have other options.
+        if not hasattr(library, "gnu_get_libc_version"):
             return False
         set_option = library.mallopt
     except (OSError, AttributeError):
         return False
     # Other threads' own arenas, that of the backward pass for one, hold no large blocks.
     options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
-    done = [bool(set_option(option, value)) for option, value in options.items()]
-    return all(done)
+    results = [bool(set_option(option, value)) for option, value in options.items()]
+    return all(results)
 
 
 def free_port() -> int:
