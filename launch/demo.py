@@ -112,18 +112,24 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
     interrupts: list[int] = []
     # Ctrl-C reaches the ranks, too: the pipe stays open until they have saved a checkpoint.
     handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    with (
-        log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            if "step/s" in line or "s/step" in line:
-                print(f"\r{line.rstrip()}", end="", flush=True)
-    signal.signal(signal.SIGINT, handler)
+    try:
+        with (
+            log.open("w", encoding="utf-8") as file,
+            subprocess.Popen(
+                command,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                if "step/s" in line or "s/step" in line:
+                    print(f"\r{line.rstrip()}", end="", flush=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     print()
     if interrupts:
         print(f"interrupted; the output of the training: {log}", file=sys.stderr)

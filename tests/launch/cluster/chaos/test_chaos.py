@@ -5,19 +5,242 @@ VLP_CHAOS says for how many seconds, VLP_CHAOS_SEED which, and VLP_CHAOS_FAULTS=
 same order.
 """
 
+from __future__ import annotations
+
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
 import ranks
-from chaos_jobs import FOREIGN, convert, evaluate, originals, pretrain, reshard, small_shards
-from faults import BEFORE, DURING, Scene, kill_all
-from shard_server import manifest, serve
+from launch_lab import STEPS
+from raw_images import files_of, raw_image
+from shard_server import ShardServer, manifest, serve
+
+from data_tools.__main__ import main as data_tools
+
+FOREIGN = "thesis"
+"""In the name of what belongs to somebody else."""
+
+TOOLS = ranks.ROOT / "data_tools" / "__main__.py"
+EVALUATION = ranks.ROOT / "evaluation" / "__main__.py"
+PRETRAIN = ranks.ROOT / "launch" / "pretrain.py"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that writes `out` on some ranks, and goes on when it is started again."""
+
+    name: str
+    ranks: int
+    command: Sequence[str | Path]
+    without: frozenset[str] = frozenset()
+    """Faults that it does not promise to survive."""
+    shards: Sequence[str] = ()
+    results: Callable[[Path], dict[str, bytes]] = field(default=files_of)
+    checked: Callable[[Path], bool] = lambda path: False
+    """Whether it finds damage of one of its files by itself."""
+
+
+def pretrain(lab, out, url, shards):
+    """Two ranks that read from a store."""
+    arguments = [
+        *lab.arguments(out.name, f"output={out}", f"data.sources=[{{path: {url}}}]"),
+        f"data.cache={{folder: {out.parent / 'cache'}, limit: 100MB}}",
+        "data.outages={seconds: 4, policy: pause}",
+        "data.workers=1",
+        "--resume",
+    ]
+    return Job(
+        "pretrain",
+        2,
+        [PRETRAIN, *arguments],
+        shards=shards,
+        results=_weights,
+        checked=lambda path: path.parent.name.startswith("step_"),
+    )
+
+
+def convert(listed, images, out):
+    places = ["--annotations", listed, "--images", images, "--out", out, "--processes", "2"]
+    size = ["--samples-per-shard", "8", "--max-side", "220"]
+    return Job(
+        "convert", 1, [TOOLS, "flickr8k", *places, *size], frozenset({"store", "corrupt file"})
+    )
+
+
+def reshard(source, out):
+    size = ["--samples-per-shard", "20", "--shuffle", "3", "--processes", "2"]
+    command = [TOOLS, "reshard", source, "--out", out, *size]
+    return Job("reshard", 1, command, frozenset({"store", "corrupt file"}))
+
+
+def evaluate(model, shards, out):
+    """Two ranks; its files are small, and it has no owner."""
+    command = [EVALUATION, "retrieval", "--model", model, "--shards", shards, "--out", out]
+    return Job("evaluate", 2, command, frozenset({"store", "second owner", "corrupt file"}))
+
+
+def originals(folder, count=80):
+    """A list in the form of Flickr8k's, and its images."""
+    import json
+
+    folder.mkdir()
+    rows = []
+    for number in range(count):
+        (folder / f"{number}.jpg").write_bytes(raw_image(number, (240, 180)))
+        sentence = {"raw": f"image {number}"}
+        rows.append({"filename": f"{number}.jpg", "split": "train", "sentences": [sentence]})
+    listed = folder / "toy.json"
+    listed.write_text(json.dumps({"dataset": "toy", "images": rows}))
+    return listed, folder
+
+
+def small_shards(source, out):
+    """The same samples in shards of 25."""
+    assert data_tools(["reshard", str(source), "--out", str(out), "--samples-per-shard", "25"]) == 0
+    return out
+
+
+def _weights(out):
+    places = [out / "checkpoints" / f"step_{STEPS}" / f"{name}.safetensors" for name in _STATES]
+    places.append(out / "model" / "model.safetensors")
+    return {path.name: path.read_bytes() for path in places}
+
+
+_STATES = ("weights", "optimiser", "extra")
+
+
+# A file may grow to this many bytes on a "full disk": what a rank prints fits, shards do not.
+ROOM = 32 * 1024
+
+
+@dataclass
+class Scene:
+    """A job at work (or about to be), with all that can go wrong about it."""
+
+    rng: random.Random
+    job: Job
+    out: Path
+    server: ShardServer
+    started: list[ranks.Rank]
+
+    def family(self):
+        """The job's processes with all that they started."""
+        found = []
+        for rank in self.started:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(rank.process.pid)
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    def signal(self, number):
+        with suppress(ProcessLookupError):
+            os.kill(self.rng.choice(self.started).process.pid or 0, number)
+
+    def files(self):
+        found = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
+        return [path for path in found if FOREIGN not in path.name and path.stat().st_size]
+
+
+def kill(scene):
+    scene.signal(signal.SIGKILL)
+
+
+def kill_all(scene):
+    """As when the power goes."""
+    for process in scene.family():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def terminate(scene):
+    scene.signal(signal.SIGTERM)
+
+
+def interrupt(scene):
+    scene.signal(signal.SIGINT)
+
+
+def full_disk(scene):
+    for process in scene.family():
+        with suppress(ProcessLookupError):
+            _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, hard))
+
+
+def second_owner(scene):
+    """It may come when the first one has ended, and then finds everything done."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and any(rank.process.is_alive() for rank in scene.started):
+        if any(scene.out.rglob(".lock-*")):
+            break
+        time.sleep(0.05)
+    here = any(rank.process.is_alive() for rank in scene.started)
+    again = ranks.start(scene.job.command, 1)
+    [(code, said)] = ranks.finish(again, timeout=120)
+    assert code in (0, 2), said
+    alive = any(rank.process.is_alive() for rank in scene.started)
+    if here and alive:
+        assert "is being written by process" in said, said
+
+
+def store(scene):
+    """Errors, a stall, a cut and other bytes under the same name."""
+    for path in (scene.out.parent / "cache").rglob("*.tar.*"):
+        path.unlink()
+    how = scene.rng.choice(["fails", "halves", "stalls", "others"])
+    scene.server.status = scene.rng.choice([429, 500, 503])
+    for name in scene.rng.sample(scene.job.shards, 2):
+        getattr(scene.server, how)[name] = scene.rng.choice([1, 2, 5])
+
+
+def corrupt(scene):
+    """Cut or turn over bytes of the newest file that the job alone is to read."""
+    files = [path for path in scene.files() if scene.job.checked(path)]
+    if files:
+        newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+        data = bytearray(newest.read_bytes())
+        place = scene.rng.randrange(len(data))
+        if scene.rng.random() < 0.5:
+            data[place] ^= 0xFF
+        else:
+            del data[place:]
+        newest.write_bytes(data)
+
+
+def clock(scene):
+    """The clock that files were written by went wrong by a day."""
+    day = time.time() + scene.rng.choice([-86400, 86400])
+    for path in scene.files():
+        os.utime(path, (day, day))
+
+
+Fault = Callable[[Scene], None]
+
+BEFORE = {"corrupt file": corrupt, "clock": clock, "store": store}
+"""Met by a start after a power cut."""
+
+DURING = {
+    "kill": kill,
+    "power cut": kill_all,
+    "SIGTERM": terminate,
+    "SIGINT": interrupt,
+    "full disk": full_disk,
+    "second owner": second_owner,
+}
+"""Met at a random moment."""
+
 
 SECONDS = float(os.environ.get("VLP_CHAOS", "900"))
 SEED = int(os.environ.get("VLP_CHAOS_SEED", "30"))
