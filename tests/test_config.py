@@ -107,28 +107,12 @@ def test_numbers_of_yaml_1_1_alone_are_text(tmp_path, text):
             ["objectives.mim.output is cross", "layout text"],
         ),
         ("", ["training.optimiser.betas=[0.9, 1]"], ["optimiser.betas.1'", "less than 1", "1)"]),
-        (
-            "",
-            ["training.optimiser.betas=[-0.1, 0.9]"],
-            ["optimiser.betas.0'", "equal to 0", "-0.1"],
-        ),
-        (
-            "",
-            ["data.augment.crop_scale=[0, 1]"],
-            ["'data.augment.crop_scale.0'", "greater than 0", "given: 0"],
-        ),
         ("", ["data.augment.crop_scale=[0.8, 0.5]"], ["[0.8, 0.5] is not 0 < low <= high <= 1"]),
-        (
-            "",
-            ["data.augment.crop_scale=[0.5, 1.5]"],
-            ["crop_scale.1'", "less than or equal to 1 (given: 1.5)"],
-        ),
         ("", ["data.augment.crop_scale=[.nan, 1]"], ["crop_scale.0'", "(given: nan)"]),
         ("", ["training"], ["write key.sub=value"]),
         ("inherit: run.yaml\n", [], ["inherits from itself"]),
         ("inherit: missing.yaml\n", [], ["missing.yaml", "cannot read"]),
         ("inherit: [a, b]\n", [], ["run.yaml", "'inherit' names one file, not ['a', 'b']"]),
-        ("inherit: 3\n", [], ["names one file, not 3"]),
         (
             "",
             ["data.sources=[{pth: x}]"],

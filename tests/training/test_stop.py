@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,33 +19,22 @@ from vlp.training.stop_requests import REQUEUE, StopSignals
 
 # The main thread waits for a lock in C, as in a collective call; no handler can run.
 BLOCKED = """
-import ctypes, sys
+import ctypes, os, sys, threading
 from vlp.training.stop_requests import StopSignals
 lock = ctypes.create_string_buffer(128)
 with StopSignals(grace=1.0) as stop:
     if sys.argv[1] == "training":
         stop.look()
-    print("waits", flush=True)
+    threading.Timer(0.5, os.kill, (os.getpid(), int(sys.argv[2]))).start()
     ctypes.CDLL(None).pthread_mutex_lock(lock)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
 """
 
 
-@contextmanager
-def waiting(phase):
-    process = subprocess.Popen(
-        [sys.executable, "-c", BLOCKED, phase],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waits\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def outcome(script, *arguments):
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -63,11 +51,8 @@ def waiting(phase):
     ("phase", "told"), [("start", "before its first step"), ("training", "in the midst of a step")]
 )
 def test_a_blocked_process_ends_itself(phase, told, number):
-    with waiting(phase) as process:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-        assert process.returncode == REQUEUE
-        assert said == f"rank 0 stopped by {number.name} {told}\n"
+    message = f"rank 0 stopped by {number.name} {told}\n"
+    assert outcome(BLOCKED, phase, int(number)) == (REQUEUE, message)
 
 
 def test_a_run_that_is_being_saved_takes_its_time():
@@ -107,9 +92,8 @@ with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
     [(0.5, 60.0, "while it validated or saved"), (60.0, 0.5, "in the midst of a step")],
 )
 def test_patience_ends(patience, inside, told):
-    command = [sys.executable, "-c", IN_PATIENCE, str(patience), str(inside)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert (done.returncode, done.stderr) == (REQUEUE, f"rank 0 stopped by SIGTERM {told}\n")
+    message = f"rank 0 stopped by SIGTERM {told}\n"
+    assert outcome(IN_PATIENCE, patience, inside) == (REQUEUE, message)
 
 
 def test_a_process_with_many_open_files_is_watched():

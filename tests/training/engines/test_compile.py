@@ -29,27 +29,18 @@ ROWS = 4
 
 def configuration(*, masked=True, layers=1, **text):
     sizes = {"layers": layers, "heads": 2, "intermediate": 16}
-    return PretrainConfig.model_validate(
-        {
-            "model": {
-                "text": sizes | {"width": 16, "vocab_size": 64, "max_tokens": 8} | text,
-                "image": sizes | {"width": 16, "image_size": 16, "patch_size": 8},
-                "cross": sizes | {"anchor": {"groups": 2}},
-                "embed_dim": 16,
-            },
-            "data": {
-                "sources": [{"path": "unused"}],
-                "vocabulary": "unused",
-                "canonical_streams": 1,
-            },
-            "objectives": {
-                "itm": {"group": ROWS} if masked else None,
-                "mlm": {} if masked else None,
-                "mim": {} if masked else None,
-                "teacher": None,
-            },
-            "training": {"batch": ROWS, "precision": "float32"},
-        }
+    model = {
+        "text": sizes | {"width": 16, "vocab_size": 64, "max_tokens": 8} | text,
+        "image": sizes | {"width": 16, "image_size": 16, "patch_size": 8},
+        "cross": sizes | {"anchor": {"groups": 2}},
+        "embed_dim": 16,
+    }
+    itm, other = ({"group": ROWS}, {}) if masked else (None, None)
+    return PretrainConfig(
+        model=model,
+        data={"sources": ["unused"], "vocabulary": "unused", "canonical_streams": 1},
+        objectives={"itm": itm, "mlm": other, "mim": other, "teacher": None},
+        training={"batch": ROWS, "precision": "float32"},
     )
 
 
