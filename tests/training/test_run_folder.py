@@ -6,11 +6,10 @@ from copy import deepcopy
 from importlib import metadata
 
 import pytest
-from pydantic import ConfigDict, Field
 from training_toy import toy_config
 
 from vlp import distributed
-from vlp.config import Config, ConfigError
+from vlp.config import ConfigError
 from vlp.training.config import FinetuneConfig
 from vlp.training.run_folder import (
     RunFolder,
@@ -19,7 +18,6 @@ from vlp.training.run_folder import (
     read_record,
     record_start,
     require_same_on_all_ranks,
-    resume_rule,
 )
 
 CONFIG = toy_config()
@@ -89,41 +87,6 @@ def test_an_added_or_removed_key_is_a_difference():
     assert compare(now, older, CONFIG).fatal == ["model.embed_dim: saved 128, now 'absent'"]
     # What one of them does not tell has its default.
     assert compare(SAVED, older, CONFIG) == compare(older, SAVED, CONFIG) == ([], [])
-
-
-class Parts(Config):
-    """A part of a configuration from outside."""
-
-    model_config = ConfigDict(json_schema_extra={"resume": "tolerated"})
-
-    speed: int = 1
-    place: str = Field("here", json_schema_extra={"resume": "path"})
-
-
-class Outside(Config):
-    """A configuration from outside, which says itself what may differ."""
-
-    size: int = 1
-    parts: tuple[Parts, ...] = ()
-    part: Parts = Parts()
-    cache: dict[str, int] = Field({}, json_schema_extra={"resume": "free"})
-
-
-@pytest.mark.parametrize(
-    ("key", "rule"),
-    [
-        ("size", "fixed"),
-        ("unknown", "fixed"),
-        ("part.speed", "tolerated"),
-        ("part.place", "path"),
-        ("parts.0.speed", "tolerated"),
-        ("parts.0.place", "path"),
-        ("parts.1.place", "fixed"),
-        ("cache.x.y", "free"),
-    ],
-)
-def test_fields_say_what_may_differ(key, rule):
-    assert resume_rule(Outside(parts=(Parts(),)), key) == rule
 
 
 FINE_TUNING = FinetuneConfig.model_validate(

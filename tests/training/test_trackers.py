@@ -11,7 +11,7 @@ from wandb.proto import wandb_internal_pb2
 
 from vlp.config import ConfigError
 from vlp.training import log as trackers
-from vlp.training.log import RunLog, flatten, open_trackers, require_access, require_trackers
+from vlp.training.log import RunLog, open_trackers, require_access, require_trackers
 from vlp.training.run_folder import RunFolder, read_record
 
 
@@ -135,13 +135,6 @@ def test_what_cannot_be_used_is_said_before_the_training(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
         open_trackers(["mlflow"], folder, 0)
-
-
-def test_nested_names_are_joined_and_what_json_lacks_is_null():
-    record = {"step": 1, "skipped": {"total": 2, "no text": 2}, "norm": float("inf"), "x": 0.5}
-    flat = flatten(record)
-    assert flat == {"step": 1, "skipped/total": 2, "skipped/no text": 2, "norm": None, "x": 0.5}
-    assert json.loads(json.dumps(flat, allow_nan=False)) == flat
 
 
 def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path):

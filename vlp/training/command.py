@@ -181,7 +181,8 @@ def _engine(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]
 
 
 def _refuse(message: str) -> int:
-    """Print once on each node, which may be refused alone; its launcher ends all ranks with one."""
+    """Print an error once on each node; return the exit code."""
+    # A node may be refused alone. Its launcher ends all ranks with the first, so others wait.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:

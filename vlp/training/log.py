@@ -162,7 +162,7 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def require_access(names: Sequence[TrackerName]) -> None:
-    """Ask trackers, before a run writes anything, whether they let it in."""
+    """Check that trackers can be reached, before a run writes anything."""
     for name in names:
         with _usable(name):
             if name == "wandb":

@@ -138,7 +138,7 @@ def train(
                 return progress.step, progress.looked
 
             def is_over() -> bool:
-                """Validate if that is due; return whether the run has come to its end."""
+                """Validate if that is due; return whether the run is to end."""
                 if best is None:
                     return progress.step >= total
                 if best.due(progress, total):
@@ -264,7 +264,7 @@ _TEACHER_KEYS = ("objectives", "task")
 
 
 def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
-    """Say what may surprise: a run that ends in its warm-up, and the rate of one that goes on."""
+    """Log warnings of warm-ups that never end, and the learning rate of a resumed run."""
     optimiser = config.training.optimiser
     if optimiser.warmup_steps is None:
         log.say(f"warm-up: {optimiser.warmup(total)} of {total} steps")
@@ -307,7 +307,7 @@ def poisoned(loss: Tensor) -> Tensor:
 
 
 def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
-    """Put buffers back, or where `applied` is False."""
+    """Restore buffers, on a device only where `applied` is False."""
     for name, buffer in module.named_buffers():
         previous = buffers[name]
         buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))

@@ -57,7 +57,7 @@ class OptimiserConfig(Config):
         return min(1000, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def endless_warmup(self, total_steps: int) -> str:
-        """Say that a run ends within its warm-up; empty where it does not."""
+        """Return a warning for a run that ends within its warm-up; empty for others."""
         warmup = self.warmup(total_steps)
         if total_steps > warmup:
             return ""

@@ -121,7 +121,7 @@ class Meter:
                 self._counts[name] += 1
 
     def settle(self) -> None:
-        """Bring `progress` up to date with all ranks; collective."""
+        """Add the counts of all ranks to `progress`; collective."""
         ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
         progress = self._progress
         for trained, skipped, examples in ranks:

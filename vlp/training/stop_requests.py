@@ -159,7 +159,7 @@ class StopSignals:
             self._patient = False
 
     def hold(self) -> None:
-        """Let the process take its time from now on: the run has ended and is being saved."""
+        """Disable the deadline: the run has ended and is being saved."""
         self._over.set()
 
     def __enter__(self) -> StopSignals:

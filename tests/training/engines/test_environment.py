@@ -76,16 +76,6 @@ def test_one_task_of_slurm_may_start_a_launcher(clean):
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-def test_without_a_process_group_one_process_agrees_with_itself():
-    assert (distributed.rank(), distributed.world_size()) == (0, 1)
-    distributed.barrier()
-    assert distributed.from_rank_0("value") == "value"
-    assert distributed.gather_to_all(5) == [5]
-    values = torch.tensor([1.0, 2.0])
-    assert distributed.mean_over_ranks(values).tolist() == [1.0, 2.0]
-    distributed.end()
-
-
 def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert is_emulated(torch.device("cpu"), "bf16")

@@ -62,7 +62,7 @@ def check_accelerate_flags(training: TrainingConfig) -> None:
 
 
 def allow_open_files() -> int:
-    """Let this process open as many files as the system permits; returns how many."""
+    """Raise this process's limit of open files as far as the system permits; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2**20 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -134,7 +134,7 @@ def is_emulated(device: torch.device, precision: str) -> bool:
 
 
 def advise(setting: str, precision: str) -> None:
-    """Say on rank 0 that this machine computes the precision that a setting names slowly."""
+    """Warn on rank 0 if this CPU only emulates the precision of a setting."""
     if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
         print(
             f"{setting}: this CPU has no instructions for {precision}; float32 is several times as "
