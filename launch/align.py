@@ -70,7 +70,7 @@ def align(
     task, data = build(config)
     advise("training.precision", config.training.precision)
     total = data.batches_left(0, epochs)
-    if not task.model.image_encoder.frozen or not _pays(config, data, total):
+    if not task.model.image_encoder.frozen or not _repeats_images(config, data, total):
         return _align(config, task, data, total, out, shrinkage)
     del task, data
     folder = out / ".features"
@@ -91,7 +91,7 @@ def align(
     return result
 
 
-def _pays(config: PretrainConfig, data: Any, total: int) -> bool:
+def _repeats_images(config: PretrainConfig, data: Any, total: int) -> bool:
     """Return whether a frozen tower would see images several times."""
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False

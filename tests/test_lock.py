@@ -92,14 +92,14 @@ def test_workers_of_a_killed_owner_are_waited_for(tmp_path):
 
 def test_a_process_of_the_same_number_is_another_one(tmp_path):
     """Where the disk knows no locks, the start of the process tells them apart."""
-    mine = {"process": os.getpid(), "started": lock._start_of(os.getpid())}
-    assert lock._runs(mine)
-    assert not lock._runs(mine | {"started": mine["started"] - 1})
-    assert not lock._runs({})
+    mine = {"process": os.getpid(), "started": lock._start_time(os.getpid())}
+    assert lock._is_running(mine)
+    assert not lock._is_running(mine | {"started": mine["started"] - 1})
+    assert not lock._is_running({})
     ended = subprocess.Popen(["true"])
     time.sleep(0.2)  # it is a zombie now, whose start can be read
-    assert not lock._runs({"process": ended.pid, "started": lock._start_of(1)})
-    assert lock._start_of(ended.pid) is None
+    assert not lock._is_running({"process": ended.pid, "started": lock._start_time(1)})
+    assert lock._start_time(ended.pid) is None
     ended.wait()
 
 

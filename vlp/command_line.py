@@ -100,7 +100,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as argparse does: wrong options and `--help` end the process."""
         try:
-            return super().parse_args(ctx, self._spread(args))
+            return super().parse_args(ctx, self._repeat_list_options(args))
         except typer.Exit as end:
             raise SystemExit(end.exit_code) from None
         except typer.TyperException as error:
@@ -109,12 +109,12 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, unless it names a URL."""
-        _require_paths(ctx.params, {p.name for p in self.params if _names_place(p.metavar)})
+        _require_paths(ctx.params, {p.name for p in self.params if _is_path_option(p.metavar)})
         return super().invoke(ctx)
 
-    def _spread(self, args: Sequence[str]) -> list[str]:
+    def _repeat_list_options(self, args: Sequence[str]) -> list[str]:
         """Repeat a list option before each of its values, as typer reads it."""
-        lists = {name for param in self.params if _repeats(param) for name in param.opts}
+        lists = {name for param in self.params if _is_list(param) for name in param.opts}
         spread: list[str] = []
         option: str | None = None
         for position, value in enumerate(args):
@@ -129,7 +129,7 @@ class Command(TyperCommand):
         return spread
 
 
-def _names_place(metavar: object) -> bool:
+def _is_path_option(metavar: object) -> bool:
     return isinstance(metavar, str) and metavar.startswith(_PLACES)
 
 
@@ -145,7 +145,7 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _repeats(param: Any) -> bool:
+def _is_list(param: Any) -> bool:
     return bool(getattr(param, "multiple", False))
 
 

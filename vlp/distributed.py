@@ -91,12 +91,12 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means a lost rank, in a collective call or at start."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
-def peer_is_late(error: BaseException) -> bool:
+def is_late_peer(error: BaseException) -> bool:
     """Return whether an error means a late rank, in a collective call or at start."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LATE)
 
@@ -247,10 +247,10 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    largest([0.0])
+    max_over_ranks([0.0])
 
 
-def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
+def max_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
     """Return the maximum over ranks of each value."""
     # A GPU sends values as it does gradients, without TCP, and waits for its queue.
     if world_size() == 1:

@@ -88,12 +88,12 @@ class FolderLock:
             except BlockingIOError:
                 is_locked = True
             except OSError:  # a file system without locks
-                is_locked = _runs(_owner(self._path))
+                is_locked = _is_running(_owner(self._path))
             with suppress(FileNotFoundError):  # its owner has removed it meanwhile
                 if not is_locked and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                     return file
             file.close()
-            if is_locked and (_runs(_owner(self._path)) or time.monotonic() > deadline):
+            if is_locked and (_is_running(_owner(self._path)) or time.monotonic() > deadline):
                 raise ConfigError(self._refusal(self._path))
             time.sleep(0.05)
 
@@ -102,7 +102,7 @@ class FolderLock:
         owner = {
             "host": socket.gethostname(),
             "process": process,
-            "started": _start_of(process),
+            "started": _start_time(process),
             "since": datetime.now(UTC).isoformat(" ", "seconds"),
         }
         file.truncate(0)
@@ -137,7 +137,7 @@ def owner_of(folder: Path) -> str | None:
         with suppress(OSError):
             is_here = path.name == f"{PREFIX}{_machine()}"
             is_recent = time.time() - path.stat().st_mtime < STALE_SECONDS
-            if owner and (_runs(owner) if is_here else is_recent):
+            if owner and (_is_running(owner) if is_here else is_recent):
                 return f"process {owner.get('process')} on {owner.get('host')}"
     return None
 
@@ -161,13 +161,13 @@ def _owner(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _runs(owner: dict[str, Any]) -> bool:
+def _is_running(owner: dict[str, Any]) -> bool:
     """Return whether the owner is there, and not just another process of its number."""
     started = owner.get("started")
-    return started is not None and _start_of(owner.get("process")) == started
+    return started is not None and _start_time(owner.get("process")) == started
 
 
-def _start_of(process: object) -> int | None:
+def _start_time(process: object) -> int | None:
     """Return when a process started, in ticks since boot; None if it does not run."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -84,7 +84,7 @@ class EvaluationCommand(Command):
             return 2
         except (OSError, RuntimeError) as error:
             message = redacted(str(error))
-            if distributed.lost_peer(error):
+            if distributed.is_lost_peer(error):
                 message = "lost another rank; that one's message says why"
             # Any other RuntimeError is a defect, whose traceback is needed.
             elif isinstance(error, RuntimeError):

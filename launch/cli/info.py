@@ -29,12 +29,12 @@ def info(
       vlp info runs/base
     """
     if run is None:
-        _installed()
+        _print_installation()
         return 0
     from evaluation.samples import EvaluationError
 
     try:
-        for title, rows in _run(run):
+        for title, rows in _run_tables(run):
             print(title)
             for name, value in rows:
                 print(f"  {name:22} {value}")
@@ -44,7 +44,7 @@ def info(
     return 0
 
 
-def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
+def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield tables of a run: course, last figures, starts, settings."""
     from evaluation.report.sources import course, read_sources, settings
     from vlp.lock import owner_of
@@ -58,7 +58,7 @@ def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
         yield str(folder), list(course(source))
     else:
         total = starts[-1].get("total_steps") if starts else None
-        yield f"{folder}, written by {owner}", list(_under_way(steps, total))
+        yield f"{folder}, written by {owner}", list(_running_rows(steps, total))
     for title, lines in (
         ("last figures", steps[-1:]),
         ("last validation", [line for line in source.log if "validation/mean" in line][-1:]),
@@ -69,11 +69,16 @@ def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
                 [(k, f"{v:.4g}") for k, v in lines[0].items() if isinstance(v, int | float)],
             )
     for start in starts:
-        yield f"started {start.get('started')} at step {start.get('step')}", list(_start(start))
+        yield (
+            f"started {start.get('started')} at step {start.get('step')}",
+            list(_start_rows(start)),
+        )
     yield "settings", settings(source)
 
 
-def _under_way(steps: Sequence[Mapping[str, Any]], total: int | None) -> Iterator[tuple[str, str]]:
+def _running_rows(
+    steps: Sequence[Mapping[str, Any]], total: int | None
+) -> Iterator[tuple[str, str]]:
     """Yield the place of a run that goes on, and the time it needs by its last two log lines."""
     if not steps:
         yield "step", f"0 of {total}, none logged yet"
@@ -86,7 +91,7 @@ def _under_way(steps: Sequence[Mapping[str, Any]], total: int | None) -> Iterato
         yield "time left", f"{(total - last['step']) * pace / 3600:.2f} h, {pace:.3g} s a step"
 
 
-def _start(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _start_rows(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "command", shlex.join(start.get("command", []))
     for item in start.get("devices", []):
         yield "ranks", f"{item['ranks']} on {item['host']}, {item['device']}"
@@ -98,7 +103,7 @@ def _start(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", ", ".join(f"{name} {value[:12]}" for name, value in data.items())
 
 
-def _installed() -> None:
+def _print_installation() -> None:
     import torch
 
     import vlp

@@ -94,18 +94,18 @@ def train(
         kind = task["kind"]
         raise typer.BadParameter(f"{config} fine-tunes: vlp finetune {kind} --config {config}")
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
-    if (several := _several(ranks)) > 1:
+    if (count := _rank_count(ranks)) > 1:
         if task is None:
             from vlp.config import load_config
             from vlp.training.config import PretrainConfig
 
             # Found here, it is one line and not each rank's.
             try:
-                load_config(config, PretrainConfig, changes).require_world_size(several)
+                load_config(config, PretrainConfig, changes).require_world_size(count)
             except ConfigError as error:
                 raise typer.BadParameter(str(error)) from None
         flags = ["--resume"] if resume else []
-        return launch_ranks(several, ["train", "--config", str(config), *changes, *flags])
+        return launch_ranks(count, ["train", "--config", str(config), *changes, *flags])
     if "task" in values:
         from launch.train_vision import run_vision as run
     else:
@@ -136,9 +136,9 @@ def finetune(
     if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
         raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
-    if (several := _several(ranks)) > 1:
+    if (count := _rank_count(ranks)) > 1:
         flags = ["--resume"] if resume else []
-        return launch_ranks(several, ["finetune", task, "--config", str(config), *changes, *flags])
+        return launch_ranks(count, ["finetune", task, "--config", str(config), *changes, *flags])
     from launch.finetune import run_finetuning
 
     return run_finetuning(config, task, changes, resume)
@@ -202,7 +202,7 @@ def convert_albef(
     """
     from launch.from_albef import convert
 
-    return _refusing(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
+    return _exit_code(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
 
 
 def export(
@@ -238,7 +238,7 @@ def export(
         for file in export_model(loaded, out, format):
             print(f"{file}  {file.stat().st_size / 2**20:.1f} MiB")
 
-    return _refusing(run)
+    return _exit_code(run)
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
@@ -266,7 +266,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _several(ranks: int | None) -> int:
+def _rank_count(ranks: int | None) -> int:
     """Return the number of processes to start; 1 where a launcher has started this one."""
     if "WORLD_SIZE" in os.environ:
         return 1
@@ -277,7 +277,7 @@ def _several(ranks: int | None) -> int:
     return ranks
 
 
-def _refusing(work: Callable[[], None]) -> int:
+def _exit_code(work: Callable[[], None]) -> int:
     """Return 0, or 2 after one line about input that cannot be used."""
     from yaml import YAMLError
 
@@ -303,7 +303,7 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def before(
+def callback(
     version: Annotated[
         bool, Option("--version", callback=_version, is_eager=True, help="print it and exit")
     ] = False,

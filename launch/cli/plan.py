@@ -90,7 +90,8 @@ def run_plan(
 
     config = load_config(path, PretrainConfig, list(overrides))
     training, sizes = config.training, config.world_sizes()
-    print(f"{path} on {gpus:,} GPU{'s' * (gpus > 1)}\n\nranks that can train it: {_listed(sizes)}")
+    print(f"{path} on {gpus:,} GPU{'s' * (gpus > 1)}\n")
+    print(f"ranks that can train it: {_format_sizes(sizes)}")
     figures: dict[str, Any] = {"gpus": gpus, "world_sizes": sizes, "can_start": True}
     try:
         config.require_world_size(gpus)
@@ -190,7 +191,7 @@ def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
     from vlp.training.config import PretrainConfig
 
     path = Path(str(resources.files("configs"))) / "pretrain" / "base.yaml"
-    if gpus != 1 or _work(config) != _work(load_config(path, PretrainConfig)):
+    if gpus != 1 or _workload(config) != _workload(load_config(path, PretrainConfig)):
         return None
     batch, compile_mode = config.training.batch, config.training.compile
     rates = [
@@ -199,7 +200,7 @@ def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
     return max(rates, default=None)
 
 
-def _work(config: PretrainConfig) -> dict[str, Any]:
+def _workload(config: PretrainConfig) -> dict[str, Any]:
     """Return what decides the work of a pair."""
     model = config.model.model_dump()
     for tower in ("text", "image"):
@@ -213,7 +214,7 @@ def _numel(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _format_sizes(sizes: Sequence[int]) -> str:
     texts = [f"{size:,}" for size in sizes]
     if len(texts) > SHOWN:
         half = SHOWN // 2
@@ -226,13 +227,13 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
     training = config.training
     if training.steps is not None:
         return training.steps
-    pairs = pairs or config.data.epoch_samples or _indexed(config)
+    pairs = pairs or config.data.epoch_samples or _count_pairs(config)
     if pairs is None or training.epochs is None:
         return None
     return training.epochs * pairs // (training.batch * training.gradient_accumulation_steps)
 
 
-def _indexed(config: PretrainConfig) -> int | None:
+def _count_pairs(config: PretrainConfig) -> int | None:
     """Count the pairs of an epoch of local shards; None where some source is not here."""
     from vlp.config import ConfigError
     from vlp.data.shards.shard_reader import ShardIndex

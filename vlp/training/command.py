@@ -75,7 +75,9 @@ def run_training(
     """
     prepare_environment()
     try:
-        config = load_config(path, kind, [*overrides, *(_moved(path, overrides) if resume else ())])
+        config = load_config(
+            path, kind, [*overrides, *(_output_override(path, overrides) if resume else ())]
+        )
     except ConfigError as error:
         return _refuse(str(error))
     if "MASTER_ADDR" not in os.environ:
@@ -107,7 +109,7 @@ def run_training(
         leave(2 if isinstance(error, ConfigError) else 1)
 
 
-def _moved(path: str | Path, overrides: Sequence[str]) -> list[str]:
+def _output_override(path: str | Path, overrides: Sequence[str]) -> list[str]:
     """Return the override of `output` for a run's own config.yaml in a moved or copied folder."""
     from vlp.training.run_folder import RunFolder
 
@@ -141,9 +143,11 @@ def _run(
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 if resume and distributed.rank() == 0:
                     folder.require_run()
-                make_engine = _engine(config.training)
+                make_engine = _engine_class(config.training)
                 task, data = build(config)
-                require_whole_batches(task, distributed.world_size(), _recomputes(config.training))
+                require_whole_batches(
+                    task, distributed.world_size(), _recompute_key(config.training)
+                )
             require_same_on_all_ranks(config, data.fingerprint)
             if select is not None:
                 best = select(config, task, data)
@@ -159,7 +163,7 @@ def _run(
     return REQUEUE if report["ended"] == "stopped" else 0
 
 
-def _recomputes(training: TrainingConfig) -> str | None:
+def _recompute_key(training: TrainingConfig) -> str | None:
     """Return the key that runs a forward pass in chunks or twice, if one does."""
     if getattr(training, "grad_cache", None):
         return "training.grad_cache"
@@ -167,7 +171,7 @@ def _recomputes(training: TrainingConfig) -> str | None:
     return "training.activation_checkpointing" if many else None
 
 
-def _engine(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
+def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
     """Check that the configuration fits its engine; return the engine's class."""
     if training.deepspeed is None:
         from vlp.training.engines.ddp import DdpEngine
@@ -210,9 +214,9 @@ def _explain(error: BaseException) -> None:
         print(f"error on rank {rank}: {reason}; {advice[0]}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
-    elif distributed.lost_peer(error):
+    elif distributed.is_lost_peer(error):
         print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
-    elif distributed.peer_is_late(error):
+    elif distributed.is_late_peer(error):
         print(
             f"rank {rank} waited for another one longer than training.timeout: that one hangs or "
             "never started, or the network between them is cut; --resume goes on from the newest "

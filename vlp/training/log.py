@@ -106,7 +106,7 @@ class MlflowTracker:
         self._run_id = tracker_id(folder, "mlflow", create)
         self._forget_later_steps(folder, step, create)
         self._client.update_run(self._run_id, status="RUNNING")
-        for name, value in _flat(_settings(folder)):
+        for name, value in _flat_tags(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
     def _forget_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
@@ -137,7 +137,9 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._run_id,
-            metrics=[Metric(_allowed(name), value, now, step) for name, value in figures.items()],
+            metrics=[
+                Metric(_metric_name(name), value, now, step) for name, value in figures.items()
+            ],
         )
 
     def close(self, failed: bool) -> None:
@@ -164,7 +166,7 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 def require_access(names: Sequence[TrackerName]) -> None:
     """Check that trackers can be reached, before a run writes anything."""
     for name in names:
-        with _usable(name):
+        with _config_errors(name):
             if name == "wandb":
                 import wandb
 
@@ -180,13 +182,13 @@ def open_trackers(
     """Open a run's trackers by name."""
     trackers: dict[TrackerName, Tracker] = {}
     for name in names:
-        with _usable(name):
+        with _config_errors(name):
             trackers[name] = _KINDS[name](folder, step)
     return trackers
 
 
 @contextmanager
-def _usable(name: TrackerName) -> Iterator[None]:
+def _config_errors(name: TrackerName) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -216,14 +218,14 @@ def _settings(folder: RunFolder) -> dict[str, Any]:
     return dict(parse_yaml(folder.config.read_text(encoding="utf-8")))
 
 
-def _flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
+def _flat_tags(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Return dotted keys and their values, as MLflow takes them."""
     if not isinstance(values, Mapping):
-        return [(_allowed(prefix.rstrip(".")), str(values)[:5000])]
-    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}{key}.")]
+        return [(_metric_name(prefix.rstrip(".")), str(values)[:5000])]
+    return [pair for key, value in values.items() for pair in _flat_tags(value, f"{prefix}{key}.")]
 
 
-def _allowed(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Replace characters that MLflow refuses in a name, as the @ of R@1."""
     return "".join(
         character if character.isalnum() or character in "_-. /:" else "_" for character in name

@@ -67,14 +67,14 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
     ]
     for key in values.keys() | local[0].keys():
         local_value, value = local[0].get(key), values.get(key)
-        if local_value != value and not _is_of_node(config, key, local_value, value):
+        if local_value != value and not _may_differ_by_node(config, key, local_value, value):
             problems.append(redacted(f"{key} is {local_value!r}, {value!r} on rank 0"))
     with distributed.agreed(ConfigError):
         if problems:
             raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
 
 
-def _is_of_node(config: Config, key: str, *values: Any) -> bool:
+def _may_differ_by_node(config: Config, key: str, *values: Any) -> bool:
     """Return whether a dotted key may differ between nodes."""
     rule = resume_rule(config, key)
     if rule == "free" and key.startswith(("data.", "task.data.")):
@@ -90,8 +90,8 @@ def resume_rule(config: Config, key: str) -> str:
     for part in key.split("."):
         if isinstance(node, Config):
             field = type(node).model_fields.get(part)
-            rule = _declared(node.model_config.get("json_schema_extra")) or rule
-            rule = _declared(field and field.json_schema_extra) or rule
+            rule = _field_rule(node.model_config.get("json_schema_extra")) or rule
+            rule = _field_rule(field and field.json_schema_extra) or rule
             node = getattr(node, part, None)
         elif isinstance(node, Sequence) and part.isdigit():
             node = node[int(part)] if int(part) < len(node) else None
@@ -110,7 +110,7 @@ def _default(config: Config, key: str) -> Any:
     return None if field is None or field.is_required() else field.get_default()
 
 
-def _declared(extra: Any) -> Any:
+def _field_rule(extra: Any) -> Any:
     return extra.get("resume") if isinstance(extra, Mapping) else None
 
 

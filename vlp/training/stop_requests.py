@@ -107,13 +107,13 @@ _POLL = 1.0
 _wakes = False
 
 
-def _fork() -> None:
+def _reset_wakeup_fd() -> None:
     # A loader's process is not to wake the thread of the rank that it was forked from.
     if _wakes:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_fork)
+os.register_at_fork(after_in_child=_reset_wakeup_fd)
 
 
 class StopSignals:
@@ -252,7 +252,7 @@ class StopTogether:
         # `SECONDS`, growing at most twofold from one look to the next.
         now = time.monotonic()
         pace = (now - self._last_look) / self._steps
-        stop, pace = distributed.largest([float(requested), pace], self._device)
+        stop, pace = distributed.max_over_ranks([float(requested), pace], self._device)
         self._last_look = time.monotonic()
         self._steps = max(1, min(2 * self._steps, int(SECONDS / max(pace, 1e-6))))
         self._steps_left = self._steps - 1

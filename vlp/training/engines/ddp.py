@@ -41,12 +41,12 @@ class DdpEngine:
         self._micro_steps = config.gradient_accumulation_steps
         self._micro_step = 0
         self._scale = LossScale(config.precision)
-        self._forward = self._wrapped(task, reduce_in_bf16=config.engine == "ddp-bf16")
+        self._forward = self._wrap(task, reduce_in_bf16=config.engine == "ddp-bf16")
         self._trainable = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._adamw = build_adamw(task, config.optimiser)
         create_moments(self._adamw, self._trainable.values())
 
-    def _wrapped(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
+    def _wrap(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
         """Give every rank rank 0's weights; return the forward pass."""
         if self.world_size == 1:
             return task
@@ -87,7 +87,7 @@ class DdpEngine:
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
         if self._adamw.defaults["fused"] and not self._scale.enabled:
-            return self._step_unread()
+            return self._step_on_device()
         if self._scale.enabled:
             torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
         max_norm = float("inf") if self._clip is None else self._clip
@@ -100,7 +100,7 @@ class DdpEngine:
             applied, float(norm) if applied else float("inf"), self._scale.update(applied)
         )
 
-    def _step_unread(self) -> Update:
+    def _step_on_device(self) -> Update:
         """Clip and apply AdamW where the gradients are finite, without waiting for the device."""
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
