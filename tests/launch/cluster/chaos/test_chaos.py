@@ -7,6 +7,7 @@ same order.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -93,8 +94,6 @@ def evaluate(model, shards, out):
 
 def originals(folder, count=80):
     """A list in the form of Flickr8k's, and its images."""
-    import json
-
     folder.mkdir()
     rows = []
     for number in range(count):
@@ -113,12 +112,9 @@ def small_shards(source, out):
 
 
 def _weights(out):
-    places = [out / "checkpoints" / f"step_{STEPS}" / f"{name}.safetensors" for name in _STATES]
-    places.append(out / "model" / "model.safetensors")
-    return {path.name: path.read_bytes() for path in places}
-
-
-_STATES = ("weights", "optimiser", "extra")
+    step = out / "checkpoints" / f"step_{STEPS}"
+    paths = [step / f"{name}.safetensors" for name in ("weights", "optimiser", "extra")]
+    return {path.name: path.read_bytes() for path in (*paths, out / "model/model.safetensors")}
 
 
 # A file may grow to this many bytes on a "full disk": what a rank prints fits, shards do not.
@@ -153,23 +149,11 @@ class Scene:
         return [path for path in found if FOREIGN not in path.name and path.stat().st_size]
 
 
-def kill(scene):
-    scene.signal(signal.SIGKILL)
-
-
 def kill_all(scene):
     """As when the power goes."""
     for process in scene.family():
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def terminate(scene):
-    scene.signal(signal.SIGTERM)
-
-
-def interrupt(scene):
-    scene.signal(signal.SIGINT)
 
 
 def full_disk(scene):
@@ -226,16 +210,14 @@ def clock(scene):
         os.utime(path, (day, day))
 
 
-Fault = Callable[[Scene], None]
-
 BEFORE = {"corrupt file": corrupt, "clock": clock, "store": store}
 """Met by a start after a power cut."""
 
 DURING = {
-    "kill": kill,
+    "kill": lambda scene: scene.signal(signal.SIGKILL),
     "power cut": kill_all,
-    "SIGTERM": terminate,
-    "SIGINT": interrupt,
+    "SIGTERM": lambda scene: scene.signal(signal.SIGTERM),
+    "SIGINT": lambda scene: scene.signal(signal.SIGINT),
     "full disk": full_disk,
     "second owner": second_owner,
 }
