@@ -37,7 +37,7 @@ MIN_POINTING = {"colour": 0.80, "shape": 0.60}
 
 
 def run_demo(fresh: bool = False) -> int:
-    """Run every part; return 1 where the model falls short, 2 where a finished run is there."""
+    """Run every part; return 1 for missed targets, 2 if there is a finished run."""
     if (RUN / "run" / "model").exists() and not fresh:
         print(
             f"{RUN} holds a finished run; --fresh deletes it (make demo FRESH=1)", file=sys.stderr
@@ -141,7 +141,7 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
 
 
 def _evaluate() -> list[str]:
-    """Print the tables and draw the image; returns where the model falls short."""
+    """Print the tables and draw the image; return the missed targets."""
     import vlp
     from evaluation.options import EvalOptions
     from evaluation.probes.anchor_maps import anchor_maps

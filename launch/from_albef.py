@@ -34,7 +34,7 @@ def convert(
     image_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Write the model folder and print what became of every part of the checkpoint."""
+    """Write the model folder and print a report of every part of the checkpoint."""
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
     state = read_pth(checkpoint)

@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what there is, imported or not."""
+    """Return the public names, imported or not."""
     return sorted({name for name in globals() if name.startswith("__")} | {*__all__})
 
 

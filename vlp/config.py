@@ -200,7 +200,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def where_and_what(error: yaml.YAMLError) -> str:
-    """Return the problem and its place as one line."""
+    """Return line, column and problem of a YAML error as one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -267,7 +267,7 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """Return a written key, and its schema fields without kinds of choices and places in lists."""
+    """Return a key as written, and its schema fields without kinds of choices and indices."""
     types: list[type[Config]] = [schema]
     location, names = [], []
     for part in parts:

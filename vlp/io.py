@@ -132,7 +132,7 @@ def sync(file: Any) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Have a written file, or a folder's names, on the disk."""
+    """Sync a written file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -79,7 +79,7 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
 def _running_rows(
     steps: Sequence[Mapping[str, Any]], total: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the place of a run that goes on, and the time it needs by its last two log lines."""
+    """Yield the step of a running run, and its time left by the last two log lines."""
     if not steps:
         yield "step", f"0 of {total}, none logged yet"
         return

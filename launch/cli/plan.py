@@ -201,7 +201,7 @@ def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
 
 
 def _workload(config: PretrainConfig) -> dict[str, Any]:
-    """Return what decides the work of a pair."""
+    """Return the settings that determine the work of a pair."""
     model = config.model.model_dump()
     for tower in ("text", "image"):
         del model[tower]["weights"]
@@ -234,7 +234,7 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
 
 
 def _count_pairs(config: PretrainConfig) -> int | None:
-    """Count the pairs of an epoch of local shards; None where some source is not here."""
+    """Count the pairs of an epoch of local shards; None if a source is not local."""
     from vlp.config import ConfigError
     from vlp.data.shards.shard_reader import ShardIndex
     from vlp.io import as_url

@@ -110,7 +110,7 @@ class MlflowTracker:
             self._client.set_tag(self._run_id, name, value)
 
     def _forget_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
-        """Go on in another run where this one has steps after `step`."""
+        """Continue in a new run if this one has figures of steps after `step`."""
         # MLflow takes no figure back.
         previous = self._run_id
         figures = [
@@ -236,7 +236,7 @@ _VALIDATION = "validation/"
 
 
 class _StandardError:
-    """The stream of that name, which may lose its reader (`| tee`) while the run goes on."""
+    """Standard error, whose reader (`| tee`) may end before the run."""
 
     def write(self, text: str) -> None:
         with suppress(BrokenPipeError):

@@ -52,7 +52,7 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """Optimiser step number `step`, from 1: outputs of its micro-steps, and what became of it."""
+    """Optimiser step number `step`, from 1: outputs of its micro-steps, and its update."""
 
     step: int
     outputs: list[StepOutput]
@@ -73,7 +73,7 @@ def on_cpu(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 class Meter:
-    """Collects on one rank without waiting for the device; sums go to `progress`."""
+    """Sums of one rank between two log lines, added up without waiting for the device."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -31,7 +31,7 @@ from vlp.training.progress import Progress
 
 
 class Differences(NamedTuple):
-    """Lines 'key: saved X, now Y', apart for what forbids resuming and what deserves a warning."""
+    """Lines 'key: saved X, now Y': fatal ones forbid resuming, tolerated ones are warnings."""
 
     fatal: list[str]
     tolerated: list[str]
@@ -414,7 +414,7 @@ def write_report(
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a rank computes on."""
+    """Return the name of a rank's device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads a rank"

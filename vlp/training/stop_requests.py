@@ -52,7 +52,7 @@ class Launchers:
         self._lost = started and inherited and _first_is_init()
 
     def lost(self) -> bool:
-        """Return whether one of them has ended."""
+        """Return whether a launcher has ended."""
         if not self._lost:
             links = zip(self._chain, self._chain[1:], strict=False)
             self._lost = any(_parent(process) != parent for process, parent in links)
@@ -233,7 +233,7 @@ def leave(code: int) -> NoReturn:
 
 
 class StopTogether:
-    """Looks at the stop signals of all ranks at the same steps; a single rank looks at each."""
+    """Decision of all ranks to stop, at the same steps; a single rank decides at each."""
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:
         self._signals, self._device = signals, device

@@ -169,7 +169,7 @@ class Watchdog:
             alarm.cancel()
 
     def _collect(self, store: Any, hangs: bool) -> None:
-        """Ask all ranks for stacks where a step hangs, and write those that have come."""
+        """Request stacks of all ranks if a step hangs, and write those that have arrived."""
         if hangs:
             self._requests, self._missing = self._requests + 1, set(range(1, self._ranks))
             self._hang_folder = self._folder / f"step_{self.step}"

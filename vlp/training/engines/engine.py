@@ -59,10 +59,10 @@ class Engine(Protocol):
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the state by file and name, rank-free, on rank 0's CPU; else empty."""
+        """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
 
     def load(self, folder: Path | None) -> None:
-        """Take back the files of `snapshot`, on any number of ranks; only rank 0 has a folder."""
+        """Restore the files of `snapshot`, on any number of ranks; only rank 0 has a folder."""
 
 
 def write_snapshot(engine: Engine, folder: Path) -> None:
@@ -94,7 +94,7 @@ class LossScale:
         self._applied = 0
 
     def update(self, applied: bool) -> float | None:
-        """Follow an optimiser step; return the scale it had, None when it is not enabled."""
+        """Count an optimiser step; return its scale, None without loss scaling."""
         if not self.enabled:
             return None
         before = self.value
@@ -111,7 +111,7 @@ class LossScale:
         return {LOSS_SCALE: numbers} if self.enabled else {}
 
     def load(self, state: Tensor) -> None:
-        """Take back what `state` gave, (2,); another precision has no use for it."""
+        """Restore the vector of `state`, (2,); ignored at other precisions."""
         if self.enabled:
             self.value, applied = state.tolist()
             self._applied = int(applied)
