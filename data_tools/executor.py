@@ -1,7 +1,4 @@
-"""Jobs of the data tools in local processes or on a Ray cluster, and a ledger of results.
-
-A job is usually a shard and holds paths, not data; results do not depend on its machine.
-"""
+"""Jobs of the data tools in local processes or on a Ray cluster, and a ledger of results."""
 
 from __future__ import annotations
 
@@ -31,9 +28,10 @@ from vlp.io import atomic_write
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
-_IN_FLIGHT = 4  # jobs submitted for each worker; results wait for the slowest before them
-_stopping: Any = threading.Event()  # set where the command was interrupted or has failed
+# Jobs submitted for each worker.
+_IN_FLIGHT = 4
+# Set where the command was interrupted or has failed.
+_stopping: Any = threading.Event()
 
 
 class WorkStopped(Exception):
@@ -62,10 +60,9 @@ class Executor:
         ordered: bool = True,
         ledger: Path | None = None,
     ) -> Iterator[Result]:
-        """Yield `work(job)` for each job, in order or as ready; jobs are drawn a few ahead.
+        """Yield `work(job)` for each job, in order or as ready; `work` and jobs are picklable.
 
-        `work` is picklable and `str(job)` describes a job; results in the `ledger` are not computed
-        again.
+        Results in the `ledger` are not computed again.
         """
         return self._results(partial(_do_once, work, ledger) if ledger else work, jobs, ordered)
 
@@ -83,7 +80,8 @@ class Executor:
         pool = ProcessPoolExecutor(len(first), context, _begin, (os.getpid(), stop))
 
         def submit(job: Job) -> Future[Result]:
-            with _ctrl_c_waits():  # the first one starts processes and a thread
+            # The first one starts processes and a thread.
+            with _ctrl_c_waits():
                 return pool.submit(work, job)
 
         try:
@@ -113,7 +111,8 @@ class RayExecutor(Executor):
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address, runtime_env=environment, **quiet)
-        except Exception as error:  # a cluster can be out of reach in many ways
+        # A cluster can be out of reach in many ways.
+        except Exception as error:
             raise ConfigError(f"--executor {address or 'ray'}: no cluster ({error})") from error
 
     def _results(
@@ -151,7 +150,7 @@ def open_ledger(folder: Path) -> Iterator[Path]:
         folder.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
-    # Pickles of another user must not be opened.
+    # Opening a pickle of another user would run its code.
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder}: belongs to another user; delete it")
     yield folder
@@ -163,12 +162,12 @@ def _do_once(work: Callable[[Job], Result], ledger: Path, job: Job) -> Result:
     path = job if isinstance(job, Path) else getattr(job, "path", None)
     if path is not None and path.is_file():
         digest.update(repr((path.stat().st_size, path.stat().st_mtime_ns)).encode())
-    kept = ledger / f"{digest.hexdigest()}.pickle"
-    if kept.is_file():
-        known: Result = pickle.loads(kept.read_bytes())
-        return known
+    cache = ledger / f"{digest.hexdigest()}.pickle"
+    if cache.is_file():
+        cached: Result = pickle.loads(cache.read_bytes())
+        return cached
     result = work(job)
-    with atomic_write(kept, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
+    with atomic_write(cache, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
         pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
     return result
 
@@ -180,11 +179,11 @@ def _in_flight(
     ordered: bool,
     lost: tuple[type[BaseException], ...],
 ) -> Iterator[Result]:
-    """Yield results of jobs that are submitted a few ahead."""
     rest = iter(jobs)
     waiting: dict[Future[Result], Job] = {}
     try:
         while True:
+            # A few ahead: jobs hold paths, but results wait for the slowest before them.
             for job in islice(rest, _IN_FLIGHT * workers - len(waiting)):
                 waiting[submit(job)] = job
             if not waiting:
@@ -205,10 +204,11 @@ def _in_flight(
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Let a Ctrl-C come at the end: a pool that is half started cannot be shut down."""
+    # A pool that is half started cannot be shut down.
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
-        yield  # another language handles it, or the main thread will
+        # Another language handles it, or the main thread will.
+        yield
         return
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -221,13 +221,14 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 def _begin(parent: int, stop: Any) -> None:
-    """Prepare a worker: Ctrl-C is the parent's to handle, and no worker outlives it."""
+    # Ctrl-C is the parent's to handle.
     global _stopping
     _stopping = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def leave() -> None:
-        while os.getppid() == parent:  # one that was killed tells nobody
+        # A killed parent tells nobody, and no worker may outlive it.
+        while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 

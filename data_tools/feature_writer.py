@@ -55,9 +55,15 @@ def feature_writer(
     """Return the writer of a configuration's features; the first of `views` is plain."""
     settings = config.data.cache
     cache = None if settings is None else ShardCache(settings.folder, settings.limit)
-    sources = [ShardIndex.open(one.path, cache, config.data.outages) for one in config.data.sources]
+    sources = [
+        ShardIndex.open(entry.path, cache, config.data.outages) for entry in config.data.sources
+    ]
     device = distributed.default_device()
-    model = _model(config).to(device)
+    # The tower's random parts, if any, are those of the pretraining.
+    torch.manual_seed(config.training.seed)
+    model = VLPModel(config.model)
+    load_start(model, config.init_from)
+    model.eval().to(device)
     encoder = model.image_encoder
     preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
     side = preprocessing.image_size
@@ -65,9 +71,9 @@ def feature_writer(
     averages = config.model.image.average_hflip
     plain = encoder.hflip_averaged_tower if averages else encoder.tower
 
-    def tower(seen: Tensor) -> Tensor:
-        states = [plain(seen[:, 0]), *map(encoder.tower, seen[:, 1:].unbind(1))]
-        return torch.stack([encoder.pooled(each) for each in states], dim=1)
+    def tower(pixels: Tensor) -> Tensor:
+        states = [plain(pixels[:, 0]), *map(encoder.tower, pixels[:, 1:].unbind(1))]
+        return torch.stack([encoder.pooled(state) for state in states], dim=1)
 
     with torch.no_grad():
         tokens, width = tower(torch.zeros(1, 1, 3, side, side, device=device)).shape[2:]
@@ -88,29 +94,17 @@ def feature_writer(
         kinds=KINDS,
         sources=tuple(
             FeatureSource(
-                name=_name(source.path),
+                # A URL's query may hold a secret.
+                name=Path(urlsplit(entry.path).path if is_url(entry.path) else entry.path).name,
                 shards=len(index.shards),
                 samples=index.shards.total,
                 index=shards_sha256(index.shards),
             )
-            for source, index in zip(config.data.sources, sources)
+            for entry, index in zip(config.data.sources, sources)
         ),
     )
     transform = TrainTransform(config.data.augment, preprocessing)
     return FeatureWriter(out, header, tower, device, sources, transform)
-
-
-def _name(source: str) -> str:
-    """Return the last part of a source's path, without a URL's query."""
-    return Path(urlsplit(source).path if is_url(source) else source).name
-
-
-def _model(config: PretrainConfig) -> VLPModel:
-    """Return the model as pretraining starts it."""
-    torch.manual_seed(config.training.seed)
-    model = VLPModel(config.model)
-    load_start(model, config.init_from)
-    return model.eval()
 
 
 class SampleBlock(NamedTuple):
@@ -151,11 +145,11 @@ class ViewBlocks(Dataset[Views]):
         levels = []
         for row, sample in enumerate(block.samples):
             try:
-                found, flipped = self._views(block, sample)
+                view_levels, flipped = self._views(block, sample)
             except BadSample as bad:
                 codes[row] = BAD + self._header.kinds.index(bad.kind)
                 continue
-            levels.append(found)
+            levels.append(view_levels)
             codes[row, flipped] = FLIPPED
         side = self._header.image_size
         empty = torch.empty(0, views, 3, side, side, dtype=torch.uint8)
@@ -179,8 +173,8 @@ class ViewBlocks(Dataset[Views]):
 
 
 _AHEAD = 2  # batches prefetched per process
-
-Tower = Callable[[Tensor], Tensor]  # normalised (B, 3, side, side) to (B, tokens, width)
+# Normalised (B, 3, side, side) to (B, tokens, width).
+Tower = Callable[[Tensor], Tensor]
 
 
 ShardPlace = tuple[int, int]  # (source, shard)
@@ -210,19 +204,19 @@ class FeatureWriter:
 
     def write(self, batch: int, workers: int) -> Written:
         """Write this rank's share of missing shards, `batch` views at once; a collective call."""
-        with ExitStack() as held:
-            begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
-                self._begin(held) if distributed.rank() == 0 else None
+        with ExitStack() as stack:
+            state: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
+                self._begin(stack) if distributed.rank() == 0 else None
             )
-            problem, missing = begun
+            problem, missing = state
             if problem:
                 raise ConfigError(problem)
             return self._write(missing, batch, workers)
 
     def _write(self, missing: Sequence[ShardPlace], batch: int, workers: int) -> Written:
-        mine = missing[distributed.rank() :: distributed.world_size()]
+        shards_of_rank = missing[distributed.rank() :: distributed.world_size()]
         step = max(1, batch // self.header.views)
-        shards = [self._blocks(*place, step) for place in mine]
+        shards = [self._blocks(*place, step) for place in shards_of_rank]
         blocks = [block for shard in shards for block in shard]
         loader = DataLoader(
             ViewBlocks(self.header, self.sources, blocks, self.transform),
@@ -236,20 +230,20 @@ class FeatureWriter:
                 total=total, unit="image", disable=None if distributed.rank() == 0 else True
             ) as bar,
         ):
-            for place, shard in zip(mine, shards):
+            for place, shard in zip(shards_of_rank, shards):
                 bad += self._write_shard(*place, islice(views, len(shard)), bar)
-        found = distributed.gather_to_all(Written(total, bad))
-        return Written(*map(sum, zip(*found)))
+        counts = distributed.gather_to_all(Written(total, bad))
+        return Written(*map(sum, zip(*counts)))
 
-    def _begin(self, held: ExitStack) -> tuple[str | None, list[ShardPlace]]:
+    def _begin(self, stack: ExitStack) -> tuple[str | None, list[ShardPlace]]:
         """Lock the folder; return its problem, if any, and the missing (source, shard) pairs."""
         try:
-            held.enter_context(FolderLock(self.folder))
+            stack.enter_context(FolderLock(self.folder))
             if (self.folder / HEADER_NAME).exists():
-                there = FeatureHeader.read(self.folder)
-                there.require_tower(self.folder, TowerKey(self.header.tower, self.header.weights))
-                wanted = self.header.model_dump(mode="json", exclude={"tower"})
-                there.require(self.folder, wanted)
+                header = FeatureHeader.read(self.folder)
+                header.require_tower(self.folder, TowerKey(self.header.tower, self.header.weights))
+                settings = self.header.model_dump(mode="json", exclude={"tower"})
+                header.require(self.folder, settings)
             elif not all(map(is_lock, self.folder.iterdir())):
                 return f"--out {self.folder}: holds something else; name another folder", []
             else:

@@ -37,9 +37,8 @@ def features(
         torchrun --nproc_per_node 2 -m data_tools features --config FILE --out FOLDER
 
     Reads the shards, the tower and the augmentation that a pretraining configuration names. View 0
-    is prepared as evaluation does, the others are augmented. Train with data.features=FOLDER. A
-    command that was interrupted goes on with the shards that are missing; the ranks of torchrun
-    share them.
+    is prepared as evaluation does, the others are augmented. Train with data.features=FOLDER. An
+    interrupted command goes on with the missing shards; the ranks of torchrun share them.
     """
     from data_tools.feature_writer import feature_writer  # help does not wait for PyTorch
     from vlp import distributed

@@ -16,21 +16,16 @@ from data_tools.executor import Executor, RayExecutor
 from vlp.config import ConfigError
 
 N, File = partial(Option, metavar="N"), partial(Option, metavar="FILE")
-
 Folders = Annotated[list[Path], Argument(metavar="FOLDER", help="folder of shards")]
 Out = Annotated[Path, Option(metavar="DIR", help="folder to write into")]
 Images = Annotated[
     list[Path],
-    Option(
-        metavar="PLACE",
-        help="where the images lie: folders (two levels deep), tars (also .tar.xz, .tar.gz, "
-        ".tar.bz2) or zips",
-    ),
+    Option(metavar="PLACE", help="folders (two levels deep), tars (also compressed) or zips"),
 ]
 Splits = Annotated[list[str] | None, Option(metavar="SPLIT", help="only these (default: all)")]
 MaxWords = Annotated[int, N(help="drop captions of more words")]
-
-MAX_WORDS = 256  # CC12M's own limit
+# CC12M's own limit.
+MAX_WORDS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +37,7 @@ class WorkerOptions:
     ] = os.cpu_count() or 1
     executor: Annotated[
         str,
-        Option(
-            metavar="WHERE",
-            envvar="VLP_EXECUTOR",
-            help="local; ray or ray://HOST:PORT (a cluster); results are the same",
-        ),
+        Option(metavar="WHERE", envvar="VLP_EXECUTOR", help="local, ray or ray://HOST:PORT"),
     ] = "local"
 
     def workers(self) -> Executor:
@@ -68,42 +59,31 @@ class BuildOptions(WorkerOptions):
     ] = 1000
     max_side: Annotated[
         int | None,
-        Option(
-            metavar="PIXELS",
-            help="reduce larger images to this longest side, and their boxes (default: images stay "
-            "as they are)",
-        ),
+        Option(metavar="PIXELS", help="reduce larger images to this longest side, and their boxes"),
     ] = None
     quality: Annotated[
         int, Option(help="of JPEG that must be written anew: turned, reduced or of another kind")
     ] = 90
     licence: Annotated[
         str | None,
-        Option(
-            "--licence", "--license", help="said in manifest.json (default: the data set's own)"
-        ),
+        Option("--licence", "--license", help="in manifest.json (default: the data set's own)"),
     ] = None
     take_down: Annotated[
         Path | None,
         File(
-            help="leave these samples out: one key, image id or URL a line; run again with a "
-            "longer list, only the shards that held one are written anew"
+            help="leave these samples out: one key, image id or URL a line; a longer list writes "
+            "only the shards that held one anew"
         ),
     ] = None
     retry: Annotated[
-        bool,
-        Option(
-            "--retry",
-            help="try images again that failed in an earlier run; each joins the tar that it was "
-            "missing from",
-        ),
+        bool, Option("--retry", help="try images again that failed in an earlier run")
     ] = False
     replace: Annotated[
         bool,
         Option(
             "--replace",
-            help="build anew in a folder that holds other shards: those are moved to "
-            "OUT/.replaced-*, and deleted when the new ones are whole (default: they are an error)",
+            help="build anew in a folder that holds other shards (default: they are an error); "
+            "those are deleted when the new ones are whole",
         ),
     ] = False
 
@@ -130,10 +110,10 @@ def command_of(function: Callable[..., int]) -> Callable[..., int]:
         kind = parameter.annotation
         if is_dataclass(kind) and isinstance(kind, type):
             groups[name] = kind
-            found = inspect.signature(kind, eval_str=True).parameters.values()
+            parameters = inspect.signature(kind, eval_str=True).parameters.values()
         else:
-            found = (parameter,)  # type: ignore[assignment]
-        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in found]
+            parameters = (parameter,)  # type: ignore[assignment]
+        options += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in parameters]
 
     def command(**values: Any) -> int:
         for name, kind in groups.items():

@@ -33,10 +33,7 @@ _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 @contextmanager
 def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
-    """Yield the places with compressed tars replaced by plain ones, unpacked into `room`.
-
-    Tars of a folder follow the folder. The unpacked files are removed at exit, or by the next run.
-    """
+    """Yield the places with compressed tars replaced by plain ones, unpacked into `room`."""
     with unpacking_room(room) as folder:
         yield list(_plain(places, folder))
 
@@ -45,6 +42,7 @@ def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
 def unpacking_room(room: Path) -> Iterator[Path]:
     """Yield a temporary folder in `room`, as `unpacked` uses it."""
     with FolderLock(room, _LOCK):
+        # A killed run could not remove its own.
         for leftover in room.glob(f"{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
@@ -53,12 +51,12 @@ def unpacking_room(room: Path) -> Iterator[Path]:
 
 def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
     for place in places:
-        archives = [place]
+        candidates = [place]
         if place.is_dir():
             yield place
-            archives = sorted(path for path in place.iterdir() if path.name.endswith(SUFFIXES))
-        for archive in archives:
-            yield plain_file(archive, folder, f"{archive.name}.tar")
+            candidates = sorted(path for path in place.iterdir() if path.name.endswith(SUFFIXES))
+        for candidate in candidates:
+            yield plain_file(candidate, folder, f"{candidate.name}.tar")
 
 
 _SOURCES: dict[Path, str] = {}  # of temporary files
@@ -92,7 +90,7 @@ def most_unpacked(archive: Path) -> int:
 
 
 def _opener(path: Path) -> Any:
-    """Return the function that opens a compressed file; None for any other file."""
+    # By its first bytes, as files of the web often have another suffix.
     if not path.is_file():
         return None
     with open(path, "rb") as file:
@@ -110,9 +108,7 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
                 if most < 0:
                     raise ConfigError(f"{shown(archive)}: {TOO_MUCH}")
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(
-            f"{shown(archive)}: a damaged archive ({error}); download it again"
-        ) from error
+        raise ConfigError(f"{shown(archive)}: a damaged archive ({error})") from error
     except OSError as error:
         raise ConfigError(
             f"{shown(archive)}: cannot be unpacked into {target.parents[2]} ({error}); where it is "
@@ -152,22 +148,22 @@ class ImageLocation(NamedTuple):
                 self._require_small(len(data))
         except BadSample:
             raise
-        except Exception as error:  # zipfile raises a dozen kinds for damaged members
-            raise BadSample("unreadable image", f"{shown(self.path)} ({error})") from error
+        # zipfile raises a dozen kinds for damaged members.
+        except Exception as error:
+            raise BadSample("unreadable image", f"{self} ({error})") from error
         if self.size is not None and len(data) != self.size:
-            raise BadSample(
-                "unreadable image", f"{shown(self.path)}: cut off at byte {self.offset}"
-            )
+            raise BadSample("unreadable image", f"{self}: cut off at byte {self.offset}")
         return data
+
+    def __str__(self) -> str:
+        return shown(self.path)
 
     def _require_small(self, size: int) -> None:
         if size > MAX_IMAGE_BYTES:
-            raise BadSample(
-                "image too large", f"{shown(self.path)} (more than {MAX_IMAGE_BYTES} bytes)"
-            )
+            raise BadSample("image too large", f"{self} (more than {MAX_IMAGE_BYTES} bytes)")
 
 
-class FoundFile(NamedTuple):
+class FileEntry(NamedTuple):
     """Place of a file in a container: its folder in there, and its bytes in a tar."""
 
     container: int
@@ -176,22 +172,21 @@ class FoundFile(NamedTuple):
     size: int
 
 
-_Place = tuple[str, FoundFile]  # name, place
+_Place = tuple[str, FileEntry]  # name, place
 
 
 class Originals:
     """Images by name in folders (two levels deep) and the tars and zips in them.
 
-    A whole path counts, in the first place that has it (in a tar, the later member); a base name
-    only if it is unique and its folder is nowhere. Case and accents count where they distinguish
-    files.
+    A whole path counts, in the first place that has it; a base name only if it is unique and its
+    folder is nowhere.
     """
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.problems: list[str] = []
         self._containers: list[Path] = []
-        self._found: dict[str, FoundFile] = {}
-        self._more: dict[str, dict[tuple[int, str], FoundFile]] = {}
+        self._by_name: dict[str, FileEntry] = {}
+        self._more: dict[str, dict[tuple[int, str], FileEntry]] = {}
         self._by_part: dict[str, dict[str, list[_Place]]] = {}
         self._alone: dict[_Place, str] = {}
         self._folded: dict[str, list[str]] | None = None
@@ -208,19 +203,20 @@ class Originals:
         """Find an image by file name, perhaps with folders; None if missing."""
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
-        if folder and (exact := self._exact(base, folder)) is not None:
-            return self._location(base, exact)
-        place = self._chosen([base], folder, str)
-        place = place or self._chosen(self._alike(base), folder, fold_case)
-        return None if place is None else self._location(*place)
+        if folder and (entry := self._exact(base, folder)) is not None:
+            return self._location(base, entry)
+        # Case and accents count where they distinguish files.
+        located = self._chosen([base], folder, str)
+        located = located or self._chosen(self._alike(base), folder, fold_case)
+        return None if located is None else self._location(*located)
 
-    def _exact(self, base: str, folder: str) -> FoundFile | None:
+    def _exact(self, base: str, folder: str) -> FileEntry | None:
         """Return the file of a whole path in the first place that has it."""
-        first, more = self._found.get(base), self._more.get(base, {})
+        first, more = self._by_name.get(base), self._more.get(base, {})
         if first is not None and first.folder == folder:
             return first
-        places = ((number, folder) for number in range(len(self._containers)) if more)
-        return next((more[place] for place in places if place in more), None)
+        positions = ((number, folder) for number in range(len(self._containers)) if more)
+        return next((more[position] for position in positions if position in more), None)
 
     def _chosen(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Place | None:
         """Return the place with the same end of its folder, else the only one."""
@@ -233,7 +229,7 @@ class Originals:
                 return None
         places = [place for name in names for place in self._of_name(name)]
         if not folder:
-            return self._only([one for one in places if not one[1].folder] or places)
+            return self._only([place for place in places if not place[1].folder] or places)
         # Two names with folders of their own are two files, of which one alone is there.
         place, folder = self._only(places), composed(folder)
         if place is None or not ends_alike(self._alone.setdefault(place, folder), folder):
@@ -241,26 +237,24 @@ class Originals:
         return place
 
     def _only(self, places: list[_Place]) -> _Place | None:
-        """Return the first of some places if all hold the same bytes."""
+        # Copies of one image may lie in several folders.
         if len(places) < 2:
             return places[0] if places else None
         first = self._location(*places[0])
         with suppress(BadSample):
             if all(first.read() == self._location(*other).read() for other in places[1:]):
                 return places[0]
-        problem = (
-            f"{shown(first.path)}: the list does not tell which of several {places[0][0]} it means"
-        )
+        problem = f"{first}: the list does not tell which of several {places[0][0]} it means"
         if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
         return None
 
     def _of_name(self, base: str) -> list[_Place]:
-        first, more = self._found.get(base), self._more.get(base, {})
-        return [] if first is None else [(base, file) for file in (first, *more.values())]
+        first, more = self._by_name.get(base), self._more.get(base, {})
+        return [] if first is None else [(base, entry) for entry in (first, *more.values())]
 
     def _of_folder(self, base: str, folder: str) -> list[_Place]:
-        """Return the places of a name, of many only those that share a folder's last part."""
+        # A data set of thousands of folders may have a `0.jpg` in each.
         if len(self._more.get(base, ())) < _MANY:
             return self._of_name(base)
         if base not in self._by_part:
@@ -268,7 +262,7 @@ class Originals:
         return self._with_last_part(self._by_part[base], folder)
 
     def _index(self, places: Iterable[_Place]) -> dict[str, list[_Place]]:
-        """Return places by each folded part of their folder, and all of them under ``""``."""
+        """Return places by each folded part of their folder, and all of them under `""`."""
         index = defaultdict(list)
         for place in places:
             folder = place[1].folder or self._containers[place[1].container].stem
@@ -277,6 +271,7 @@ class Originals:
         return index
 
     def _with_last_part(self, index: dict[str, list[_Place]], folder: str) -> list[_Place]:
+        # A folder may also agree with parts of the container's own path.
         last = fold_case(folder).rpartition("/")[2]
         return index.get("" if last in self._container_parts else last, [])
 
@@ -287,29 +282,29 @@ class Originals:
 
     @cached_property
     def _folder_index(self) -> dict[str, list[_Place]]:
-        return self._index(("", FoundFile(*folder, 0, 0)) for folder in self._folders)
+        return self._index(("", FileEntry(*pair, 0, 0)) for pair in self._folders)
 
     def _alike(self, base: str) -> list[str]:
-        """Return the names that are one but for case and the writing of accents."""
+        # Most names are in lower case, and need no entry.
         if self._folded is None:
             self._folded = defaultdict(list)
-            for name in self._found:
+            for name in self._by_name:
                 if (form := fold_case(name)) != name:
                     self._folded[form].append(name)
         form = fold_case(base)
-        return [*self._folded.get(form, ()), *([form] if form in self._found else ())]
+        return [*self._folded.get(form, ()), *([form] if form in self._by_name else ())]
 
-    def _agrees(self, found: FoundFile, wanted: str, form: Callable[[str], str]) -> bool:
-        folder, place = form(found.folder), self._containers[found.container]
-        placed = form(f"{place.stem}/{found.folder}".rstrip("/"))
+    def _agrees(self, entry: FileEntry, target: str, form: Callable[[str], str]) -> bool:
+        folder, container = form(entry.folder), self._containers[entry.container]
+        qualified = form(f"{container.stem}/{entry.folder}".rstrip("/"))
         return (
-            ends_alike(folder, wanted)
-            or f"/{wanted}".endswith(f"/{placed}")
-            or f"/{wanted}/" in f"/{form(place.as_posix())}/{folder}/"
+            ends_alike(folder, target)
+            or f"/{target}".endswith(f"/{qualified}")
+            or f"/{target}/" in f"/{form(container.as_posix())}/{folder}/"
         )
 
     def _holds_folder(self, folder: str) -> bool:
-        """Return whether some image lies in such a folder, however its case and accents."""
+        # However its case and accents: a folder that lacks the image is not another one.
         places = self._with_last_part(self._folder_index, folder)
         return any(self._agrees(place, fold_case(folder), fold_case) for _, place in places)
 
@@ -319,16 +314,16 @@ class Originals:
         return None if place is None else place.read()
 
     def __len__(self) -> int:
-        return len(self._found) + sum(map(len, self._more.values()))
+        return len(self._by_name) + sum(map(len, self._more.values()))
 
-    def _location(self, name: str, found: FoundFile) -> ImageLocation:
-        path = self._containers[found.container]
-        full = f"{found.folder}/{name}" if found.folder else name
-        if found.offset == IN_FOLDER:
+    def _location(self, name: str, entry: FileEntry) -> ImageLocation:
+        path = self._containers[entry.container]
+        full = f"{entry.folder}/{name}" if entry.folder else name
+        if entry.offset == IN_FOLDER:
             return ImageLocation(path / full)
-        if found.offset == _IN_ZIP:
+        if entry.offset == _IN_ZIP:
             return ImageLocation(path, member=full)
-        return ImageLocation(path, found.offset, found.size)
+        return ImageLocation(path, entry.offset, entry.size)
 
     def _add_folder(self, folder: Path) -> None:
         archives = []
@@ -338,7 +333,7 @@ class Originals:
             if name.lower().endswith(_ARCHIVES):
                 archives.append(folder / inside / name)
             else:
-                self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
+                self._add(name, FileEntry(number, inside, IN_FOLDER, 0))
         for archive in archives:
             self._add_archive(archive)
 
@@ -349,39 +344,38 @@ class Originals:
             for info in self._infos(path):
                 if info.filename and not info.is_dir():
                     folder, _, name = info.filename.rpartition("/")
-                    self._add(name, FoundFile(number, sys.intern(folder), _IN_ZIP, 0))
+                    self._add(name, FileEntry(number, sys.intern(folder), _IN_ZIP, 0))
             return
         members, problem = read_members(path, MAX_ARCHIVE_MEMBERS)
         if problem and not members:
-            raise ConfigError(
-                f"{shown(path)}: neither a tar nor a zip that can be read ({problem})"
-            )
+            raise ConfigError(f"{shown(path)}: neither a readable tar nor a zip ({problem})")
         if problem:
             self.problems.append(f"{shown(path)}: {problem}")
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
-            self._add(name, FoundFile(number, sys.intern(folder), member.offset, member.size))
+            self._add(name, FileEntry(number, sys.intern(folder), member.offset, member.size))
 
     def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
         try:
             infos = _zip(path).infolist()
-        except Exception as error:  # of any field of its directory
-            raise ConfigError(
-                f"{shown(path)}: a damaged zip ({error}); download it again"
-            ) from error
+        # Of any field of its directory.
+        except Exception as error:
+            raise ConfigError(f"{shown(path)}: a damaged zip ({error})") from error
         if len(infos) > MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{shown(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
         return infos
 
-    def _add(self, name: str, found: FoundFile) -> None:
+    def _add(self, name: str, entry: FileEntry) -> None:
         if name.lower().endswith(_BESIDE):
             return
+        # A folder of other files says nothing about where an image should be.
         if name.lower().endswith(IMAGE_SUFFIXES):
-            self._folders.add((found.container, found.folder))
-        if name not in self._found or self._found[name][:2] == found[:2]:
-            self._found[name] = found
+            self._folders.add((entry.container, entry.folder))
+        # Of two members of a tar with one name the later one counts, as when it is unpacked.
+        if name not in self._by_name or self._by_name[name][:2] == entry[:2]:
+            self._by_name[name] = entry
         else:
-            self._more.setdefault(name, {})[found[:2]] = found
+            self._more.setdefault(name, {})[entry[:2]] = entry
 
 
 _MOST_PROBLEMS = 20
@@ -389,7 +383,6 @@ _MANY = 16  # files of one name, which are indexed
 
 # In place of an offset.
 IN_FOLDER, _IN_ZIP = -1, -2
-
 _ARCHIVES = (".tar", ".zip")
 # Other files are skipped, as remembering them would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")

@@ -38,21 +38,19 @@ def peek(
 
         python -m data_tools peek shards/cc3m --out sheet.png
         python -m data_tools peek shards/refcoco --out sheet.png --boxes --count 24 --seed 3
-        python -m data_tools peek shards/cc3m --out sheet.png --first
 
-    Samples are drawn at random unless --first asks for the first ones. A damaged sample is a grey
-    card that names the damage. The folder needs its index.npz.
+    A damaged sample is a grey card that names the damage. The folder needs its index.npz.
     """
     at_least_1(count=count)
     index = ShardIndex.open(folder, outages=OutageConfig(policy="skip"))
     if not len(index):
         raise ConfigError(f"{folder}: its shards are empty")
-    places = choose(index.shards, count, None if first else seed)
-    cards = [sample_card(index, *place, boxes) for place in tqdm(places, desc="peek")]
+    samples = choose(index.shards, count, None if first else seed)
+    cards = [sample_card(index, *sample, boxes) for sample in tqdm(samples, desc="peek")]
     draw_sheet(cards, out)
     damaged = sum(card.image is None for card in cards)
-    told = f", {damaged} of them damaged" if damaged else ""
-    print(f"{out}: {len(cards)} of {len(index)} samples{told}")
+    damage = f", {damaged} of them damaged" if damaged else ""
+    print(f"{out}: {len(cards)} of {len(index)} samples{damage}")
     return 0
 
 

@@ -35,10 +35,9 @@ from vlp.io import atomic_write, parse_json, write_json
 from vlp.lock import FolderLock
 
 RESHARD_VERSION = 1  # raised whenever equal arguments give other shards
-
 SETTINGS_NAME = "reshard.json"
 _PLAN_NAME = "reshard.places"
-_NAMED = 5
+_MOST_EXAMPLES = 5
 
 
 class Surveyed(NamedTuple):
@@ -55,7 +54,8 @@ class Piece(NamedTuple):
     number: int
     samples: NDArray[np.int64]
     sources: list[Shard]
-    source: NDArray[np.int64]  # each sample's place in `sources`
+    # Each sample's index in `sources`.
+    source: NDArray[np.int64]
 
     def __str__(self) -> str:
         return shard_name(self.number)
@@ -72,18 +72,15 @@ def reshard(
 ) -> int:
     """Deal the samples of folders of shards into new shards of another size, or in another order.
 
-        python -m data_tools reshard shards/sbu --out shards/sbu-4k --samples-per-shard 4000
         python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
             --samples-per-shard 1000 --shuffle 0
 
-    Every file of every sample is kept, byte for byte, those that nothing here reads too; only the
-    tar's headers are written anew, without times and users. Without --shuffle the order is that of
-    the folders, their shards and the samples in them. Files that belong to no sample (no dot in
-    their name) are left behind.
+    Every file of every sample is kept, byte for byte; only the tar's headers are written anew,
+    without times and users. Files that belong to no sample (no dot in their name) are left behind.
 
-    Shards appear whole. After an interruption run the same command again: finished ones stay, and
-    the result is the same. A damaged shard gives what lies before the damage; the exit code is then
-    1. Needs 10 bytes of disk a sample while it runs, and 8 bytes of memory, 16 with --shuffle.
+    After an interruption run the same command again: finished shards stay, and the result is the
+    same. A damaged shard gives what lies before the damage; the exit code is then 1. Needs 10 bytes
+    of disk a sample while it runs, and 8 bytes of memory, 16 with --shuffle.
     """
     at_least_1(samples_per_shard=samples_per_shard)
     shards, executor = shards_of(folders), workers.workers()
@@ -137,12 +134,14 @@ def survey(
     problems, counts = [], []
     keys: list[Numbers] = []
     with open(plan, "wb") as file:
-        for shard, found in scan(_survey, shards, executor, "survey"):
-            if found.problem:
-                problems.append(f"{shard}: {found.problem}, {len(found.rows)} samples before it")
-            counts.append(len(found.rows))
-            keys.append(found.keys)
-            file.write(found.rows.tobytes())
+        for shard, surveyed in scan(_survey, shards, executor, "survey"):
+            if surveyed.problem:
+                problems.append(
+                    f"{shard}: {surveyed.problem}, {len(surveyed.rows)} samples before it"
+                )
+            counts.append(len(surveyed.rows))
+            keys.append(surveyed.keys)
+            file.write(surveyed.rows.tobytes())
     twice = repeated(keys).values
     if len(twice):
         raise ConfigError(_say_repeated(repeated_keys(shards, twice, executor)))
@@ -199,32 +198,38 @@ def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:
 def _refuse_others(out: Path, settings: dict[str, object]) -> None:
     path = out / SETTINGS_NAME
     try:
-        found = parse_json(path.read_bytes())
+        stored = parse_json(path.read_bytes())
     except FileNotFoundError:
         if any(out.glob("*.tar")):
             raise ConfigError(f"{out}: holds shards already; choose another --out") from None
         return
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
-    require_same_settings(out, found, settings, f"delete {out}")
+    require_same_settings(out, stored, settings, f"delete {out}")
 
 
 def _digest(shards: Sequence[Shard]) -> str:
-    """Return a digest of the shards' paths, sizes and times."""
     sources = blake2b(digest_size=16)
     for shard in shards:
         # The size alone would not do: tars are filled up to 10 KiB.
-        found = shard.path.stat() if shard.path.is_file() else None
-        size, time = (0, 0) if found is None else (found.st_size, found.st_mtime_ns)
+        status = shard.path.stat() if shard.path.is_file() else None
+        size, time = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
         sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
     return sources.hexdigest()
 
 
 def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
-    found: dict[str, list[Shard]] = {}
+    shards_by_key: dict[str, list[Shard]] = {}
     for shard, key in places:
-        found.setdefault(key, []).append(shard)
-    found = {key: shards for key, shards in found.items() if len(shards) > 1}
-    named = [f"{key} ({shards[0]}, {shards[1]})" for key, shards in list(found.items())[:_NAMED]]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{len(found)} keys come more than once: {', '.join(named)}{more}"
+        shards_by_key.setdefault(key, []).append(shard)
+    shards_by_key = {key: shards for key, shards in shards_by_key.items() if len(shards) > 1}
+    examples = [
+        f"{key} ({shards[0]}, {shards[1]})"
+        for key, shards in list(shards_by_key.items())[:_MOST_EXAMPLES]
+    ]
+    more = (
+        f" and {len(shards_by_key) - _MOST_EXAMPLES} more"
+        if len(shards_by_key) > _MOST_EXAMPLES
+        else ""
+    )
+    return f"{len(shards_by_key)} keys come more than once: {', '.join(examples)}{more}"

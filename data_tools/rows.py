@@ -18,7 +18,8 @@ from data_tools.originals import TOO_MUCH, most_unpacked, shown
 from vlp.config import ConfigError
 from vlp.io import lines_of, parse_json
 
-Located = tuple[str, Any]  # location for messages, content
+# Location for messages, content.
+Located = tuple[str, Any]
 
 
 class WrongFile:
@@ -66,13 +67,11 @@ HALF = "half a character, replaced (kept)"
 
 
 def read_json(path: Path, faults: Faults) -> Any:
-    """Return the content of a JSON file, gzipped or not.
-
-    Members that are not UTF-8 are None. Halves of surrogate pairs are replaced and counted.
-    """
+    """Return the content of a JSON file, gzipped or not; members that are not UTF-8 are None."""
     try:
         with _opened(path) as file:
             data = file.read()
+        # One bad text costs no file: its member is None, or half a character is replaced.
         try:
             return parse_json(data)
         except ValueError:
@@ -92,7 +91,6 @@ def read_json(path: Path, faults: Faults) -> Any:
 
 
 def _checked(value: Any, where: str, faults: Faults) -> Any:
-    """Return a value, or a list's members, with None for those that are not UTF-8."""
     if isinstance(value, list):
         return [
             _checked_row(row, f"{where}, row {number}", faults)
@@ -111,7 +109,6 @@ def _checked_row(row: Any, where: str, faults: Faults) -> Any:
 
 
 def _parsed_row(source: str | bytes, where: str, faults: Faults) -> Any:
-    """Parse one row; ValueError also for bytes that are not UTF-8."""
     try:
         return parse_json(source)
     except ValueError as error:
@@ -239,8 +236,8 @@ def raw_lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-CHARACTERS = 1 << 24  # read at once
-
+# Read at once.
+CHARACTERS = 1 << 24
 _BETWEEN = re.compile(r"[\s,]*")
 _BEHIND = re.compile(r"\s*[,\]]")
 
@@ -261,7 +258,8 @@ def streamed_list(path: Path, faults: Faults) -> Iterator[Located]:
                     return
                 try:
                     member, end = decoder.raw_decode(text, at)
-                except (ValueError, RecursionError):  # or a number of too many digits
+                # The member goes on in the next block, or is damaged.
+                except (ValueError, RecursionError):
                     end = len(text)
                 # A number may go on in the next block; the character behind it tells.
                 if _BEHIND.match(text, end):
@@ -288,11 +286,13 @@ def _checked_member(member: Any, source: str, where: str, faults: Faults) -> Any
         return member
     try:
         return _parsed_row(source, where, faults)
-    except ValueError:  # an integer beyond 64 bits
+    # An integer may have more than 64 bits.
+    except ValueError:
         return None
 
 
 def _next(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    assert found is not None  # it may match nothing
-    return found.end()
+    match = _BETWEEN.match(text, at)
+    # It may match nothing, but always matches.
+    assert match is not None
+    return match.end()

@@ -97,8 +97,7 @@ class SceneOptions:
     shapes: Annotated[int, N(help="at most so many")] = FULL.shapes
     objects: Annotated[int, N(help="at most so many")] = FULL.objects
     kinds: Annotated[
-        list[str] | None,
-        Option(help="of swaps and twins (default: all but distance)"),
+        list[str] | None, Option(help="of swaps and twins (default: all but distance)")
     ] = None
     seed: Annotated[int, Option(help="of the corpus")] = 0
     samples_per_shard: Annotated[int, N(help="in one tar")] = 1000
@@ -110,9 +109,9 @@ class SceneOptions:
             if number < smallest:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} is {number}, at least {smallest}")
-        for name, given, fewest, most in zip(Variety._fields, self.variety, LEAST, FULL):
-            if not fewest <= given <= most:
-                raise ConfigError(f"--{name} is {given}, {fewest} to {most} are possible")
+        for name, value, fewest, most in zip(Variety._fields, self.variety, LEAST, FULL):
+            if not fewest <= value <= most:
+                raise ConfigError(f"--{name} is {value}, {fewest} to {most} are possible")
         unknown = [kind for kind in self.kinds or () if kind not in SWAP_KINDS]
         if unknown:
             raise ConfigError(f"--kinds {unknown[0]}: {nearest(unknown[0], SWAP_KINDS)}")
@@ -129,8 +128,7 @@ def scenes(out: Out, options: SceneOptions, workers: WorkerOptions) -> int:
     """Write the generated corpus as shards.
 
     OUT/train and OUT/val hold captioned scenes; the other parts are written when their number is
-    given. The same arguments give the same bytes, with any number of processes and after any
-    interruption.
+    given. The same arguments give the same bytes, with any number of processes.
     """
     executor = workers.workers()
     start = time.perf_counter()
@@ -171,17 +169,19 @@ def make_sample(
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
         return SceneFiles(key, _png(scene), annotation(scene, [caption]))
-    held_out: Split = "val" if part.endswith("_val") else "train"
+    content_split: Split = "val" if part.endswith("_val") else "train"
     if part in ("nlvr2", "nlvr2_val"):
-        told = sample_statement(seed, job, held_out, image_size)
-        return SceneFiles(key, _png(told.left), statement_annotation(told), _png(told.right))
+        statement = sample_statement(seed, job, content_split, image_size)
+        return SceneFiles(
+            key, _png(statement.left), statement_annotation(statement), _png(statement.right)
+        )
     if part in ("snli_ve", "snli_ve_val"):
-        triple = sample_triple(seed, job, held_out, image_size)
+        triple = sample_triple(seed, job, content_split, image_size)
         return SceneFiles(key, _png(triple.scene), snli_ve_annotation(triple))
     if part in ("boxes", "boxes_val", "boxes_any"):
-        shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
-        image = encode_png(render_boxes(shown.scene))
-        return SceneFiles(key, image, statement_annotation(shown))
+        box_statement = sample_box_statement(seed, job, content_split, part != "boxes_any")
+        image = encode_png(render_boxes(box_statement.scene))
+        return SceneFiles(key, image, statement_annotation(box_statement))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 
 
@@ -225,7 +225,7 @@ def mean_box_share(scenes: Sequence[Scene]) -> float:
 def _mapped(
     make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], executor: Executor
 ) -> Iterator[SceneFiles]:
-    """Yield samples in the order of their jobs; few are not worth starting processes."""
+    # A few samples are not worth starting processes.
     if len(jobs) < 8 * _CHUNK:
         return map(make, jobs)
     chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
@@ -247,10 +247,10 @@ def _begin(out: Path, options: SceneOptions) -> None:
     settings["version"] = CORPUS_VERSION
     path = out / SETTINGS_NAME
     if path.exists():
-        found = parse_json(path.read_text())
-        if found != settings:
+        stored = parse_json(path.read_text())
+        if stored != settings:
             raise ConfigError(
-                f"{path} says {found}, this command {settings}: choose another --out, or delete "
+                f"{path} says {stored}, this command {settings}: choose another --out, or delete "
                 f"{out}"
             )
     else:

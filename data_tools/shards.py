@@ -44,11 +44,11 @@ class ShardReader(ShardFile):
     def __init__(self, path: Path) -> None:
         try:
             super().__init__(open_tar(path), path)
-            found = self.list_samples()
+            shard_contents = self.list_samples()
         except OSError as error:
             self.handle, self.path = -1, path
-            found = Contents([], error.strerror or str(error), missing=True)
-        self.samples, self.problem, self.missing = found
+            shard_contents = Contents([], error.strerror or str(error), missing=True)
+        self.samples, self.problem, self.missing = shard_contents
 
     def close(self) -> None:
         """Close the file if open."""
@@ -66,14 +66,14 @@ class ShardReader(ShardFile):
 
 def shards_of(folders: Sequence[Path]) -> list[Shard]:
     """Return every `*.tar` of the folders, in the order of the folders and of the names."""
-    seen: set[Path] = set()
+    folders_read: set[Path] = set()
     shards: list[Shard] = []
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder of shards")
-        if folder.resolve() in seen:
+        if folder.resolve() in folders_read:
             raise ConfigError(f"{folder}: is given twice")
-        seen.add(folder.resolve())
+        folders_read.add(folder.resolve())
         names = sorted(path.name for path in folder.glob("*.tar"))
         if not names:
             raise ConfigError(no_shards_in(folder))
@@ -120,10 +120,10 @@ class Repeated(NamedTuple):
 
 def repeated(numbers: Sequence[Numbers]) -> Repeated:
     """Count different numbers, and find those that come more than once."""
-    found, counts = np.unique(
+    values, counts = np.unique(
         np.concatenate([np.empty(0, np.uint64), *numbers]), return_counts=True
     )
-    return Repeated(len(found), found[counts > 1])
+    return Repeated(len(values), values[counts > 1])
 
 
 def keys_in(shard: ShardReader) -> list[str]:

@@ -44,14 +44,12 @@ def stats(
 ) -> int:
     """Say what shards hold: captions and their lengths, images and their sizes, sources.
 
-        python -m data_tools stats shards/cc3m shards/sbu --out stats.json
         python -m data_tools stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
             --max-tokens 30
 
-    FILE has the histograms too. Words are runs of letters and digits in lower case; with
-    --vocabulary captions are counted in its tokens too, [CLS] and [SEP] included. Of images the
-    headers are read; `verify` decodes them. Interrupted and run again, it counts the rest. Memory:
-    some 24 bytes a sample.
+    FILE has the histograms, too. Words are runs of letters and digits in lower case; with
+    --vocabulary captions are counted in its tokens, [CLS] and [SEP] included. Of images the headers
+    are read. Interrupted and run again, it counts the rest. Memory: some 24 bytes a sample.
     """
     shards_of(folders)
     if vocabulary is not None:
@@ -63,12 +61,12 @@ def stats(
     with open_ledger(out.with_name(f"{out.name}.tasks")) as ledger:
         for folder in folders:
             shards, title, keys = shards_of([folder]), f"stats {folder}", list[Numbers]()
-            for _, found in scan(work, shards, workers.workers(), title, ledger=ledger):
+            for _, shard_tally in scan(work, shards, workers.workers(), title, ledger=ledger):
                 number += 1
-                tally.add(found.tally)
-                names.append(found.names)
-                words.update(found.words.tolist())
-                keys.append(found.keys)
+                tally.add(shard_tally.tally)
+                names.append(shard_tally.names)
+                words.update(shard_tally.words.tolist())
+                keys.append(shard_tally.keys)
             repeated_keys += len(repeated(keys).values)
     distinct, several = repeated(names)
     counts = ("samples", "captions", "images", "bytes of images", "samples without caption")
@@ -79,11 +77,7 @@ def stats(
         **dict.fromkeys((*counts, "captions that are too long"), 0),
         **tally.summary(),
         "vocabulary size": len(words),
-        "repeated": {
-            "keys": repeated_keys,
-            "named images": distinct,
-            "images": len(several),
-        },
+        "repeated": {"keys": repeated_keys, "named images": distinct, "images": len(several)},
     }
     write_json(out, summary, indent=1, error=ConfigError, ensure_ascii=False)
     print_summary(summary)
@@ -133,8 +127,8 @@ def _tokens(vocabulary: str) -> Callable[[str], int]:
 
 
 WORD = re.compile(r"\w+(?:['’]\w+)*")  # letters and digits, apostrophes within
-
-QUANTITIES = {  # with a histogram; units
+# With a histogram; units.
+QUANTITIES = {
     "captions per sample": "captions",
     "words per caption": "words",
     "tokens per caption": "tokens",
@@ -144,7 +138,6 @@ QUANTITIES = {  # with a histogram; units
     "aspect ratio": "width / height",
     "image size": "bytes",
 }
-
 _MOST_NAMES = 1000
 _OTHERS = "(others)"
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)

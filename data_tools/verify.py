@@ -34,7 +34,6 @@ from vlp.data.image.decode import decode_image, open_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.index import (
     INDEX_NAME,
-    ShardTable,
     Survey,
     index_folder,
     map_samples,
@@ -48,10 +47,10 @@ from vlp.lock import FolderLock
 
 
 class Examined(NamedTuple):
-    """A shard, or a problem of its folder as a whole (`found` is None)."""
+    """A shard, or a problem of its folder as a whole (`contents` is None)."""
 
     damage: list[Damage]
-    found: ShardContents | None = None
+    contents: ShardContents | None = None
     images: int = 0
     keys: Numbers = np.empty(0, np.uint64)
 
@@ -66,13 +65,12 @@ def verify(
 ) -> int:
     """Check shards: every tar, every annotation, every image, the index and the manifest.
 
-        python -m data_tools verify shards/cc3m shards/sbu
-        python -m data_tools verify shards/cc3m --quick       # headers only, no image is decoded
+        python -m data_tools verify shards/cc3m shards/sbu --report damage.tsv
 
     Damage is printed as it is found and counted by kind at the end; --report FILE keeps all of it,
     one line each: kind, tab, place, and with it an interrupted check goes on where it was. The exit
-    code is 1 if there is any. Nothing is mended; `index` writes an index anew. A flipped byte that
-    leaves an image decodable shows only against the sha256 of a manifest.json.
+    code is 1 if there is any. A flipped byte that leaves an image decodable shows only against the
+    sha256 of a manifest.json.
     """
     executor = workers.workers()
     counts: Counter[str] = Counter()
@@ -85,7 +83,7 @@ def verify(
         for folder in _distinct(folders):
             for examined in check(folder, quick, executor, ledger):
                 images += examined.images
-                samples += examined.found.samples if examined.found else 0
+                samples += examined.contents.samples if examined.contents else 0
                 for damage in examined.damage:
                     counts[damage.kind] += 1
                     _tell(damage, counts[damage.kind], file)
@@ -112,8 +110,8 @@ def index(
     with FolderLock(folder), open_ledger(folder / ".index.tasks") as ledger:
 
         def surveys(work: Callable[[Path], Survey], shards: Sequence[Path]) -> Iterator[Survey]:
-            found = executor.map(work, shards, ledger=ledger)
-            yield from tqdm(found, total=len(shards), unit="shard", disable=None)
+            surveyed = executor.map(work, shards, ledger=ledger)
+            yield from tqdm(surveyed, total=len(shards), unit="shard", disable=None)
 
         problems = index_folder(folder, surveys)
     shards = ShardIndex.open(folder).shards
@@ -138,16 +136,16 @@ def check(
     manifest, damage = read_manifest(folder)
     hashed = not quick and any(entry.sha256 for entry in manifest or ())
     work = partial(examine, quick=quick, hashed=hashed)
-    found: dict[str, ShardContents] = {}
+    contents: dict[str, ShardContents] = {}
     keys: list[Numbers] = []
     for shard, examined in scan(work, shards, executor, f"verify {folder}", ledger=ledger):
         yield examined
         keys.append(examined.keys)
-        if examined.found is not None:
-            found[shard.name] = examined.found
-    damage += against_index(folder, found)
+        if examined.contents is not None:
+            contents[shard.name] = examined.contents
+    damage += against_index(folder, contents)
     if manifest is not None:
-        damage += against_manifest(folder, manifest, found)
+        damage += against_manifest(folder, manifest, contents)
     yield Examined(damage)
     twice = repeated(keys).values
     if len(twice):
@@ -165,22 +163,22 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
             look = _structure if quick else _content
             damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, sample))
             captions.append(0 if quick else _captions(opened, sample))
-        places, rows = found_rows(opened.samples, captions)
+        places, rows = _digests(sample_rows(opened.samples, captions))
         keys = numbers_of(keys_in(opened))
-        found = ShardContents(len(opened), shard.path.stat().st_size, places)
+        contents = ShardContents(len(opened), shard.path.stat().st_size, places)
         if not quick:
-            found = found._replace(captions=sum(captions), rows=rows)
+            contents = contents._replace(captions=sum(captions), rows=rows)
         if hashed:
-            found = found._replace(sha256=sha256_of(shard.path))
-        return Examined(damage, found, images, keys)
+            contents = contents._replace(sha256=sha256_of(shard.path))
+        return Examined(damage, contents, images, keys)
 
 
 def _duplicates(shards: Sequence[Shard], twice: Numbers, executor: Executor) -> Iterator[Damage]:
-    seen: set[str] = set()
-    for shard, name in repeated_keys(shards, twice, executor):
-        if name in seen:
-            yield Damage("duplicate key", f"{shard}, {name} (came before)")
-        seen.add(name)
+    keys: set[str] = set()
+    for shard, key in repeated_keys(shards, twice, executor):
+        if key in keys:
+            yield Damage("duplicate key", f"{shard}, {key} (came before)")
+        keys.add(key)
 
 
 def _damage_of(shard: ShardReader) -> list[Damage]:
@@ -215,7 +213,7 @@ def _content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
 
 
 def _captions(shard: ShardReader, sample: SampleFiles) -> int:
-    """Count captions as the index does."""
+    # As the index counts them.
     try:
         return len(captions_of(shard.annotation(sample)))
     except BadSample:
@@ -223,12 +221,13 @@ def _captions(shard: ShardReader, sample: SampleFiles) -> int:
 
 
 def _check_sums(data: bytes, where: str) -> None:
-    """Verify the checksums of a PNG's chunks, which decoding does not."""
+    # Decoding does not verify the checksums of a PNG's chunks.
     if data.startswith(b"\x89PNG"):
         try:
             with open_image(data, where) as image:
                 image.verify()
-        except Exception as error:  # as in decode_image: all of them mean the same
+        # As in `decode_image`, all of them mean the same.
+        except Exception as error:
             raise BadSample("unreadable image", f"{where} ({error})") from error
 
 
@@ -294,12 +293,7 @@ class _Manifest(BaseModel):
     shards: list[ManifestShard]
 
 
-def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple[str, str]:
-    """Return `places` and `rows` of `ShardContents`."""
-    return _digests(sample_rows(samples, captions))
-
-
-def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
+def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[Damage]:
     """Find the differences between the index and the shards (all, by name)."""
     path = folder / INDEX_NAME
     remedy = f"make a new one with: python -m data_tools index {folder}"
@@ -316,19 +310,21 @@ def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Dama
     listed = {entry.name for entry in shards}
     damage = [
         Damage("index differs", f"{folder / name}: is not in {INDEX_NAME}")
-        for name in sorted(found.keys() - listed)
+        for name in sorted(contents.keys() - listed)
     ]
     if rows is None:
         damage.append(Damage("unusable index", f"{folder / shards.file}: is not there"))
-    for entry, start in zip(shards, _starts(shards)):
-        there = found.get(entry.name)
-        if there is None:
+    # Rows of all shards follow each other.
+    starts = (np.cumsum(shards.samples) - shards.samples).tolist()
+    for entry, start in zip(shards, starts):
+        actual = contents.get(entry.name)
+        if actual is None:
             damage.append(Damage("index differs", f"{folder / entry.name}: is not there"))
             continue
-        difference = _difference(entry, there, ("samples", "bytes", "captions"))
+        difference = _difference(entry, actual, ("samples", "bytes", "captions"))
         if difference is None and rows is not None:
             places, whole = _digests(rows[start : start + entry.samples])
-            if places != there.places or there.rows not in (None, whole):
+            if places != actual.places or actual.rows not in (None, whole):
                 difference = "its samples lie elsewhere, or have other captions"
         if difference is not None:
             damage.append(Damage("index differs", f"{folder / entry.name}: {difference}"))
@@ -348,35 +344,29 @@ def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage
 
 
 def against_manifest(
-    folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, ShardContents]
+    folder: Path, manifest: Sequence[ManifestShard], contents: Mapping[str, ShardContents]
 ) -> list[Damage]:
     """Find the differences between the manifest and the shards (all, by name)."""
     damage = []
     for entry in manifest:
-        there = found.get(entry.name)
+        actual = contents.get(entry.name)
         difference = "is not there"
-        if there is not None:
-            difference = _difference(entry, there, ("samples", "bytes", "sha256")) or ""
+        if actual is not None:
+            difference = _difference(entry, actual, ("samples", "bytes", "sha256")) or ""
         if difference:
             damage.append(Damage("manifest differs", f"{folder / entry.name}: {difference}"))
-    for name in sorted(found.keys() - {entry.name for entry in manifest}):
+    for name in sorted(contents.keys() - {entry.name for entry in manifest}):
         damage.append(Damage("manifest differs", f"{folder / name}: is not in {MANIFEST_NAME}"))
     return damage
 
 
-def _difference(said: object, there: ShardContents, fields: Sequence[str]) -> str | None:
-    """Return the first field that is known of both and not the same."""
+def _difference(entry: object, contents: ShardContents, fields: Sequence[str]) -> str | None:
+    # A field that one side does not know cannot differ.
     for field in fields:
-        expected, is_there = getattr(said, field), getattr(there, field)
-        if expected is not None and is_there is not None and expected != is_there:
-            return f"{field}: {is_there}, {expected} is written"
+        expected, actual = getattr(entry, field), getattr(contents, field)
+        if expected is not None and actual is not None and expected != actual:
+            return f"{field}: {actual}, {expected} is written"
     return None
-
-
-def _starts(shards: ShardTable) -> list[int]:
-    """Return the number of each shard's first row."""
-    starts: list[int] = (np.cumsum(shards.samples) - shards.samples).tolist()
-    return starts
 
 
 def _digests(rows: NDArray[np.void]) -> tuple[str, str]:

@@ -30,22 +30,23 @@ def vocabulary(
 
     skipped: list[BadSample] = []
     texts_of = captions_of if texts == "captions" else all_texts_of
-    found = list(_texts(shards, texts_of, skipped))
+    corpus = list(_texts(shards, texts_of, skipped))
     # The length belongs to the model; `load` sets it again.
-    text = TextProcessor(train_wordpiece(found, size), max_tokens=512)
+    text = TextProcessor(train_wordpiece(corpus, size), max_tokens=512)
     try:
         text.save(out)
-    except Exception as error:  # of a full disk, the tokenizer's library raises a bare Exception
+    # Of a full disk the tokenizer's library raises a bare Exception.
+    except Exception as error:
         raise ConfigError(f"{out}: cannot be written whole ({error}); run again") from error
     kind = "captions" if texts == "captions" else "texts"
-    print(f"{out}: {text.vocab_size} tokens from {len(found)} {kind}")
+    print(f"{out}: {text.vocab_size} tokens from {len(corpus)} {kind}")
     if skipped:
         print(f"  {len(skipped)} samples could not be read; the first: {skipped[0]}")
     return 0
 
 
 def _texts(
-    folders: list[Path], said: Callable[[Annotation], list[str]], skipped: list[BadSample]
+    folders: list[Path], texts_of: Callable[[Annotation], list[str]], skipped: list[BadSample]
 ) -> Iterator[str]:
     indexes = [ShardIndex.open(folder) for folder in folders]
     with tqdm(total=sum(map(len, indexes)), unit="sample", desc="texts") as bar:
@@ -55,4 +56,4 @@ def _texts(
                 if isinstance(annotation, BadSample):
                     skipped.append(annotation)
                 else:
-                    yield from said(annotation)
+                    yield from texts_of(annotation)

@@ -1,8 +1,4 @@
-"""Shards from sample specs and source images: the common back end of all converters.
-
-A shard's bytes depend on its piece of the list alone, so pieces are built in parallel, a killed
-build resumes with the missing ones, and a take-down changes one shard.
-"""
+"""Shards from sample specs and source images: the common back end of all converters."""
 
 from __future__ import annotations
 
@@ -43,12 +39,12 @@ from vlp.io import atomic_write, parse_json, sync_path, write_text
 from vlp.lock import FolderLock
 
 _ASIDE = ".replaced-*"
-
-BUILD_VERSION = 1  # raised whenever equal inputs give other shards
+# Raised whenever equal inputs give other shards.
+BUILD_VERSION = 1
 
 
 def build_in_steps(
-    wanted: Iterable[SampleSpec | Refused],
+    specs: Iterable[SampleSpec | Refused],
     originals: Originals,
     out: Path,
     options: BuildOptions,
@@ -59,10 +55,8 @@ def build_in_steps(
 ) -> Generator[dict[str, Any], None, None]:
     """Write the shards, their index and `OUT/manifest.json` in two steps; samples there stay.
 
-    A list without an existing sample, or of another data set, is an error without
-    `options.replace`. `arguments` are the command's that the shards depend on. Yields an empty
-    manifest when the folder is locked and the list accepted, before any change; then that of
-    `make_manifest`.
+    Yields an empty manifest before any change, then that of `make_manifest`. `arguments` are the
+    command's that the shards depend on.
     """
     settings = {
         "version": BUILD_VERSION,
@@ -71,33 +65,37 @@ def build_in_steps(
         "quality": options.quality,
     }
     about = {**settings, **(arguments or {})}
-    begun = json.loads(json.dumps({"data_set": title, **about}))
+    build_settings = json.loads(json.dumps({"data_set": title, **about}))
     take_down = TakeDown.read(options.take_down, out)
-    total = total or length_hint(wanted) or None
+    total = total or length_hint(specs) or None
     try:
-        with ExitStack() as held:
-            held.enter_context(FolderLock(out))
+        with ExitStack() as stack:
+            stack.enter_context(FolderLock(out))
             if options.replace:
-                _set_aside(out, begun)
-            journal = held.enter_context(Journal(out, begun))
-            held.enter_context(_swept(out))
+                _set_aside(out, build_settings)
+            journal = stack.enter_context(Journal(out, build_settings))
+            stack.enter_context(_swept(out))
             pieces = Pieces(originals, journal, options, take_down)
-            jobs = pieces.jobs(wanted)
+            jobs = pieces.jobs(specs)
+            # The first job shows that the list belongs to the shards that are there.
             first = list(islice(jobs, 1))
             yield {}
-            there = pieces.kept  # before now, so that it is no part of the rate
+            # Shards of an earlier run are no part of the rate.
+            initial = pieces.unchanged
             with tqdm(
-                total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=there
+                total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial
             ) as bar:
+                # A shard's bytes depend on its piece of the list alone, so their order is free.
                 results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
                 for record, process in results:
                     _publish(journal, record, process)
                     bar.update(record.wanted)
-                bar.update(pieces.kept - there)
+                bar.update(pieces.unchanged - initial)
             journal.finish(pieces.shards)
             manifest = make_manifest(pieces, title, about)
             _write_index(out, manifest)
             write_manifest(out / MANIFEST_NAME, manifest)
+            # What was there goes only when the new shards are whole, and not for nothing.
             if options.replace and manifest["samples"]:
                 for aside in out.glob(_ASIDE):
                     shutil.rmtree(aside)
@@ -109,22 +107,23 @@ def build_in_steps(
     yield manifest
 
 
-def _set_aside(out: Path, begun: Mapping[str, Any]) -> None:
+def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
     """Move a build's output into a folder of its own, once for all runs of a command."""
     done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
     if number:
         last = out / _ASIDE.replace("*", f"{number - 1:03d}")
         if not (last / done).exists():
-            number -= 1  # a run was killed while it moved
-        elif parse_json((last / done).read_bytes()) == begun:
+            # A run was killed while it moved.
+            number -= 1
+        elif parse_json((last / done).read_bytes()) == build_settings:
             return
     aside = out / _ASIDE.replace("*", f"{number:03d}")
     aside.mkdir(exist_ok=True)
-    beside = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
-    for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *beside):
+    bookkeeping = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
+    for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *bookkeeping):
         if path.exists():
             path.rename(aside / path.name)
-    write_text(aside / done, json.dumps(begun))
+    write_text(aside / done, json.dumps(build_settings))
 
 
 def _publish(journal: Journal, record: Record, process: int) -> None:
@@ -143,7 +142,7 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
 
 @contextmanager
 def _swept(out: Path) -> Iterator[None]:
-    """Remove unfinished shards of a killed run before, and of this one after."""
+    # A killed run leaves unfinished shards behind, and so does a failure of this one.
     try:
         _sweep(out)
         yield
@@ -157,7 +156,7 @@ def _sweep(out: Path) -> None:
 
 
 def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
-    """Index the folder, unless no shard changed: a survey reads every shard."""
+    # A survey reads every shard, so the index stays where no shard changed.
     shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
     if not shards:
         (out / INDEX_NAME).unlink(missing_ok=True)
@@ -206,15 +205,12 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
         },
         "take_down_without_a_sample": unmet,
         "problems": pieces.originals.problems,
-        "versions": {
-            "pillow": PIL.__version__,
-            "libjpeg_turbo": features.version("libjpeg_turbo"),
-        },
+        "versions": {"pillow": PIL.__version__, "libjpeg_turbo": features.version("libjpeg_turbo")},
     }
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write it whole or not at all."""
+    """Write a manifest atomically."""
     with atomic_write(path, "w", durable=True) as file:
         json.dump(manifest, file, indent=1, ensure_ascii=False)
         file.write("\n")
@@ -238,15 +234,14 @@ def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
 
 
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?0*(\d{1,12})")
-
-Wanted = Iterable[SampleSpec | Refused]
+Specs = Iterable[SampleSpec | Refused]
 
 
 class CorpusPart(NamedTuple):
-    """One folder of shards, `OUT/NAME` or OUT; `wanted` may be a function of the image finder."""
+    """One folder of shards, `OUT/NAME` or OUT; `specs` may be a function of the image finder."""
 
     name: str
-    wanted: Wanted | Callable[[Originals], Wanted]
+    specs: Specs | Callable[[Originals], Specs]
     total: int | None = None
 
 
@@ -266,26 +261,26 @@ class Target(NamedTuple):
 def convert_rows(
     target: Target,
     images: Sequence[Path],
-    wanted: Iterable[SampleSpec],
+    samples: Iterable[SampleSpec],
     faults: Faults,
     total: int | None = None,
 ) -> int:
-    """Build one folder of shards as `make_corpus` does; `faults` fills while `wanted` is read."""
-    part = benchmark_part("", wanted, faults, total, target.title)
+    """Build one folder of shards as `make_corpus` does; `faults` fills while `samples` is read."""
+    part = benchmark_part("", samples, faults, total, target.title)
     return make_corpus(target, images, [part])
 
 
 def benchmark_part(
-    name: str, wanted: Iterable[SampleSpec], faults: Faults, total: int | None, title: str
+    name: str, samples: Iterable[SampleSpec], faults: Faults, total: int | None, title: str
 ) -> CorpusPart:
     """Return a part that counts the questions and expressions of lost images."""
-    samples = iter(wanted)
-    # The first sample before any archive is unpacked: a wrong file is told at once.
-    first = next(samples, None)
+    specs = iter(samples)
+    # Before any archive is unpacked, which takes minutes: a wrong file is an error at once.
+    first = next(specs, None)
     if first is None:
-        found = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
-        raise ConfigError(f"{name or title}: no row can be used{found}")
-    return CorpusPart(name, partial(_with_losses, chain([first], samples), faults), total)
+        detail = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
+        raise ConfigError(f"{name or title}: no row can be used{detail}")
+    return CorpusPart(name, partial(_with_losses, chain([first], specs), faults), total)
 
 
 def make_corpus(
@@ -305,27 +300,28 @@ def make_corpus(
 def build_parts(
     target: Target,
     parts: Sequence[CorpusPart],
-    found: Originals,
+    originals: Originals,
     accepted: Callable[[], object] = lambda: None,
 ) -> int:
     """Build every part from found images; `accepted` is called before the first shard changes."""
     options = replace(target.build, licence=target.build.licence or target.licence)
     written = 0
-    with ExitStack() as held:
+    with ExitStack() as stack:
         builds = []
         for part in parts:
             build = build_in_steps(
-                part.wanted(found) if callable(part.wanted) else part.wanted,
-                found,
+                part.specs(originals) if callable(part.specs) else part.specs,
+                originals,
                 target.out / part.name,
                 options,
                 title=f"{target.title}, {part.name}" if part.name else target.title,
                 total=part.total,
                 arguments=target.settings,
             )
-            builds.append(held.enter_context(closing(build)))
+            builds.append(stack.enter_context(closing(build)))
+            # Whichever part is refused, none has changed.
             if not options.replace:
-                next(build)  # whichever part is refused, none has changed
+                next(build)
         accepted()
         for part, build in zip(parts, builds, strict=True):
             *_, manifest = build
@@ -339,6 +335,12 @@ def build_parts(
 def file_names(paths: Iterable[Path]) -> list[str]:
     """Return files without their folders, for `Target.settings`."""
     return [path.name for path in paths]
+
+
+def check_splits(splits: Sequence[str] | None, available: Sequence[str]) -> None:
+    """Refuse splits of the command line that a data set does not have."""
+    if unknown := sorted(set(splits or ()) - set(available)):
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(available)}")
 
 
 def key_of(identifier: str) -> str:
@@ -364,18 +366,15 @@ def stems_of(names: Iterable[str]) -> dict[str, str]:
     return {**dict(zip(rest, rest)), **stems}
 
 
-def image_identity(name: str, source: str, own: str | None = None) -> tuple[str, str]:
-    """Return (source, image_id) of an image by its file name.
-
-    COCO's names (`COCO_train2014_000000000009.jpg`) are recognised in any source, so that an image
-    of several benchmarks has one identity. Others have `own` (of `stems_of`) or their stem.
-    """
+def image_identity(name: str, source: str, unique_stem: str | None = None) -> tuple[str, str]:
+    """Return (source, image_id) by file name; the id is `unique_stem` or its stem."""
     stem = PurePosixPath(name).stem
-    if own not in (None, stem):
-        return source, str(own)
-    found = _COCO.fullmatch(stem)
-    if found and (stem.startswith("COCO_") or source == "coco"):
-        return "coco", found[1]
+    if unique_stem not in (None, stem):
+        return source, str(unique_stem)
+    # COCO's names count in any source, so that an image of several benchmarks has one identity.
+    match = _COCO.fullmatch(stem)
+    if match and (stem.startswith("COCO_") or source == "coco"):
+        return "coco", match[1]
     return source, stem
 
 

@@ -18,10 +18,9 @@ from vlp.io import atomic_write
 
 
 class SampleSpec(NamedTuple):
-    """One sample to build, of one image or two that `Originals` finds.
+    """One sample to build, of one image or two; its key has no dots or slashes.
 
-    The key has no dots or slashes. Boxes are in pixels of `size` (width, height), by default of the
-    original, and are scaled to the stored image.
+    Boxes are in pixels of `size` (width, height), by default of the original.
     """
 
     key: str
@@ -39,21 +38,13 @@ class Refused(NamedTuple):
 
 def has_text(annotation: Annotation) -> bool:
     """Return whether there is anything to learn: a text of any kind, a label or a box."""
-    return bool(captions_of(annotation)) or any(
-        part not in (None, "", [])
-        for part in (
-            annotation.hypothesis,
-            annotation.statement,
-            annotation.label,
-            annotation.questions,
-            annotation.expressions,
-            annotation.boxes,
-        )
-    )
+    fields = ("hypothesis", "statement", "label", "questions", "expressions", "boxes")
+    # A label may be False.
+    others = any(getattr(annotation, field) not in (None, "", []) for field in fields)
+    return bool(captions_of(annotation)) or others
 
 
 EMPTY, LINK, LONG = "empty caption", "caption of a URL alone", "caption too long"
-
 _JOINERS = "\u200c\u200d"
 _ENTITY = re.compile(r"&(?:#\d{2,7}|#[xX][0-9a-fA-F]{2,6}|[A-Za-z]\w*)(?:;|(?![\w=]))")
 _PERSON = re.compile(r"<\s*person\s*>", re.IGNORECASE)
@@ -61,17 +52,13 @@ _URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
 
 
 def clean_caption(text: str) -> str:
-    """Return a caption cleaned by one rule for all corpora; case and punctuation stay.
-
-    1. HTML entities are decoded, twice if a crawl has escaped them twice.
-    2. Unicode is composed (NFC); control characters become spaces; invisible format characters go,
-       but for the two joiners, which scripts and emoji need.
-    3. CC12M's `<PERSON>` becomes `person`, as in CC3M.
-    4. White space is collapsed.
-    """
+    """Return a caption cleaned by one rule for all corpora; case and punctuation stay."""
+    # Some crawls have escaped HTML entities twice.
     text = _ENTITY.sub(_character, _ENTITY.sub(_character, text))
     text = unicodedata.normalize("NFC", text)
+    # Plain text, the most of it, has no characters to replace.
     text = "".join(map(_visible, text)) if not text.isascii() or not text.isprintable() else text
+    # CC12M has `<PERSON>` where CC3M has `person`.
     return " ".join(_PERSON.sub("person", text).split())
 
 
@@ -95,27 +82,27 @@ def clean_captions(
     texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
     """Return the kept captions of an image, and the dropped ones by `KEY/caption 2` (from 0)."""
-    kept, dropped = [], []
+    captions, dropped = [], []
     for number, text in enumerate(texts):
         caption = clean_caption(text or "")
         reason = why_dropped(caption, max_words)
         if reason is None:
-            kept.append(caption)
+            captions.append(caption)
         else:
             dropped.append(Refused(reason, f"{key}/caption {number}"))
-    return kept, dropped
+    return captions, dropped
 
 
 def _visible(character: str) -> str:
     category = unicodedata.category(character)
+    # Control characters part words; invisible ones do not, and scripts and emoji need joiners.
     if category in ("Cc", "Cs", "Zl", "Zp"):
         return " "
     return "" if category == "Cf" and character not in _JOINERS else character
 
 
+# Keys may start with #.
 _COMMENT = re.compile(r"^#(?:\s|$)|\s#")
-
-
 _OF_FOLDER = re.compile("# of (.+):")
 
 
@@ -136,10 +123,7 @@ class TakeDown:
 
     @classmethod
     def read(cls, path: Path | None, out: Path | None = None) -> TakeDown:
-        """Read a list; keys under `# of FOLDER:` (see `write_list`) count for that `out` alone.
-
-        A comment is `# ` at the start of a line, or `#` behind white space: keys may start with #.
-        """
+        """Read a list; keys under `# of FOLDER:` (see `write_list`) count for that `out` alone."""
         if path is None:
             return cls()
         try:
@@ -149,24 +133,24 @@ class TakeDown:
         lines: dict[Path | None, set[str]] = defaultdict(set)
         folder = None
         for line in text.splitlines():
-            if found := _OF_FOLDER.fullmatch(line):
-                folder = Path(found[1]).resolve()
+            if heading := _OF_FOLDER.fullmatch(line):
+                folder = Path(heading[1]).resolve()
                 lines[folder] |= set()
             elif key := _COMMENT.split(line)[0].strip():
                 lines[folder].add(key)
-        own = lines.get(out.resolve()) if out is not None else None
-        return cls(frozenset().union(*(lines.values() if own is None else (own, lines[None]))))
+        local = lines.get(out.resolve()) if out is not None else None
+        return cls(frozenset().union(*(lines.values() if local is None else (local, lines[None]))))
 
     def names(self, key: str, annotation: Annotation) -> bool:
         """Return whether a line names this sample: by key, `image_id` or `url`."""
         if not self.lines:
             return False
         url = (annotation.model_extra or {}).get("url")
-        said = self.lines.intersection(
+        matches = self.lines.intersection(
             name for name in (key, annotation.image_id, url) if isinstance(name, str)
         )
-        self.met |= said
-        return bool(said)
+        self.met |= matches
+        return bool(matches)
 
 
 def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterable[Path]) -> int:
@@ -174,7 +158,7 @@ def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterabl
     count, folder = 0, None
     with atomic_write(path, error=ConfigError) as file:
         file.write(f"# {heading}\n".encode())
-        file.writelines(f"# of {each}:\n".encode() for each in dict.fromkeys(folders))
+        file.writelines(f"# of {other}:\n".encode() for other in dict.fromkeys(folders))
         for line in lines:
             if line.folder != folder:
                 folder = line.folder

@@ -1,8 +1,4 @@
-"""One shard of a build, and the journal of finished shards.
-
-The journal is one line of JSON a shard, appended before the shard is renamed: after a kill between
-the two, the file's sha256 tells that the earlier record holds. A clean end rewrites it in order.
-"""
+"""One shard of a build, and the journal of finished shards: one line of JSON a shard."""
 
 from __future__ import annotations
 
@@ -48,9 +44,9 @@ class Prepared(NamedTuple):
 
 
 def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
-    """Verify an image and re-encode it if necessary (PNG stays PNG, else JPEG); raises BadSample.
+    """Verify an image; re-encode it if turned, above `max_side` pixels or of another format.
 
-    Above `max_side` pixels it is reduced (Lanczos).
+    Raises BadSample.
     """
     with decoder_errors(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
@@ -62,9 +58,12 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
             image.draft("RGB", (image.width // 8 + 1, image.height // 8 + 1))
             image.load()
             return Prepared(data, kind, original, original)
+    # What is written anew stays PNG, or becomes JPEG.
     stored = decode_image(data, where)
     if max_side is not None and reduced:
-        stored = stored.resize(_fitted(stored.size, max_side), Image.Resampling.LANCZOS)
+        scale = max_side / max(stored.size)
+        size = max(1, round(stored.width * scale)), max(1, round(stored.height * scale))
+        stored = stored.resize(size, Image.Resampling.LANCZOS)
     stream = BytesIO()
     if kind == "png":
         stored.save(stream, "PNG")
@@ -74,19 +73,13 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
     return Prepared(stream.getvalue(), kind, stored.size, original, turn)
 
 
-def _fitted(size: tuple[int, int], max_side: int) -> tuple[int, int]:
-    scale = max_side / max(size)
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
-
-
 def fit_boxes(
     annotation: Annotation, image: Prepared, size: tuple[int, int] | None
 ) -> tuple[Annotation, dict[str, list[str]]]:
     """Scale, turn and cut every box by the rule of `vlp.data.boxes`.
 
     Boxes are [x, y, width, height] in pixels of `size`, by default of the upright original. Returns
-    the annotation, and the names of faulty boxes by kind (`OUTSIDE`, `CUT`, `OTHER_SHAPE`). A
-    removed box removes its expression or word.
+    the annotation, and the names of faulty boxes by kind (`OUTSIDE`, `CUT`, `OTHER_SHAPE`).
     """
     faults: dict[str, list[str]] = defaultdict(list)
     upright = image.original[::-1] if image.orientation > 4 else image.original
@@ -101,24 +94,26 @@ def fit_boxes(
         if corners is None:
             return kind, None
         x, y, wide, high = box
+        # An unchanged box keeps all its digits.
         if same and corners == (x, y, x + wide, y + high):
             return None, list(box)
         left, top, right, low = shares(corners, drawn_on, turn)
         across, down = image.size
         scaled = (left * across, top * down, (right - left) * across, (low - top) * down)
-        kept = [round(value, 2) for value in scaled]
-        return (kind, kept) if min(kept[2:]) > 0 else (OUTSIDE, None)
+        rounded = [round(value, 2) for value in scaled]
+        return (kind, rounded) if min(rounded[2:]) > 0 else (OUTSIDE, None)
 
     def fitted(box: Sequence[float], name: str) -> list[float] | None:
-        kind, kept = fit(box)
+        kind, fitted_box = fit(box)
         if kind is not None:
             faults[kind].append(name)
-        return kept
+        return fitted_box
 
     def fitted_word(word: Word) -> Word | None:
         name = f"word {word.caption}.{word.index}"
-        kept = [fitted(box, name) for box in (word.box, *(word.others or ()))]
-        inside = [box for box in kept if box is not None]
+        boxes = [fitted(box, name) for box in (word.box, *(word.others or ()))]
+        inside = [box for box in boxes if box is not None]
+        # A word or expression without a box has nothing to point at.
         if not inside:
             return None
         return word.model_copy(update={"box": inside[0], "others": inside[1:] or None})
@@ -136,12 +131,12 @@ def fit_boxes(
     for name in ("boxes", "proposals"):
         boxes = getattr(annotation, name)
         if boxes is not None:
-            kept = [fitted(box, f"{name} {number}") for number, box in enumerate(boxes)]
-            update[name] = [box for box in kept if box is not None]
+            fitted_boxes = [fitted(box, f"{name} {number}") for number, box in enumerate(boxes)]
+            update[name] = [box for box in fitted_boxes if box is not None]
     return (annotation.model_copy(update=update) if update else annotation), faults
 
 
-# another try may help
+# Another try may help.
 RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
 
 
@@ -151,8 +146,9 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     number: int
-    wanted: int  # samples of the list, written or not
-    inputs: str  # sha256 of their keys, images and annotations
+    # Samples of the list, written or not, and the sha256 of their keys, images and annotations.
+    wanted: int
+    inputs: str
     taken_down: list[str] = []
     samples: int = 0
     captions: int = 0
@@ -182,17 +178,13 @@ class ShardItem(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """One shard to build; `inputs` is its items' sha256.
-
-    Samples of the existing shard (`before`) are kept; its failures are tried again with `retry`
-    alone.
-    """
+    """One shard to build; `inputs` is its items' sha256, `before` the earlier run's record."""
 
     number: int
     folder: Path
     items: Sequence[ShardItem]
     inputs: str
-    taken_down: frozenset[str]
+    removed: frozenset[str]
     max_side: int | None
     quality: int
     before: Record | None = None
@@ -210,6 +202,7 @@ def temporary(folder: Path, number: int, process: int) -> Path:
 def make_shard(job: ShardJob) -> tuple[Record, int]:
     """Write a shard under a temporary name; return the record and the process in that name."""
     process = os.getpid()
+    # Two processes may write one shard, where a cluster takes the first for lost.
     path = temporary(job.folder, job.number, process)
     failures: dict[str, list[str]] = defaultdict(list)
     samples = captions = 0
@@ -218,7 +211,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
         with open(path, "wb", opener=unfollowed) as file:
             for item in job.items:
                 go_on()
-                if item.key in job.taken_down:
+                if item.key in job.removed:
                     continue
                 try:
                     count = stored.copy(item.key, file, failures)
@@ -239,7 +232,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
         number=job.number,
         wanted=len(job.items),
         inputs=job.inputs,
-        taken_down=sorted(job.taken_down),
+        taken_down=sorted(job.removed),
         samples=samples,
         captions=captions,
         bytes=path.stat().st_size if samples else 0,
@@ -287,6 +280,7 @@ class _Stored:
         return captions
 
     def _load(self, path: Path, digest: str) -> None:
+        # A damaged shard is built from the originals again.
         if sha256_of(path) != digest:
             return
         with ShardReader(path) as shard:
@@ -323,41 +317,40 @@ REMEDY = "--replace what is there"
 
 
 def require_same_settings(
-    out: Path, found: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
+    out: Path, stored: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
 ) -> None:
-    """Refuse a folder that was begun with other settings; unknown ones are taken as equal."""
-    for name, value in {**dict.fromkeys(found), **settings}.items():
-        if name in found and found[name] != value:
+    """Refuse a folder that was begun with other settings."""
+    # Settings that an older version did not store count as equal.
+    for name, value in {**dict.fromkeys(stored), **settings}.items():
+        if name in stored and stored[name] != value:
             raise ConfigError(
-                f"{out} was begun with {name} {found[name]}, this command says {value}: choose "
+                f"{out} was begun with {name} {stored[name]}, this command says {value}: choose "
                 f"another --out, or {remedy}"
             )
 
 
 class Journal:
-    """The records of a folder of shards by number, as a context; the caller holds the lock.
-
-    `settings` are all that the bytes of the shards depend on.
-    """
+    """The records of a folder of shards by number, as a context; the caller holds the lock."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         self.records: dict[int, Record] = {}
         self._path = folder / JOURNAL_NAME
+        # All that the bytes of the shards depend on.
         self._settings = settings
         was_there = self._path.exists()
         self._file = open(self._path, "ab", opener=unfollowed)  # noqa: SIM115
         try:
-            begun = self._read()
+            has_build = self._read()
             # A shard without a record was published just before a kill: it is made again. One in a
             # folder where no build began, or of another kind of name, is somebody else's.
             for path in folder.glob("*.tar"):
-                if not (begun and _is_ours(path.name)):
+                if not (has_build and _is_ours(path.name)):
                     raise ConfigError(
                         f"{path}: a shard that this command did not write; choose another --out, "
                         f"or {REMEDY}"
                     )
-            self._is_new = not begun
+            self._is_new = not has_build
             if self._is_new:
                 self._append({"settings": settings})
         except BaseException:
@@ -368,6 +361,7 @@ class Journal:
 
     def add(self, record: Record) -> None:
         """Remember a finished shard, just before its file is put in its place."""
+        # After a kill between the two, the file's sha256 tells that the earlier record holds.
         self.records[record.number] = record
         self._append(record.model_dump())
 
@@ -378,6 +372,7 @@ class Journal:
 
     def finish(self, shards: int) -> None:
         """Write the file anew with the first `shards` records."""
+        # In order, as parallel builds append them as they come.
         with atomic_write(self._path, durable=True) as file:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
@@ -389,8 +384,9 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()
         is_refused = kind is not None and issubclass(kind, (Exception, GeneratorExit))
+        # A refused build has not begun; an interrupted one has.
         if self._is_new and not self.records and is_refused:
-            self._path.unlink()  # what was refused has not begun; what was interrupted has
+            self._path.unlink()
 
     def _read(self) -> bool:
         """Read the records; return whether a build began."""
@@ -424,8 +420,8 @@ class Journal:
         self._file.truncate(whole)
         return whole > 0
 
-    def _compare(self, found: dict[str, Any]) -> None:
-        require_same_settings(self.folder, found, self._settings, REMEDY)
+    def _compare(self, stored: dict[str, Any]) -> None:
+        require_same_settings(self.folder, stored, self._settings, REMEDY)
 
     def _append(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))
@@ -457,61 +453,61 @@ class Pieces:
         self.take_down = take_down
         self.refused: dict[str, list[str]] = defaultdict(list)
         self.shards = 0
-        self.kept = 0  # samples of shards that need not be made
+        # Samples of shards that need not be made.
+        self.unchanged = 0
 
-    def jobs(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
+    def jobs(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
         """Yield the shards to build, once the list is read up to the last existing shard."""
+        # Whether the list belongs to them is known then, so jobs before it wait in a file.
         last = self.journal.last_shard()
-        with TemporaryFile(dir=self.journal.folder) as held:
-            for piece in self._pieces(self._usable(wanted)):
+        with TemporaryFile(dir=self.journal.folder) as queue:
+            for piece in self._pieces(self._usable(specs)):
                 number, self.shards = self.shards, self.shards + 1
                 job = self._job(number, piece)
                 if job is None:
-                    self.kept += len(piece)
+                    self.unchanged += len(piece)
                 elif number < last:
-                    pickle.dump(job, held)
+                    pickle.dump(job, queue)
                 else:
-                    yield from _taken(held)
+                    yield from _drained(queue)
                     yield job
             if self.shards <= last:
                 raise ConfigError(
                     f"{self.journal.folder / shard_name(last)}: a shard of a longer list, and this "
                     f"one ends after {self.shards}; choose another --out, or {REMEDY}"
                 )
-            yield from _taken(held)
+            yield from _drained(queue)
 
-    def _usable(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
-        seen: set[str] = set()
-        for item in wanted:
+    def _usable(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
+        keys: set[str] = set()
+        for item in specs:
             if isinstance(item, Refused):
                 self.refused[item.kind].append(readable(item.id))
             elif not item.key.isprintable() or not item.key or {*item.key} & {*"./ "}:
                 self.refused["bad key"].append(readable(item.key))
-            elif item.key in seen:
+            elif item.key in keys:
                 self.refused["duplicate key"].append(item.key)
             elif not has_text(item.annotation):
                 self.refused["no text"].append(item.key)
             else:
-                seen.add(item.key)
+                keys.add(item.key)
                 yield item
 
-    def _pieces(self, wanted: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
-        """Cut where an earlier run cut, else after `samples_per_shard` samples with images.
-
-        A retry may also cut the last piece, which holds all that was not downloaded yet.
-        """
+    def _pieces(self, samples: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
+        """Cut where an earlier run cut, else after `samples_per_shard` samples with images."""
         piece: list[ShardItem] = []
         present = number = 0
         last = max(self.journal.records, default=-1)
-        held = self._held(last) if self.options.retry else {}
-        for item in wanted:
+        pending = self._stored_keys(last) if self.options.retry else {}
+        for item in samples:
             places = tuple(map(self.originals.find, item.images))
             piece.append(ShardItem(item.key, item.annotation, item.size, places, item.images))
             present += None not in places
             before = self.journal.records.get(number)
             cut_before = before is not None and len(piece) == before.wanted
-            held.pop(item.key, None)
-            may_cut = before is None or (self.options.retry and number == last and not held)
+            pending.pop(item.key, None)
+            # The last piece of an earlier run holds all that was not downloaded yet.
+            may_cut = before is None or (self.options.retry and number == last and not pending)
             if cut_before or (may_cut and present >= self.options.samples_per_shard):
                 yield piece
                 piece, present, number = [], 0, number + 1
@@ -520,34 +516,35 @@ class Pieces:
 
     def _job(self, number: int, piece: list[ShardItem]) -> ShardJob | None:
         inputs = _digest(piece)
-        taken = frozenset(
+        removed = frozenset(
             item.key for item in piece if self.take_down.names(item.key, item.annotation)
         )
         before = self.journal.records.get(number)
         if before is None or before.inputs != inputs:
-            self._require_kept(number, piece)
+            self._require_superset(number, piece)
             before = None
+        # The size tells enough here; `make_shard` compares the sha256 before it copies.
         elif not self._is_there(before):
             before = None
         retry = self.options.retry and before is not None and bool(before.failures.keys() & RETRIED)
-        if before is not None and set(before.taken_down) == taken and not retry:
+        if before is not None and set(before.taken_down) == removed and not retry:
             return None
         return ShardJob(
             number,
             self.journal.folder,
             piece,
             inputs,
-            taken,
+            removed,
             self.options.max_side,
             self.options.quality,
             before,
             self.options.retry,
         )
 
-    def _require_kept(self, number: int, piece: list[ShardItem]) -> None:
-        """Refuse a list that lacks samples of the existing shard."""
-        wanted = {item.key for item in piece}
-        lost = [key for key in self._held(number) if key not in wanted]
+    def _require_superset(self, number: int, piece: list[ShardItem]) -> None:
+        # A shard would lose samples that its users have trained on.
+        keys = {item.key for item in piece}
+        lost = [key for key in self._stored_keys(number) if key not in keys]
         if lost:
             path = self.journal.folder / shard_name(number)
             raise ConfigError(
@@ -556,7 +553,7 @@ class Pieces:
                 f"{REMEDY}"
             )
 
-    def _held(self, number: int) -> dict[str, None]:
+    def _stored_keys(self, number: int) -> dict[str, None]:
         """Return the keys of the samples in the existing shard, in order."""
         path = self.journal.folder / shard_name(number)
         return (
@@ -568,14 +565,14 @@ class Pieces:
         return not record.samples or (path.is_file() and path.stat().st_size == record.bytes)
 
 
-def _taken(held: IO[bytes]) -> Iterator[ShardJob]:
-    """Yield the jobs that a file holds, which is empty afterwards."""
-    end = held.tell()
-    held.seek(0)
-    while held.tell() < end:
-        yield pickle.load(held)
-    held.seek(0)
-    held.truncate()
+def _drained(queue: IO[bytes]) -> Iterator[ShardJob]:
+    # The file is empty afterwards.
+    end = queue.tell()
+    queue.seek(0)
+    while queue.tell() < end:
+        yield pickle.load(queue)
+    queue.seek(0)
+    queue.truncate()
 
 
 def _digest(piece: list[ShardItem]) -> str:

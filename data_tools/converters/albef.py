@@ -30,8 +30,8 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
-
-UNKNOWN = "albef"  # source of images without one in their path
+# Source of images without one in their path.
+UNKNOWN = "albef"
 # What the folders of the usual layouts say about where an image is from.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
@@ -95,12 +95,10 @@ def albef(
     """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
 
     --annotations takes the lists, --images the images (folders, tars, zips) under the paths that
-    the lists name or just their file names. What the lists leave out is made up so that every
-    sample has an id: pairs and statements are numbered by their place in the list (`row`, from 0),
-    expressions by theirs in all lists (ref_id stands beside it), questions without an id by list
-    and place. Captions, questions and expressions of one image become one sample. ALBEF's lists for
-    RefCOCO+ have no boxes: give --refs and --instances, the official refs(unc).p and
-    instances.json, and they are found by ref_id.
+    the lists name or just their file names. Captions, questions and expressions of one image become
+    one sample. Pairs and statements are numbered by their position in the list (`row`, from 0),
+    expressions by that in all lists, questions without an id by list and position. RefCOCO+ has
+    no boxes in its lists: give --refs and --instances, the official files.
     """
     grounding = {"refs": refs, "instances": instances, "detections": detections}
     if kind != "refcoco" and any(path is not None for path in grounding.values()):
@@ -108,6 +106,7 @@ def albef(
     if (refs is None) != (instances is None):
         raise ConfigError("--refs and --instances belong together: give both or neither")
     stems = [path.stem for path in annotations]
+    # Keys and ids have the list's name.
     if len(set(stems)) < len(stems):
         raise ConfigError("--annotations: two lists share a name, which samples are named after")
     faults: Faults = []
@@ -129,35 +128,36 @@ def albef(
 
 
 def _captioned(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    """Yield one sample an image with all its captions, in the order of their first rows."""
+    # Training lists repeat the image in each row.
     captions: dict[str, list[str]] = {}
     for path in paths:
         for row in parsed(json_list(path, faults), AlbefRetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
             captions.setdefault(row.image, []).extend(texts)
-    for image, found in captions.items():
-        yield _of_image(image, {"captions": found})
+    for image, image_captions in captions.items():
+        yield _of_image(image, {"captions": image_captions})
 
 
-def _asked(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    """Yield one sample an image with all its questions, in the order of their first rows."""
+def _questions(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    # An image has several rows, perhaps in several lists.
     questions: dict[str, list[PlainQuestion]] = {}
-    seen: set[str] = set()
+    question_ids: set[str] = set()
     for path in paths:
         for number, row in enumerate(parsed(json_list(path, faults), AlbefVqaRow, faults)):
-            which = f"{path.stem}-{number}" if row.question_id is None else row.question_id
+            question_id = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
-                which = f"vg-{which}"  # their numbers are not VQA's
-            if which in seen:
-                faults.append(Refused("question id given twice", which))
+                # Their numbers are not VQA's.
+                question_id = f"vg-{question_id}"
+            if question_id in question_ids:
+                faults.append(Refused("question id given twice", question_id))
                 continue
-            seen.add(which)
+            question_ids.add(question_id)
             if not row.question.strip():
-                faults.append(Refused("empty question", which))
+                faults.append(Refused("empty question", question_id))
                 continue
-            questions.setdefault(row.image, []).append(_question(which, row))
-    for image, found in questions.items():
-        yield _of_image(image, {"questions": [question.typed() for question in found]})
+            questions.setdefault(row.image, []).append(_question(question_id, row))
+    for image, image_questions in questions.items():
+        yield _of_image(image, {"questions": [question.typed() for question in image_questions]})
 
 
 def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
@@ -197,18 +197,18 @@ def _grounded(
     for path in paths:
         for row in parsed(json_list(path, faults), _RefcocoRow, faults):
             number = next(numbers)
-            known = boxes.get(row.ref_id)
-            box = row.bbox if known is None else known.box
+            reference_box = boxes.get(row.ref_id)
+            box = row.bbox if reference_box is None else reference_box.box
             if box is None:
                 kind = "expression without a box (give --refs and --instances)"
                 faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
                 continue
-            if known is not None:
-                sizes[row.image] = known.size
+            if reference_box is not None:
+                sizes[row.image] = reference_box.size
             expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
             expressions.setdefault(row.image, []).append(expression)
-    for image, found in expressions.items():
-        content: dict[str, Any] = {"expressions": found}
+    for image, image_expressions in expressions.items():
+        content: dict[str, Any] = {"expressions": image_expressions}
         if proposals is not None:
             content["proposals"] = proposals.get(_identity(image)[1])
             if not content["proposals"]:
@@ -218,19 +218,19 @@ def _grounded(
 
 _KINDS: dict[str, Callable[[Sequence[Path], Faults], Iterator[SampleSpec]]] = {
     "retrieval": _captioned,
-    "vqa": _asked,
+    "vqa": _questions,
     "nlvr": _nlvr2,
     "ve": _snli_ve,
 }
 
 
 def _labelled(
-    paths: Sequence[Path], layout: type[Labelled], known: Callable[[str], bool], faults: Faults
+    paths: Sequence[Path], layout: type[Labelled], is_valid: Callable[[str], bool], faults: Faults
 ) -> Iterator[tuple[str, int, Labelled]]:
     """Yield key, number in its list, and row, for rows with a known label."""
     for path in paths:
         for number, row in enumerate(parsed(json_list(path, faults), layout, faults)):
-            if known(row.label):
+            if is_valid(row.label):
                 yield key_of(f"{path.stem}-{number}"), number, row
             else:
                 faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
@@ -245,13 +245,13 @@ def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
 def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
     source, image_id = _identity(image)
     annotation = Annotation(source=source, image_id=image_id, **content)
-    # The folders too: two data sets may number their images alike.
+    # The folders, too: two data sets may number their images alike.
     return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
 
 
 def _identity(image: str) -> tuple[str, str]:
     path = str(PurePosixPath(image).with_suffix(""))
-    source = next((name for name, said in _SOURCES.items() if said.search(path)), UNKNOWN)
+    source = next((name for name, pattern in _SOURCES.items() if pattern.search(path)), UNKNOWN)
     source, image_id = image_identity(image, source)
     # Lists may mix corpora that number their images alike.
     return source, path.strip("/.") if source == UNKNOWN else image_id

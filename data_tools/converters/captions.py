@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasChoices, Field, ValidationError
 from typer import Option
 
-from data_tools.builder.build import CorpusPart, Target, make_corpus, stems_of
+from data_tools.builder.build import CorpusPart, Target, check_splits, make_corpus, stems_of
 from data_tools.builder.samples import (
     Refused,
     SampleSpec,
@@ -40,8 +40,8 @@ from vlp.data.schema import Annotation, Expression
 FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
 COCO = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
 VISUAL_GENOME = "annotations CC BY 4.0; images under Flickr's terms of use"
-
-RESTVAL = "restval"  # COCO's part of val2014 that is trained on
+# COCO's part of val2014 that is trained on.
+RESTVAL = "restval"
 
 
 class Entry(NamedTuple):
@@ -116,8 +116,7 @@ def flickr8k(
             --images Images/ --out shards/flickr8k
 
     writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which names what was
-    left out and why. Images are stored as they are, with all their captions. The command may be
-    interrupted and run again: finished shards stay.
+    left out and why. Images are stored as they are, with all their captions.
     """
     faults: Faults = []
     entries = [entry for path in annotations for entry in read_karpathy(path, faults)]
@@ -132,10 +131,7 @@ def flickr30k(
     build: BuildOptions,
     lists: Annotated[
         list[Path] | None,
-        Option(
-            metavar="SPLIT.txt",
-            help="images of each split, for the .token file; the file's name is the split's",
-        ),
+        Option(metavar="SPLIT.txt", help="images of each split, for the .token file"),
     ] = None,
     splits: Splits = None,
     max_words: MaxWords = MAX_WORDS,
@@ -146,9 +142,8 @@ def flickr30k(
             --images flickr30k-images/ --out shards/flickr30k
 
     --annotations takes Karpathy's JSON, which has the splits everybody evaluates on, or the
-    official results_20130124.token (`IMAGE.jpg#0<TAB>caption`), which has none: name the lists of
-    images then (--lists train.txt val.txt test.txt, one image a line, with or without .jpg), or
-    everything goes to OUT/all.
+    official results_20130124.token (`IMAGE.jpg#0<TAB>caption`). For the latter name lists of images
+    (--lists train.txt val.txt test.txt, one image a line), or everything goes to OUT/all.
     """
     faults: Faults = []
     if annotations.suffix != ".json":
@@ -181,12 +176,10 @@ def coco(
 
     --annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or
     the official captions_train2017.json, captions_val2014.json ... (a folder each, named train2017
-    ...). --images takes the official zips as they are, or the folders. Of the test sets COCO gives
-    no captions away, so there is nothing to convert.
+    ...). --images takes the official zips as they are, or the folders.
 
-    --instances takes the official instances_*.json of the same images, beside official captions.
-    Then samples have all boxes, and words of captions that name the only object of a category have
-    its box: `python -m evaluation pointing` asks whether a model finds it.
+    --instances takes the official instances_*.json of the same images, with official captions. Then
+    samples have all boxes, and words that name the only object of a category have its box.
     """
     entries: list[Entry] = []
     parts: list[CorpusPart] = []
@@ -214,7 +207,7 @@ def coco(
     if entries:
         parts = split_parts(entries, splits, max_words, faults)
     elif splits:
-        _require_known(splits, [part.name for part in parts])
+        check_splits(splits, [part.name for part in parts])
         parts = [part for part in parts if part.name in splits]
     settings = {"max_words": max_words, "instances": objects is not None}
     return make_corpus(Target(out, build, "COCO captions", COCO, settings), images, parts)
@@ -248,10 +241,8 @@ def visual_genome(
 
     Each region's phrase is a caption, and a referring expression with the region's box.
     image_data.json (optional) says which images are COCO's: those get COCO's identity (`source`
-    coco, `image_id` the number there), so that one image in both corpora is known as one.
-
-    ALBEF keeps 769 k of 5 M phrases by four filters: images of evaluation sets, phrases that an
-    image has twice (never kept here), small regions, short phrases.
+    coco, `image_id` the number there). ALBEF keeps 769 k of 5 M phrases by four filters: images of
+    evaluation sets, phrases that an image has twice, small regions, short phrases.
     """
     if image_data is None and (min_area or exclude):
         raise ConfigError("--min-area and --exclude need --image-data: it has sizes and numbers")
@@ -291,11 +282,7 @@ def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
 
 
 def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
-    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, ordered by image.
-
-    Images outside all `lists` (one per split) are left out; without lists the split is `all`.
-    Lists name images by path or, where that is unique, by base name, perhaps without extension.
-    """
+    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines of images in `lists` (one per split), else all."""
     captions: dict[str, list[str | None]] = {}
     wrong = WrongFile()
     for number, line in enumerate(text_lines(path), 1):
@@ -322,6 +309,7 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
 
 def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults) -> dict[str, str]:
     """Return the split of each image that a list names; other lines are counted."""
+    # By path, or by a unique base name, perhaps without extension: both are published.
     names = FileNames({image: image for image in images})
     splits: dict[str, str] = {}
     for file in lists:
@@ -337,26 +325,22 @@ def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults)
 def split_parts(
     entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int, faults: Faults
 ) -> list[CorpusPart]:
-    """Return a folder of shards for each split; the first one counts faults of rows."""
-    there = sorted({entry.split for entry in entries})
-    _require_known(splits or (), there)
+    """Return a folder of shards for each split."""
+    available = sorted({entry.split for entry in entries})
+    check_splits(splits, available)
     parts: list[CorpusPart] = []
-    for split in splits or there:
-        chosen = [entry for entry in entries if entry.split == split]
-        samples = chain(_entry_samples(chosen, max_words), () if parts else faults)
-        parts.append(CorpusPart(split, samples, len(chosen)))
+    for split in splits or available:
+        selection = [entry for entry in entries if entry.split == split]
+        # Faulty rows may have no split; the first folder counts them all.
+        samples = chain(_entry_samples(selection, max_words), () if parts else faults)
+        parts.append(CorpusPart(split, samples, len(selection)))
     return parts
 
 
 def key_of_image(stem: str) -> str:
-    """Return the key of a sample from its image's stem: no dot may end it early, nor a space."""
+    """Return the key of a sample from its image's stem."""
+    # WebDataset ends a key at the first dot.
     return "_".join(re.sub(r"[./\\]", "_", stem.strip("/")).split())
-
-
-def _require_known(splits: Sequence[str], there: Sequence[str]) -> None:
-    unknown = sorted(set(splits) - set(there))
-    if unknown:
-        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(there)}")
 
 
 def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Refused]:
@@ -376,13 +360,13 @@ def _official_part(
     objects: CategoryWords | None,
     faults: Faults,
 ) -> CorpusPart:
-    """Return the shards of one official file of COCO."""
     captions: dict[int, list[str | None]] = {}
     for row in parsed(members(content, path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
     images = list(parsed(members(content, path, "images"), _CocoImage, faults))
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
+    # Of an id of several files nobody knows which one the captions are of.
     others = {image.id for image in images if names[image.id] != image.file_name}
 
     def samples() -> Iterator[SampleSpec | Refused]:
@@ -421,11 +405,11 @@ class _GenomeLimits(NamedTuple):
 
 
 def _genome_samples(
-    path: Path, known: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
+    path: Path, image_data: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
 ) -> Iterator[SampleSpec | Refused]:
     for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
         key = f"vg-{image.id}"
-        data = known.get(image.id)
+        data = image_data.get(image.id)
         if data is not None and str(data.coco_id) in limits.excluded:
             yield Refused("image of an evaluation set", key)
             continue
@@ -435,9 +419,9 @@ def _genome_samples(
             try:
                 region = _Region.model_validate(content)
             except ValidationError:
-                known_id = content.get("region_id") if isinstance(content, dict) else None
-                which = "without an id" if known_id is None else known_id
-                yield Refused("region of another layout", f"{key}/region {which}")
+                region_id = content.get("region_id") if isinstance(content, dict) else None
+                shown_id = "without an id" if region_id is None else region_id
+                yield Refused("region of another layout", f"{key}/region {shown_id}")
                 continue
             phrase = clean_caption(region.phrase)
             reason = why_dropped(phrase, limits.max_words)
@@ -453,8 +437,10 @@ def _genome_samples(
             box = [region.x, region.y, region.width, region.height]
             try:
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
-            except ValidationError:  # a negative side
+            # A side may be negative.
+            except ValidationError:
                 yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
+        # One image of two corpora has one identity, which evaluations exclude it by.
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(
             captions=list(dict.fromkeys(captions)),

@@ -1,9 +1,4 @@
-"""Words of a caption that name an object of COCO, by its categories.
-
-A singular category name in an image with exactly one such object has that object's box; otherwise
-it may name any of them. The last word of a longer name counts. `orange` and `bat` are ambiguous but
-rare.
-"""
+"""Words of a caption that name an object of COCO, by its categories."""
 
 from __future__ import annotations
 
@@ -18,8 +13,8 @@ from vlp.config import ConfigError
 from vlp.data.schema import Box, Word
 
 KIND, SEVERAL = "object", "objects"
-
-COMMON = {  # further words for a category
+# Further words for a category.
+COMMON = {
     "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
     "bicycle": ("bike",),
     "motorcycle": ("motorbike", "motor bike"),
@@ -40,8 +35,8 @@ COMMON = {  # further words for a category
     "cell phone": ("phone", "cellphone"),
     "refrigerator": ("fridge",),
 }
-
-PLURALS = {  # irregular
+# Irregular.
+PLURALS = {
     "person": ("people", "persons"),
     "man": ("men",),
     "woman": ("women",),
@@ -97,14 +92,13 @@ class CategoryWords:
         return [box for _, box in self._objects.get(image_id, ())]
 
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
-        """Return the words of captions that name objects of the image.
-
-        kind: `object` for a single object and no plural, else `objects` with all boxes and crowds.
-        """
+        """Return the words of captions that name objects of the image."""
         objects, crowds = self._objects.get(image_id, []), self._crowds.get(image_id, [])
         boxes: dict[str, list[Box]] = defaultdict(list)
         for category, box in objects + crowds:
             boxes[category].append(box)
+        # A singular name of the only object of its category has the object's box; otherwise it may
+        # name any of them. `orange` and `bat` are ambiguous but rare.
         alone = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
         return [
             Word(
@@ -116,29 +110,27 @@ class CategoryWords:
                 others=boxes[category][1:] or None,
             )
             for number, caption in enumerate(captions)
-            for index, word, category in self.said(caption)
+            for index, word, category in self.mentions(caption)
             if category in boxes
         ]
 
-    def said(self, caption: str) -> list[tuple[int, str, str]]:
-        """Return (place, word, category) of each category in a caption, the longest name first.
-
-        Places count BERT's words and punctuation marks.
-        """
-        words, found, place = _words(caption), [], 0
-        while place < len(words):
+    def mentions(self, caption: str) -> list[tuple[int, str, str]]:
+        """Return (index of BERT's words, word, category) of each category in a caption."""
+        words, mentions, position = _words(caption), [], 0
+        while position < len(words):
+            # The longest name counts, by its last word: a teddy bear is no bear.
             name = next(
                 (
-                    tuple(words[place : place + length])
+                    tuple(words[position : position + length])
                     for length in range(self._longest, 0, -1)
-                    if tuple(words[place : place + length]) in self._names
+                    if tuple(words[position : position + length]) in self._names
                 ),
                 None,
             )
             if name is not None:
-                found.append((place + len(name) - 1, name[-1], self._names[name]))
-            place += len(name or words[place : place + 1])
-        return found
+                mentions.append((position + len(name) - 1, name[-1], self._names[name]))
+            position += len(name or words[position : position + 1])
+        return mentions
 
     def _read(self, path: Path, faults: Faults) -> None:
         content = read_json(path, faults)
@@ -158,10 +150,10 @@ class CategoryWords:
                     "each split by itself"
                 )
             self._sizes[image.id] = image.width, image.height
-        for one in parsed(members(content, path, "annotations"), _Object, faults):
-            name = names.get(one.category_id, str(one.category_id))
-            where = self._crowds if one.iscrowd else self._objects
-            where[one.image_id].append((name, one.bbox))
+        for instance in parsed(members(content, path, "annotations"), _Object, faults):
+            name = names.get(instance.category_id, str(instance.category_id))
+            boxes = self._crowds if instance.iscrowd else self._objects
+            boxes[instance.image_id].append((name, instance.bbox))
 
 
 def _plurals(noun: str) -> tuple[str, ...]:

@@ -14,19 +14,12 @@ from typer import Option
 from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import (
-    Faults,
-    Row,
-    json_list,
-    members,
-    parsed,
-    read_json,
-    streamed_list,
-)
+from data_tools.rows import Faults, Row, json_list, members, parsed, read_json, streamed_list
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
 
-ANNOTATORS = 10  # people that a lone answer stands for in VQA's accuracy
+# People that a lone answer stands for in VQA's accuracy.
+ANNOTATORS = 10
 
 
 class PlainQuestion(NamedTuple):
@@ -73,7 +66,7 @@ class _AnnotationRow(Row):
     answer_type: str | None = None
 
 
-class Given(NamedTuple):
+class AnswerSet(NamedTuple):
     """Kept fields of a row of `annotations`."""
 
     image_id: int | None
@@ -115,30 +108,29 @@ def vqa(
     """VQA v2 (and Visual Genome's questions) to shards: one sample an image with all its questions.
 
     --questions and --annotations take the official files, with or without their header, gzipped or
-    not; several are joined (train and val). Without --annotations (a test set) questions have no
-    answers. Images are looked for under COCO's names, built from the header's data_subtype
-    (--subset where a file has no header). Answers are stored as {answer, count}; who was how sure
-    is not kept.
+    not; several are joined (train and val). A test set has no --annotations. Images are looked for
+    under COCO's names, built from the header's data_subtype (--subset where there is no header).
 
-    --visual-genome adds question_answers.json. Its one answer counts as given by ten people,
-    without its capital letters and full stop, as VQA's answers are written. With --image-data an
-    image that is also COCO's is named so.
+    --visual-genome adds question_answers.json; its one answer counts as given by ten people. With
+    --image-data an image that is also COCO's is named so.
     """
     questions, annotations = questions or [], annotations or []
     if not questions and visual_genome is None:
         raise ConfigError("nothing to convert: give --questions or --visual-genome")
     faults: Faults = []
-    asked: list[ImageQuestions] = []
+    entries: list[ImageQuestions] = []
     if questions:
         answers = read_answers(annotations, faults)
-        asked += vqa_images(questions, answers, subset, faults)
-        if annotations and not any(each.answers for one in asked for each in one.questions):
+        entries += vqa_images(questions, answers, subset, faults)
+        if annotations and not any(
+            question.answers for entry in entries for question in entry.questions
+        ):
             raise ConfigError(
                 f"{annotations[0]}: answers none of the questions of {questions[0]}; are both of "
                 "the same split?"
             )
     if visual_genome is not None:
-        asked += genome_images(visual_genome, image_data, faults)
+        entries += genome_images(visual_genome, image_data, faults)
     settings = {
         "questions": file_names(questions),
         "annotations": file_names(annotations),
@@ -147,7 +139,7 @@ def vqa(
         "image_data": None if image_data is None else image_data.name,
     }
     licence = "annotations CC BY 4.0; images under Flickr's terms of use"
-    return _write(Target(out, build, "VQA", licence, settings), images, asked, faults)
+    return _write(Target(out, build, "VQA", licence, settings), images, entries, faults)
 
 
 def easy_vqa(
@@ -160,13 +152,13 @@ def easy_vqa(
     """easy-VQA to shards: one sample an image of one shape, with all its questions.
 
     --questions takes {train,test}_questions.json, a list of [question, answer, image's number];
-    --images the images of the same split, <number>.png. The data has no question ids: a question's
-    place in the file (from 0) is its id. Its one answer counts as given by ten people.
+    --images the images of the same split, <number>.png. A question's position in the file (from 0)
+    is its id. Its one answer counts as given by ten people.
     """
     faults: Faults = []
-    asked = easy_images(questions, split, faults)
+    entries = easy_images(questions, split, faults)
     settings = {"questions": questions.name, "split": split}
-    return _write(Target(out, build, "easy-VQA", "MIT", settings), images, asked, faults)
+    return _write(Target(out, build, "easy-VQA", "MIT", settings), images, entries, faults)
 
 
 def counted(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -181,54 +173,51 @@ def lone_answer(identifier: str, question: str, answer: str) -> PlainQuestion:
 
 
 def plain_answer(text: str) -> str:
-    """Return an answer without capital letters, white space around it and a full stop behind it."""
+    """Return an answer as those of VQA are written: in lower case, without a full stop."""
     return text.strip().removesuffix(".").strip().lower()
 
 
-def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
+def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
     """Return the answers of each question id; of one that is annotated twice the first."""
-    found: dict[str, Given] = {}
+    annotations: dict[str, AnswerSet] = {}
     for path in paths:
         for row in parsed(json_list(path, faults, "annotations"), _AnnotationRow, faults):
-            if row.question_id in found:
+            if row.question_id in annotations:
                 faults.append(Refused("question annotated twice", row.question_id))
             else:
-                found[row.question_id] = Given(
+                annotations[row.question_id] = AnswerSet(
                     row.image_id,
                     counted(answer.answer for answer in row.answers),
                     _interned(row.question_type),
                     _interned(row.answer_type),
                 )
-    return found
+    return annotations
 
 
 def vqa_images(
-    paths: Sequence[Path],
-    answers: Mapping[str, Given],
-    subset: str | None,
-    faults: Faults,
+    paths: Sequence[Path], answers: Mapping[str, AnswerSet], subset: str | None, faults: Faults
 ) -> list[ImageQuestions]:
     """Return the images that the question files ask about, in the order of their first question."""
     images: dict[str, ImageQuestions] = {}
-    seen: set[str] = set()
+    question_ids: set[str] = set()
     for path in paths:
         content = read_json(path, faults)
         rows = parsed(members(content, path, "questions"), _QuestionRow, faults)
-        known = _subset_of(content, path, subset)
+        data_subtype = _subset_of(content, path, subset)
         for row in rows:
-            if row.question_id in seen:
+            if row.question_id in question_ids:
                 faults.append(Refused("question id given twice", row.question_id))
                 continue
-            seen.add(row.question_id)
+            question_ids.add(row.question_id)
             if not row.question.strip():
                 faults.append(Refused("empty question", row.question_id))
                 continue
-            name = f"COCO_{known}_{row.image_id:012d}.jpg"
+            name = f"COCO_{data_subtype}_{row.image_id:012d}.jpg"
             if name not in images:
                 source, image_id = image_identity(name, "coco")
                 images[name] = ImageQuestions(name, source, image_id, [])
             images[name].questions.append(_question(row, answers, faults))
-    for unasked in sorted(answers.keys() - seen):
+    for unasked in sorted(answers.keys() - question_ids):
         faults.append(Refused("annotation without question", unasked))
     return list(images.values())
 
@@ -239,40 +228,42 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
     if image_data is not None:
         rows = parsed(streamed_list(image_data, faults), _GenomeData, faults)
         coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
-    found: list[ImageQuestions] = []
-    seen: set[str] = set()
+    entries: list[ImageQuestions] = []
+    question_ids: set[str] = set()
     for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
         questions = []
-        for asked in image.qas:
-            if asked.qa_id in seen:
-                faults.append(Refused("question id given twice", f"Visual Genome {asked.qa_id}"))
+        for row in image.qas:
+            if row.qa_id in question_ids:
+                faults.append(Refused("question id given twice", f"Visual Genome {row.qa_id}"))
                 continue
-            seen.add(asked.qa_id)
-            answer = plain_answer(asked.answer)
-            if not answer or not asked.question.strip():
-                faults.append(Refused("question without answers", f"Visual Genome {asked.qa_id}"))
+            question_ids.add(row.qa_id)
+            answer = plain_answer(row.answer)
+            if not answer or not row.question.strip():
+                faults.append(Refused("question without answers", f"Visual Genome {row.qa_id}"))
                 continue
             # Its numbers are not VQA's, and a shard may hold both.
-            questions.append(lone_answer(f"vg-{asked.qa_id}", asked.question, answer))
+            questions.append(lone_answer(f"vg-{row.qa_id}", row.question, answer))
         if questions:
             number = coco.get(image.id)
             source, image_id = ("visual_genome", image.id) if number is None else ("coco", number)
-            found.append(ImageQuestions(f"{image.id}.jpg", source, str(image_id), questions, "vg-"))
-    return found
+            entries.append(
+                ImageQuestions(f"{image.id}.jpg", source, str(image_id), questions, "vg-")
+            )
+    return entries
 
 
-def _question(row: _QuestionRow, answers: Mapping[str, Given], faults: Faults) -> PlainQuestion:
-    given = answers.get(row.question_id)
-    if given is not None and given.image_id not in (None, row.image_id):
-        which = f"{row.question_id} (asked of {row.image_id}, answered of {given.image_id})"
-        faults.append(Refused("annotation of another image", which))
-        given = None
-    if answers and (given is None or not given.answers):
+def _question(row: _QuestionRow, answers: Mapping[str, AnswerSet], faults: Faults) -> PlainQuestion:
+    match = answers.get(row.question_id)
+    if match is not None and match.image_id not in (None, row.image_id):
+        detail = f"{row.question_id} (asked of {row.image_id}, answered of {match.image_id})"
+        faults.append(Refused("annotation of another image", detail))
+        match = None
+    if answers and (match is None or not match.answers):
         faults.append(Refused("question without answers (kept)", row.question_id))
-    if given is None:
+    if match is None:
         return PlainQuestion(row.question_id, row.question)
     return PlainQuestion(
-        row.question_id, row.question, given.answers, given.question_type, given.answer_type
+        row.question_id, row.question, match.answers, match.question_type, match.answer_type
     )
 
 
@@ -281,10 +272,10 @@ def _interned(text: str | None) -> str | None:
 
 
 def _subset_of(content: dict[str, Any], path: Path, subset: str | None) -> str:
-    found = content.get("data_subtype", subset)
-    if found is None:
+    data_subtype = content.get("data_subtype", subset)
+    if data_subtype is None:
         raise ConfigError(f"{path}: no data_subtype in a header; say --subset train2014 or another")
-    return str(found)
+    return str(data_subtype)
 
 
 def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
@@ -316,19 +307,19 @@ def _fits(row: Any) -> bool:
 
 
 def _write(
-    target: Target, places: Sequence[Path], asked: Sequence[ImageQuestions], faults: Faults
+    target: Target, places: Sequence[Path], entries: Sequence[ImageQuestions], faults: Faults
 ) -> int:
     """Build the shards of some images with their questions; returns the exit code."""
     samples = (
         SampleSpec(
-            key_of(f"{one.prefix}{Path(one.name).stem}"),
-            (one.name,),
+            key_of(f"{entry.prefix}{Path(entry.name).stem}"),
+            (entry.name,),
             Annotation(
-                source=one.source,
-                image_id=one.image_id,
-                questions=[question.typed() for question in one.questions],
+                source=entry.source,
+                image_id=entry.image_id,
+                questions=[question.typed() for question in entry.questions],
             ),
         )
-        for one in asked
+        for entry in entries
     )
-    return convert_rows(target, places, samples, faults, len(asked))
+    return convert_rows(target, places, samples, faults, len(entries))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from data_tools.builder.build import (
     Target,
     benchmark_part,
+    check_splits,
     convert_rows,
     image_identity,
     key_of,
@@ -19,25 +20,16 @@ from data_tools.builder.build import (
 )
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out, Splits
-from data_tools.rows import (
-    Faults,
-    Located,
-    Row,
-    json_list,
-    members,
-    parsed,
-    read_json,
-)
+from data_tools.rows import Faults, Located, Row, json_list, members, parsed, read_json
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "annotations as published by lichengunc/refer; images under Flickr's terms of use"
-
 Refs = Annotated[Path | None, File(help="refs(unc).p or another split's")]
 Instances = Annotated[Path | None, File(help="instances.json of the same data set")]
 Detections = Annotated[Path | None, File(help="JSON of detected boxes, the proposals")]
-
-Proposals = Mapping[str, list[list[float]]]  # boxes [x, y, width, height] in pixels, by image
+# Boxes [x, y, width, height] in pixels, by image.
+Proposals = Mapping[str, list[list[float]]]
 
 
 class _Sentence(Row):
@@ -109,14 +101,13 @@ def refcoco(
     """RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to.
 
     --refs takes the official pickle (refs(unc).p, refs(google).p, refs(umd).p), read without
-    running anything in it, and --instances the instances.json beside it. One folder a split is made
-    below OUT (train, val, testA, testB or test), one sample an image with all the split's
-    expressions. --images takes COCO's train2014 images. --detections adds proposals: MAttNet's list
-    of {image_id, box} or ALBEF's boxes by image, in pixels of the original image.
+    running anything in it, and --instances the instances.json of the same folder. One folder a
+    split is made below OUT, one sample an image with all the split's expressions. --images takes
+    COCO's train2014 images. --detections adds proposals: MAttNet's list of {image_id, box} or
+    ALBEF's boxes by image, in pixels of the original image.
 
     --expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead, which goes
-    to OUT itself. Ids stay: an expression's id is its sent_id (in a list without ids its place,
-    from 0), and ref_id, ann_id and category_id stand beside it.
+    to OUT itself. An expression's id is its sent_id, in a list without ids its position, from 0.
     """
     if (refs is None) == (expressions is None):
         raise ConfigError("give either --refs (with --instances) or --expressions")
@@ -136,18 +127,16 @@ def refcoco(
     assert refs is not None
     if instances is None:
         raise ConfigError("--refs needs --instances, the instances.json that lies beside it")
-    found = read_references(refs, instances, faults)
-    there = list(dict.fromkeys(reference.split for reference in found.references))
-    unknown = [split for split in splits or () if split not in there]
-    if unknown:
-        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(there)}")
+    data = read_references(refs, instances, faults)
+    available = list(dict.fromkeys(reference.split for reference in data.references))
+    check_splits(splits, available)
     proposals = None if detections is None else read_proposals(detections, faults)
     title = instances.parent.name
     parts = []
-    for split in splits or there:
-        of_split = list(faults)
-        samples = list(wanted_images(found, split, proposals, of_split))
-        parts.append(benchmark_part(split, samples, of_split, len(samples), title))
+    for split in splits or available:
+        split_faults = list(faults)
+        samples = list(split_images(data, split, proposals, split_faults))
+        parts.append(benchmark_part(split, samples, split_faults, len(samples), title))
     return make_corpus(Target(out, build, title, LICENCE, settings), images, parts)
 
 
@@ -159,41 +148,41 @@ def read_references(refs: Path, instances: Path, faults: Faults) -> References:
     return References(
         list(parsed(read_refs(refs), _Reference, faults)),
         {image.id: image for image in images},
-        {one.id: one for one in objects},
+        {instance.id: instance for instance in objects},
     )
 
 
 def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, BoxInImage]:
     """Return the box of each ref_id, and the size of the image that it was drawn on."""
     references, images, objects = read_references(refs, instances, faults)
-    found = {}
+    boxes = {}
     for reference in references:
-        image, one = images.get(reference.image_id), objects.get(reference.ann_id)
-        if image is not None and one is not None and one.image_id == image.id:
-            found[reference.ref_id] = BoxInImage(one.bbox, (image.width, image.height))
-    return found
+        image, instance = images.get(reference.image_id), objects.get(reference.ann_id)
+        if image is not None and instance is not None and instance.image_id == image.id:
+            boxes[reference.ref_id] = BoxInImage(instance.bbox, (image.width, image.height))
+    return boxes
 
 
-def wanted_images(
-    found: References, split: str, proposals: Proposals | None, faults: Faults
+def split_images(
+    data: References, split: str, proposals: Proposals | None, faults: Faults
 ) -> Iterator[SampleSpec]:
     """Yield one sample an image with its expressions, in the order of a split's references."""
-    references = [reference for reference in found.references if reference.split == split]
-    images, instances = found.images, found.instances
+    references = [reference for reference in data.references if reference.split == split]
+    images, instances = data.images, data.instances
     stems = stems_of(image.file_name for image in images.values())
     expressions: dict[int, list[Expression]] = defaultdict(list)
-    seen: set[str] = set()
+    sent_ids: set[str] = set()
     for reference in references:
         instance = instances.get(reference.ann_id)
-        which = f"ref {reference.ref_id}"
+        detail = f"ref {reference.ref_id}"
         if reference.image_id not in images:
-            faults.append(Refused("image not in instances.json", which))
+            faults.append(Refused("image not in instances.json", detail))
         elif instance is None:
-            faults.append(Refused("object not in instances.json", which))
+            faults.append(Refused("object not in instances.json", detail))
         elif instance.image_id != reference.image_id:
-            faults.append(Refused("object of another image", which))
+            faults.append(Refused("object of another image", detail))
         else:
-            expressions[reference.image_id] += _expressions(reference, instance, seen, faults)
+            expressions[reference.image_id] += _expressions(reference, instance, sent_ids, faults)
     for image_id, of_image in expressions.items():
         if not of_image:
             continue
@@ -219,20 +208,17 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
         if proposals.setdefault(stem, row.pred_boxes) != row.pred_boxes:
             faults.append(Refused("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
-    for stem, found in expressions.items():
+    for stem, items in expressions.items():
         source, image_id = image_identity(f"{stem}.jpg", "coco")
         annotation = Annotation(
-            source=source, image_id=image_id, expressions=found, proposals=proposals[stem]
+            source=source, image_id=image_id, expressions=items, proposals=proposals[stem]
         )
         yield SampleSpec(key_of(stem), (f"{stem}.jpg",), annotation)
 
 
 def read_proposals(path: Path, faults: Faults) -> Proposals:
-    """Return detected boxes by the number of their image; extra numbers of a box are dropped.
-
-    The file is a list of {image_id, box or bbox}, perhaps under "dets", or {image_id: [box or
-    {box}]}.
-    """
+    """Return detected boxes by the number of their image."""
+    # MAttNet has a list of {image_id, box or bbox}, perhaps under "dets"; ALBEF {image_id: boxes}.
     content = read_json(path, faults)
     if isinstance(content, dict) and isinstance(content.get("dets"), list):
         content = content["dets"]
@@ -245,31 +231,32 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
     if not isinstance(content, list):
         raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
     rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
-    found: dict[str, list[list[float]]] = defaultdict(list)
+    proposals: dict[str, list[list[float]]] = defaultdict(list)
     for detection in parsed(rows, _DetectedBox, faults):
-        found[detection.image_id].append(detection.box)
-    return found
+        proposals[detection.image_id].append(detection.box)
+    return proposals
 
 
 def _detection(row: Any) -> Any:
-    """Return a row with its place as `box`, four numbers long."""
+    # Some detectors write a score behind the four numbers of a box.
     if not isinstance(row, dict):
         return row
     box = row.get("box", row.get("bbox"))
-    if isinstance(box, dict):  # one detection of the boxes of an image
+    # Of {image_id: [{box}]} it is a detection itself.
+    if isinstance(box, dict):
         box = box.get("box", box.get("bbox"))
     return {**row, "box": box[:4] if isinstance(box, list) else box}
 
 
 def _expressions(
-    reference: _Reference, instance: _Instance, seen: set[str], faults: Faults
+    reference: _Reference, instance: _Instance, sent_ids: set[str], faults: Faults
 ) -> Iterator[Expression]:
     for sentence in reference.sentences:
-        which = f"{sentence.sent_id} of ref {reference.ref_id}"
-        if sentence.sent_id in seen:
-            faults.append(Refused("sent_id given twice", which))
+        detail = f"{sentence.sent_id} of ref {reference.ref_id}"
+        if sentence.sent_id in sent_ids:
+            faults.append(Refused("sent_id given twice", detail))
         elif not sentence.sent.strip():
-            faults.append(Refused("empty expression", which))
+            faults.append(Refused("empty expression", detail))
         else:
             yield Expression(
                 id=sentence.sent_id,
@@ -279,7 +266,7 @@ def _expressions(
                 ann_id=reference.ann_id,
                 category_id=reference.category_id,
             )
-        seen.add(sentence.sent_id)
+        sent_ids.add(sentence.sent_id)
 
 
 # What Python 2 wrote under other names; none of them can do anything but hold values.

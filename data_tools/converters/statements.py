@@ -39,14 +39,14 @@ SIZE = (400, 100)
 _BOX_LEFTS = (0, 150, 300)
 _BOX_SIDE = 100
 _NAME = re.compile(r"(.+-)([1-5])(\.png)")
-
 Lines = Annotated[list[Path], File(help="JSON lines files of one split")]
 
 
 class _Statement(Row):
     identifier: str
     sentence: str
-    label: str | None = None  # hidden test sets have none
+    # Hidden test sets have none.
+    label: str | None = None
     directory: str | None = None
 
 
@@ -84,8 +84,8 @@ def nlvr2(
 
     --annotations takes the official train.json, dev.json, test1.json... (one object a line, gzipped
     or not). --images takes folders or tars (also compressed) with the images under their official
-    names, `<split>-<set>-<pair>-img0.png` (left) and `-img1.png` (right). A pair has several
-    statements and each is one sample, so its images are stored with each of them.
+    names, `<split>-<set>-<pair>-img0.png` (left) and `-img1.png` (right). Each statement is one
+    sample, so a pair's images are stored with each of its statements.
     """
     faults: Faults = []
     settings = {"annotations": file_names(annotations), "extension": extension}
@@ -107,9 +107,8 @@ def nlvr_v1(
 
     --annotations takes the official {train,dev,test}.json (one object a line, gzipped or not).
     --images takes folders or tars (also compressed) with `<split>-<identifier>-<permutation>.png`;
-    --split is that name's first part. The release shows each example in six permutations, the same
-    three boxes in another order, and its official score counts all six (--permutations 6). Where
-    only permutation 0 is there, the others are made from it. Images are stored as RGB.
+    --split is that name's first part. The official score counts six permutations of the three boxes
+    (--permutations 6); where only permutation 0 is there, the others are made from it.
     """
     if not 1 <= permutations <= len(PERMUTATIONS):
         raise ConfigError(f"--permutations is {permutations}, 1 to 6 are possible")
@@ -135,8 +134,8 @@ def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -
 
     --annotations takes the official snli_ve_{train,dev,test}.jsonl, gzipped or not. --images takes
     folders or tars (also compressed) that hold Flickr30k's images as <Flickr30K_ID>.jpg. Each pair
-    is one sample with its image, so the image of several pairs is stored several times; --max-side
-    keeps that small. Pairs without a gold label ("-") are left out and counted.
+    is one sample with its image; --max-side keeps that small. Pairs without a gold label ("-") are
+    left out and counted.
     """
     faults: Faults = []
     licence = "SNLI: CC BY-SA 4.0; images: Flickr's, for research and education only"
@@ -145,7 +144,7 @@ def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -
     return convert_rows(target, images, samples, faults, line_count(annotations))
 
 
-class PermutedPlace(ImageLocation):
+class PermutedLocation(ImageLocation):
     """An image of NLVR with its boxes reordered when read."""
 
     order: tuple[int, ...] = PERMUTATIONS[0]
@@ -166,16 +165,16 @@ class PermutedOriginals(Originals):
 
     def find(self, name: str) -> ImageLocation | None:
         """Find an image, or the one that it is made from; None: neither is there."""
-        place, order = super().find(name), PERMUTATIONS[0]
+        location, order = super().find(name), PERMUTATIONS[0]
         parts = _NAME.fullmatch(name)
-        if place is None and parts is not None:
-            place = super().find(f"{parts[1]}0{parts[3]}")
+        if location is None and parts is not None:
+            location = super().find(f"{parts[1]}0{parts[3]}")
             order = PERMUTATIONS[int(parts[2])]
-        if place is None:
+        if location is None:
             return None
-        found = PermutedPlace(*place)
-        found.order = order
-        return found
+        permuted_location = PermutedLocation(*location)
+        permuted_location.order = order
+        return permuted_location
 
 
 def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:
@@ -191,11 +190,11 @@ def _statements(
     paths: Sequence[Path], layout: type[AnyStatement], faults: Faults
 ) -> Iterator[AnyStatement]:
     """Yield the usable rows of NLVR, in the order of the files."""
-    seen: set[str] = set()
+    identifiers: set[str] = set()
     for path in paths:
         for example in parsed(json_lines(path, faults), layout, faults):
             identifier = example.identifier
-            if identifier in seen:
+            if identifier in identifiers:
                 faults.append(Refused("identifier given twice", identifier))
             elif example.label is not None and example.label.lower() not in TRUTH:
                 faults.append(Refused("unknown label", f"{identifier} ({example.label})"))
@@ -203,11 +202,11 @@ def _statements(
                 faults.append(Refused("no statement", identifier))
             else:
                 yield example
-            seen.add(identifier)
+            identifiers.add(identifier)
 
 
 def _shared(example: _Statement) -> Mapping[str, Any]:
-    """Return the annotation that both versions of NLVR have."""
+    # Both versions of NLVR have these fields.
     return {
         "statement": example.sentence,
         "label": None if example.label is None else TRUTH[example.label.lower()],
@@ -239,7 +238,8 @@ def _nlvr_v1_sample(example: _NlvrV1Row, split: str, permutation: int) -> Sample
     name = f"{image}-{permutation}"
     annotation = Annotation(
         source="nlvr",
-        image_id=image,  # whatever the order of its boxes
+        # Whatever the order of its boxes.
+        image_id=image,
         **_shared(example),
         permutation=permutation,
         label_source=example.label_source,
@@ -249,10 +249,10 @@ def _nlvr_v1_sample(example: _NlvrV1Row, split: str, permutation: int) -> Sample
 
 
 def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    seen: set[str] = set()
+    pair_ids: set[str] = set()
     for path in paths:
         for pair in parsed(json_lines(path, faults), _SnliVeRow, faults):
-            if pair.pairID in seen:
+            if pair.pairID in pair_ids:
                 faults.append(Refused("pairID given twice", pair.pairID))
             elif pair.gold_label == NO_CONSENSUS:
                 faults.append(Refused("no gold label", pair.pairID))
@@ -271,4 +271,4 @@ def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSp
                     captionID=pair.captionID,
                 )
                 yield SampleSpec(key_of(pair.pairID), (f"{pair.Flickr30K_ID}.jpg",), annotation)
-            seen.add(pair.pairID)
+            pair_ids.add(pair.pairID)

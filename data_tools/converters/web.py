@@ -42,7 +42,6 @@ GOOGLE = (
     "the list: free for any purpose, with acknowledgement of Google LLC; the images are their "
     "owners'"
 )
-
 _EXTENSIONS = ("", *file_names.IMAGES)
 _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
 
@@ -53,24 +52,15 @@ class WebOptions:
 
     annotations: Annotated[Path, File(help="the official list, gzipped or not")]
     urls_only: Annotated[
-        bool,
-        Option(
-            "--urls-only", help=f"write OUT/{URLS_NAME} for img2dataset, cleaned, and no shards"
-        ),
+        bool, Option("--urls-only", help=f"write OUT/{URLS_NAME} for img2dataset, and no shards")
     ] = False
     img2dataset: Annotated[
         list[Path] | None,
-        Option(
-            metavar="FOLDER",
-            help="folders of tars that img2dataset wrote; images are found by their URL",
-        ),
+        Option(metavar="FOLDER", help="tars of img2dataset; images are found by their URL"),
     ] = None
     images: Annotated[
         list[Path] | None,
-        Option(
-            metavar="PLACE",
-            help="folders (two levels deep), tars or zips with images that are named by --names",
-        ),
+        Option(metavar="PLACE", help="folders (two levels deep), tars or zips; see --names"),
     ] = None
     names: Annotated[
         str,
@@ -115,8 +105,7 @@ def cc3m(web: WebOptions, out: Out, build: BuildOptions) -> int:
             --img2dataset shards/cc3m/downloaded --out shards/cc3m
 
     --annotations takes the official file (`caption<TAB>url`), gzipped or not. Images that lie in
-    folders, tars or zips are taken with --images and --names instead. img2dataset's own tars can
-    also be trained on as they are, their captions uncleaned: python -m data_tools index FOLDER.
+    folders, tars or zips are taken with --images and --names instead.
     """
     rows = read_tsv(web.annotations, caption_first=True)
     return _convert("cc3m", rows, web, out, build, "Conceptual Captions (CC3M)", GOOGLE)
@@ -145,7 +134,7 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
     """Yield `caption<TAB>url` or `url<TAB>caption` rows without a header; others are refused."""
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
-    wrong, header = WrongFile(), 0
+    wrong, header_lines = WrongFile(), 0
     for number, line in enumerate(raw_lines(path)):
         where = f"line {number + 1}"
         try:
@@ -155,15 +144,15 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
             yield Refused("line that is not UTF-8", where)
             continue
         parts = text.rstrip("\r\n").split("\t")
-        named = [part.strip().lower() for part in parts]
-        if not number and sorted(named) == ["caption", "url"]:
-            header, caption_first = 1, named[0] == "caption"
+        header_names = [part.strip().lower() for part in parts]
+        if not number and sorted(header_names) == ["caption", "url"]:
+            header_lines, caption_first = 1, header_names[0] == "caption"
             continue
         if not caption_first:
             parts.reverse()
         if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
             wrong.good = True
-            yield WebRow(number - header, parts[0], parts[1].strip())
+            yield WebRow(number - header_lines, parts[0], parts[1].strip())
         else:
             wrong.bad(f"{path}, {where}: this should be {layout}")
             yield Refused("line of another layout", where)
@@ -199,35 +188,32 @@ def image_id_of(url: str) -> str:
 
 
 class Downloads(Originals):
-    """Images by URL in folders of img2dataset's tars, in 24 bytes an image.
-
-    URLs are compared by 64-bit hashes: 1 in 250,000 for any collision among 12 million images.
-    """
+    """Images by URL in folders of img2dataset's tars, in 24 bytes an image."""
 
     def __init__(self, places: Sequence[Path], executor: Executor | None = None) -> None:
         super().__init__(())
         self._tars = [tar for place in places for tar in _tars(place)]
-        found = []
+        tables = []
         bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
-        found_in = (executor or Executor(1)).map(survey, self._tars)
+        surveys = (executor or Executor(1)).map(survey, self._tars)
         with bar:
-            for number, (entries, without, problem) in enumerate(found_in):
+            for number, (entries, without, problem) in enumerate(surveys):
                 entries["tar"] = number
-                found.append(entries)
+                tables.append(entries)
                 if without:
                     self.problems.append(f"{self._tars[number]}: {without} images without a url")
                 if problem:
                     self.problems.append(f"{self._tars[number]}: {problem}")
                 bar.update()
-        entries = np.concatenate(found)
+        entries = np.concatenate(tables)
         # A stable sort: of equal URLs the first one stays in front.
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
     def find(self, name: str) -> ImageLocation | None:
         """Find the image of a URL; None if missing."""
-        wanted = _url_number(name)
-        place = int(np.searchsorted(self._entries["url"], wanted))
-        if place == len(self._entries) or self._entries["url"][place] != wanted:
+        number = _url_number(name)
+        place = int(np.searchsorted(self._entries["url"], number))
+        if place == len(self._entries) or self._entries["url"][place] != number:
             return None
         _, tar, size, offset = self._entries[place].tolist()
         return ImageLocation(self._tars[tar], offset, size)
@@ -242,14 +228,14 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
     with ShardReader(path) as shard:
         for sample in shard.samples:
             extension = next((name for name in IMAGES if name in sample.files), None)
-            said = sample.files.get("json")
+            metadata = sample.files.get("json")
             if extension is None:
                 continue
-            if said is None or said.size > MAX_ANNOTATION_BYTES:
+            if metadata is None or metadata.size > MAX_ANNOTATION_BYTES:
                 without += 1
                 continue
             try:
-                url = _Downloaded.model_validate_json(shard.content(said)).url
+                url = _Downloaded.model_validate_json(shard.content(metadata)).url
             except ValidationError:
                 without += 1
                 continue
@@ -270,6 +256,7 @@ def _tars(place: Path) -> list[Path]:
 
 
 def _url_number(url: str) -> np.uint64:
+    # Among 12 million URLs any two share a number with a chance of 1 in 250,000.
     return np.frombuffer(blake2b(url.encode(), digest_size=8).digest(), "<u8")[0]
 
 
@@ -282,7 +269,6 @@ def _convert(
     title: str,
     licence: str,
 ) -> int:
-    """Write the shards of a web corpus, or with --urls-only the list to download."""
     # A wrong file is told before downloads are looked through.
     first: list[WebRow | Refused] = []
     while not first or isinstance(first[-1], Refused):
@@ -294,9 +280,9 @@ def _convert(
     if rule is not None:
         _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))
 
-    def samples(found: Originals) -> Iterator[SampleSpec | Refused]:
+    def samples(images: Originals) -> Iterator[SampleSpec | Refused]:
         for item in rows:
-            yield _sample(item, source, rule, found, web.max_words)
+            yield _sample(item, source, rule, images, web.max_words)
 
     if web.urls_only:
         return _write_urls(samples(Originals(())), out, TakeDown.read(build.take_down))
@@ -311,7 +297,7 @@ def _convert(
 
 
 def _sample(
-    item: WebRow | Refused, source: str, rule: str | None, found: Originals, max_words: int
+    item: WebRow | Refused, source: str, rule: str | None, images: Originals, max_words: int
 ) -> SampleSpec | Refused:
     if isinstance(item, Refused):
         return item
@@ -324,7 +310,7 @@ def _sample(
     if rule is not None:
         stem = _file_name(rule, item)
         names = (stem + extension for extension in _EXTENSIONS)
-        name = next((name for name in names if found.find(name) is not None), stem)
+        name = next((name for name in names if images.find(name) is not None), stem)
     annotation = Annotation(
         caption=caption, source=source, image_id=image_id_of(item.url), url=item.url, **item.more
     )
@@ -334,7 +320,8 @@ def _sample(
 def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
-    except ValueError:  # an invalid host
+    # A host may be invalid.
+    except ValueError:
         return SplitResult("", "", url, "", "")
 
 

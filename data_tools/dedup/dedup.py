@@ -33,24 +33,20 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     """Find images that come more than once and list the keys to drop, the first of each is kept.
 
         python -m data_tools dedup shards/cc3m shards/sbu --out repeated.txt
-        python -m data_tools dedup shards/cc3m --out repeated.txt --exact       # equal bytes only
 
     Exact means the same stored bytes (sha256). Near means that two images look alike: saved again,
-    reduced, squeezed or slightly cut; data_tools/dedup/hashes.py tells how that is measured and
-    what it cannot see. Folders are taken in the order given,
-    and an image is dropped for the first one that it looks like. Samples of two images are left
-    alone.
+    reduced, squeezed or slightly cut. Folders are taken in the order given, and an image is dropped
+    for the first one that it looks like. Samples of two images are left alone.
 
     The list has one key a line and, in a comment above each, the sample that is kept for it;
-    builders take it as --take-down. Hashes of finished shards are kept beside it in LIST.hashes, so
-    that an interrupted run goes on and the next one is quick; delete them when done. Memory: some
-    200 bytes an image.
+    builders take it as --take-down. Hashes of finished shards stay in LIST.hashes, so that an
+    interrupted run goes on; delete them when done. Memory: some 200 bytes an image.
     """
     images = near.load(shards_of(folders), "hash")
     records = images.records
     drops = duplicate_images(records, near.most)
-    same = records["bytes"][drops.dropped] == records["bytes"][drops.kept]
-    bits = differing_bits(records["coarse"][drops.dropped], records["coarse"][drops.kept])
+    same = records["bytes"][drops.dropped] == records["bytes"][drops.originals]
+    bits = differing_bits(records["coarse"][drops.dropped], records["coarse"][drops.originals])
     heading = (
         f"{len(drops.dropped)} of {len(records)} images repeat another one: {int(same.sum())} "
         f"with the same bytes, {int((~same).sum())} that look like it"
@@ -58,16 +54,14 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     lines = _lines(images, drops, same, bits, near)
     write_list(near.out, f"dedup: {heading}", lines, folders)
     print(f"{near.out}: {heading}")
-    for which, what in (
+    for mask, text in (
         (records["state"] == UNREADABLE, "images cannot be decoded (see verify) and were left out"),
         (records["state"] == FLAT_IMAGE, "images of one colour were compared by their bytes alone"),
         (records["second"], "samples have two images and were left out"),
     ):
-        if which.any():
-            print(f"  {which.sum()} {what}")
-    warn_of_shared_keys(
-        images.kept_with_shared_keys(np.isin(np.arange(len(records)), drops.dropped))
-    )
+        if mask.any():
+            print(f"  {mask.sum()} {text}")
+    warn_of_shared_keys(images.count_shared_keys(np.isin(np.arange(len(records)), drops.dropped)))
     return 0
 
 
@@ -78,21 +72,22 @@ def _lines(
     bits: NDArray[np.int64],
     near: NearOptions,
 ) -> Iterator[Line]:
-    wanted = np.union1d(drops.dropped, drops.kept)
-    keys = dict(zip(wanted.tolist(), images.keys(wanted, near.workers())))
-    for dropped, kept, equal, count in zip(drops.dropped, drops.kept, same, bits):
+    used = np.union1d(drops.dropped, drops.originals)
+    keys = dict(zip(used.tolist(), images.keys(used, near.workers())))
+    for dropped, original, equal, count in zip(drops.dropped, drops.originals, same, bits):
         how = "the same bytes as" if equal else f"like ({count} bits of 64)"
-        reason = f"{how} {keys[kept]} of {images.shards[images.shard[kept]]}"
+        reason = f"{how} {keys[original]} of {images.shards[images.shard[original]]}"
         yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
 
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
 WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}
-
-MATCH = np.dtype(  # a pretraining image that is an evaluation image
+# A pretraining image that is an evaluation image.
+MATCH = np.dtype(
     [
-        ("ours", "<i8"),  # image of pretraining
-        ("theirs", "<i8"),  # image of evaluation
+        # Images of pretraining and evaluation.
+        ("ours", "<i8"),
+        ("theirs", "<i8"),
         ("ways", "u1"),
         ("bits", "u1"),  # of the 64 of the perceptual hash
     ]
@@ -110,12 +105,11 @@ def overlap(
             --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt
 
     A pretraining image is in an evaluation set if both name the same image (`source` and
-    `image_id`), or have the same bytes, or look alike; data_tools/dedup/hashes.py tells how the
-    latter is measured and what it cannot see. Second images of samples count too.
+    `image_id`), or have the same bytes, or look alike. Second images of samples count, too.
 
     The list has one key a line with the reason above it; builders take it as --take-down. The exit
-    code is 0 whether images overlap or not. Hashes of finished shards are kept in LIST.hashes, so
-    that an interrupted run goes on. Memory: some 100 bytes an image.
+    code is 0 whether images overlap or not. Hashes of finished shards stay in LIST.hashes, so that
+    an interrupted run goes on. Memory: some 100 bytes an image.
     """
     searched, sought = shards_of(pretraining), shards_of(evaluation)
     theirs, ours = near.load(sought, "evaluation"), near.load(searched, "pretraining")
@@ -126,22 +120,19 @@ def overlap(
     samples = int((~ours.records["second"]).sum())
     print(f"{near.out}: {count} of {samples} pretraining samples show an evaluation image")
     _print_counts(matches, ours, theirs)
-    unreadable = sum(int((one.records["state"] == UNREADABLE).sum()) for one in (ours, theirs))
+    unreadable = sum(int((side.records["state"] == UNREADABLE).sum()) for side in (ours, theirs))
     if unreadable:
         print(f"  {unreadable} images cannot be decoded (see verify): only name and bytes count")
     dropped = np.isin(_samples(ours), _samples(ours)[matches["ours"]])
-    warn_of_shared_keys(ours.kept_with_shared_keys(dropped))
+    warn_of_shared_keys(ours.count_shared_keys(dropped))
     return 0
 
 
 def find_matches(
     ours: NDArray[np.void], theirs: NDArray[np.void], distance: int | None
 ) -> NDArray[np.void]:
-    """Return a MATCH for every RECORD of `ours` that shows one of `theirs`.
-
-    `distance` is the most differing bits of 64; None compares bytes and identity alone.
-    """
-    found = [
+    """Return a MATCH for every RECORD of `ours` that shows one of `theirs`; None: exact ones."""
+    parts = [
         _joined(BY_NAME, ours["name"], theirs["name"], ours["name"] != 0, theirs["name"] != 0, 0),
         _joined(BY_BYTES, ours["bytes"], theirs["bytes"], None, None, 0),
     ]
@@ -149,8 +140,8 @@ def find_matches(
         readable = ours["state"] == READABLE, theirs["state"] == READABLE
         alike = _joined(BY_LOOKS, ours["coarse"], theirs["coarse"], *readable, distance)
         fine = fine_distance(ours["fine"][alike["ours"]], theirs["fine"][alike["theirs"]])
-        found.append(alike[fine <= FINE_DISTANCE])
-    every = np.concatenate(found)
+        parts.append(alike[fine <= FINE_DISTANCE])
+    every = np.concatenate(parts)
     _, first, place = np.unique(every[["ours", "theirs"]], return_index=True, return_inverse=True)
     matches = every[first]
     np.bitwise_or.at(matches["ways"], place.reshape(-1), every["ways"])
@@ -167,26 +158,26 @@ def _joined(
     their_part: NDArray[np.bool_] | None,
     distance: int,
 ) -> NDArray[np.void]:
-    """Return a MATCH for every near pair among the parts that count."""
+    # Masks leave out images without a name or hash.
     first = np.arange(len(ours)) if our_part is None else np.flatnonzero(our_part)
     second = np.arange(len(theirs)) if their_part is None else np.flatnonzero(their_part)
     parts = [np.empty(0, MATCH)]
-    for asked, stored in near_pairs(theirs[second], distance, ours[first]):
-        part = np.zeros(len(asked), MATCH)
-        part["ours"], part["theirs"], part["ways"] = first[asked], second[stored], way
+    for query, stored in near_pairs(theirs[second], distance, ours[first]):
+        part = np.zeros(len(query), MATCH)
+        part["ours"], part["theirs"], part["ways"] = first[query], second[stored], way
         parts.append(part)
     return np.concatenate(parts)
 
 
 def _samples(images: HashedImages) -> Places:
-    """Return each image's sample number, shared with the second image."""
+    # The second image of a sample shares its number.
     return images.shard << 32 | images.records["sample"].astype(np.int64)
 
 
 def _match_lines(
     matches: NDArray[np.void], ours: HashedImages, theirs: HashedImages, near: NearOptions
 ) -> Iterator[Line]:
-    """Yield one line for each sample, of its match that has the most ways."""
+    # Of a sample's matches the one in the most ways is the most telling.
     samples = _samples(ours)[matches["ours"]]
     order = np.lexsort((matches["bits"], -matches["ways"].astype(int), samples))
     best = matches[order][np.unique(samples[order], return_index=True)[1]]

@@ -1,15 +1,6 @@
 """Exact and perceptual hashes of images, and the search for near-duplicates.
 
-The perceptual hashes of 64 and 256 bits are signs of the lowest 8 x 8 and 16 x 16 DCT coefficients
-of the 32 x 32 luminance against their median (as `imagehash.phash`, which decodes at full size).
-Two images are near-duplicates if at most 6 of 64 and 48 of 256 bits differ. On Flickr8k and COCO
-this finds all copies saved again, reduced to a third or squeezed, 99 % brightened by a fifth or cut
-by 1 % at each edge, and 68 % cut by 2.5 %. Of 26 million pairs of different images, the 167 within
-12 bits differ in at least 80 of 256. Turned and mirrored copies are not found.
-
-Search: hashes within `distance` bits agree in at least k of `distance + k` bands, so each choice of
-k bands is sorted by and compared within equal ones. Manku, Jain, Das Sarma, "Detecting
-near-duplicates for web crawling", 2007.
+Manku, Jain, Das Sarma, "Detecting near-duplicates for web crawling", 2007.
 """
 
 from __future__ import annotations
@@ -43,15 +34,17 @@ from vlp.io import atomic_write
 Hashes = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
-DISTANCE = 6  # of 64 bits
-FINE_DISTANCE = 48  # of 256 bits
+# Of 64 and 256 bits. On Flickr8k and COCO this finds all copies saved again, reduced to a third or
+# squeezed, 99 % brightened by a fifth or cut by 1 % at each edge, and 68 % cut by 2.5 %. Of 26
+# million pairs of different images, the 167 within 12 bits differ in at least 80 of 256. Turned and
+# mirrored copies are not found.
+DISTANCE, FINE_DISTANCE = 6, 48
 FLAT = 3.0  # std of the coarse luminance (of 255) below which noise would set the bits
-
-HASH_VERSION = 1  # raised whenever equal images get other hashes
-
+# Raised whenever equal images get other hashes.
+HASH_VERSION = 1
 READABLE, FLAT_IMAGE, UNREADABLE = 0, 1, 2
-
-RECORD = np.dtype(  # 70 bytes an image
+# 70 bytes an image.
+RECORD = np.dtype(
     [
         ("key", "<u8"),  # number_of(key)
         ("name", "<u8"),  # number_of(source and image_id), 0 without
@@ -63,7 +56,6 @@ RECORD = np.dtype(  # 70 bytes an image
         ("state", "u1"),  # READABLE, FLAT_IMAGE (no perceptual hash) or UNREADABLE (no hash)
     ]
 )
-
 _ONES = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
 _SIDE = 32
 _LOW = 16
@@ -84,8 +76,8 @@ class NearOptions(WorkerOptions):
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
         """Hash the images of shards without stored hashes."""
         folder = self.out.with_name(self.out.name + ".hashes")
-        work = partial(_keep_hashes, folder=folder)
-        parts = [np.load(kept) for _, kept in scan(work, shards, self.workers(), title)]
+        work = partial(_store_hashes, folder=folder)
+        parts = [np.load(path) for _, path in scan(work, shards, self.workers(), title)]
         shard = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         return HashedImages(shards, np.concatenate(parts), shard)
 
@@ -101,14 +93,14 @@ class HashedImages(NamedTuple):
         """Yield the keys of images (in ascending order) from the headers of their shards."""
         used, starts = np.unique(self.shard[images], return_index=True)
         samples = np.split(self.records["sample"][images], starts[1:])
-        jobs = (SomeSamples(self.shards[one], numbers) for one, numbers in zip(used, samples))
+        jobs = (SomeSamples(self.shards[shard], numbers) for shard, numbers in zip(used, samples))
         for keys in executor.map(_keys, jobs):
             yield from keys
 
-    def kept_with_shared_keys(self, dropped: NDArray[np.bool_]) -> int:
+    def count_shared_keys(self, dropped: NDArray[np.bool_]) -> int:
         """Count samples that are kept though the list has their key, for one of another folder."""
-        kept = self.records["key"][~dropped & ~self.records["second"]]
-        return int(np.isin(kept, self.records["key"][dropped]).sum())
+        remaining = self.records["key"][~dropped & ~self.records["second"]]
+        return int(np.isin(remaining, self.records["key"][dropped]).sum())
 
 
 class SomeSamples(NamedTuple):
@@ -123,10 +115,13 @@ class SomeSamples(NamedTuple):
 
 def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
     """Return hashes of 64 and 256 bits (4 words); None for a flat image; raises BadSample."""
+    # As `imagehash.phash`, which decodes at full size: signs of the lowest 8 x 8 and 16 x 16 DCT
+    # coefficients of the 32 x 32 luminance against their median.
     try:
         with open_image(data, where) as image:
             gray = _reduced(image) if image.format in ("JPEG", "MPO") else None
-    except Exception:  # of another format, or damaged: this decides which, and says so
+    # Of another format, or damaged: `decode_image` decides which.
+    except Exception:
         gray = None
     if gray is None:
         gray = decode_image(data, where).convert("L")
@@ -147,14 +142,14 @@ def image_record(
     """Return the fields of a RECORD for an encoded image, which may be unreadable."""
     state, coarse, fine = READABLE, 0, np.zeros(4, np.uint64)
     try:
-        found = hash_image(data, where)
+        hashes = hash_image(data, where)
     except BadSample:
         state = UNREADABLE
     else:
-        if found is None:
+        if hashes is None:
             state = FLAT_IMAGE
         else:
-            coarse, fine = found
+            coarse, fine = hashes
     exact = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
     return key, name, exact, coarse, fine, sample, second, state
 
@@ -170,22 +165,22 @@ def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
     return _ONES[different[..., None].view(np.uint16)].sum(-1, dtype=np.int64)
 
 
-def _keep_hashes(shard: Shard, folder: Path) -> Path:
+def _store_hashes(shard: Shard, folder: Path) -> Path:
     status = shard.path.stat()
-    place = f"{shard.path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{HASH_VERSION}"
-    kept = folder / f"{shard.path.stem}-{number_of(place):016x}.npy"
-    if not kept.is_file():
+    identity = f"{shard.path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{HASH_VERSION}"
+    path = folder / f"{shard.path.stem}-{number_of(identity):016x}.npy"
+    if not path.is_file():
         with ShardReader(shard.path) as opened:
             rows = [row for number in range(len(opened)) for row in _rows(opened, number)]
         # Several commands may keep hashes of the same shards in this folder.
-        with atomic_write(kept, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
+        with atomic_write(path, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
             np.save(file, np.array(rows, dtype=RECORD))
-    return kept
+    return path
 
 
-def _keys(wanted: SomeSamples) -> list[str]:
-    with ShardReader(wanted.shard.path) as opened:
-        return [opened.samples[number].key for number in wanted.numbers]
+def _keys(job: SomeSamples) -> list[str]:
+    with ShardReader(job.shard.path) as opened:
+        return [opened.samples[number].key for number in job.numbers]
 
 
 def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
@@ -209,13 +204,14 @@ def _reduced(image: Image.Image) -> Image.Image:
     """Return the luminance of a JPEG, decoded at 1/8 to 1/2 of its size if large enough."""
     image.draft("L", (4 * _SIDE, 4 * _SIDE))
     image.load()
-    with suppress(Exception):  # garbage outside the pixels does not make an image bad
+    # Garbage outside the pixels does not make an image bad.
+    with suppress(Exception):
         image = ImageOps.exif_transpose(image)
     return image.convert("L")
 
 
 def _signs(block: NDArray[np.float64]) -> Hashes:
-    """Compare values with their median; packed into words of 64 bits."""
+    # The median is the mean of the two middle values; bits are packed into words of 64.
     values = block.reshape(-1)
     middle = values.size // 2
     between = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].sum() / 2
@@ -233,53 +229,58 @@ def _cosines() -> NDArray[np.float64]:
 
 _COMPARED_AT_ONCE = 1 << 18
 _MOST_BANDS = 2000
-_SORTING_COST = 6.0  # comparisons per sorted hash, measured
+# Comparisons per sorted hash, measured.
+_SORTING_COST = 6.0
 # Bits by diagonals of the 8 x 8 cosines: neighbours in a row or a column depend on each other, and
 # a band of those tells less.
 _SCATTERED = sorted(range(64), key=lambda bit: ((bit // 8 - bit) % 8, bit))
 
 
 class Drops(NamedTuple):
-    """Images to drop: `kept[i]` stays in place of `dropped[i]`."""
+    """Images to drop: `originals[i]` stays in place of `dropped[i]`."""
 
     dropped: Places
-    kept: Places
+    originals: Places
 
 
 def near_pairs(
-    stored: Hashes, distance: int, asked: Hashes | None = None
+    stored: Hashes, distance: int, query_hashes: Hashes | None = None
 ) -> Iterator[tuple[Places, Places]]:
-    """Yield all pairs of 64-bit hashes within `distance` (0 to 32) bits, each once, as places.
+    """Yield all pairs (query, stored) of 64-bit hashes within `distance` (0 to 32) bits, each once.
 
-    A pair is (place in `asked`, place in `stored`), or (earlier, later) without `asked`.
+    Without queries a pair is (earlier, later).
     """
+    # Hashes within `distance` bits agree in at least k of `distance + k` bands, so each choice of k
+    # bands is sorted by and compared within equal ones.
     masks = band_masks(distance, best_k(distance, len(stored)))
     for number, mask in enumerate(masks):
         order = np.argsort(stored & mask, kind="stable")
         value = stored[order]
-        queries = value if asked is None else asked
-        names = order if asked is None else np.arange(len(queries))
-        first = np.searchsorted(value & mask, queries & mask, side="left")
-        last = np.searchsorted(value & mask, queries & mask, side="right")
-        if asked is None:
-            first = np.arange(1, len(value) + 1)  # each with those behind it
+        queries = value if query_hashes is None else query_hashes
+        names = order if query_hashes is None else np.arange(len(queries))
+        lower = np.searchsorted(value & mask, queries & mask, side="left")
+        upper = np.searchsorted(value & mask, queries & mask, side="right")
+        if query_hashes is None:
+            # Each hash with those behind it, so that a pair comes once.
+            lower = np.arange(1, len(value) + 1)
         for start in range(0, len(queries), _COMPARED_AT_ONCE):
             some = slice(start, start + _COMPARED_AT_ONCE)
-            here = start + np.flatnonzero(first[some] < last[some])
-            there = first[here]
-            while len(here):
+            rows = start + np.flatnonzero(lower[some] < upper[some])
+            columns = lower[rows]
+            while len(rows):
                 go_on()
-                different = queries[here] ^ value[there]
-                near = differing_bits(queries[here], value[there]) <= distance
-                for earlier in masks[:number]:  # has found those that agree there
+                different = queries[rows] ^ value[columns]
+                near = differing_bits(queries[rows], value[columns]) <= distance
+                # An earlier choice of bands has found those that agree in it.
+                for earlier in masks[:number]:
                     near &= (different & earlier) != 0
                 if near.any():
-                    one, other = names[here[near]], order[there[near]]
-                    if asked is None:
-                        one, other = np.minimum(one, other), np.maximum(one, other)
-                    yield one, other
-                there = there + 1
-                here, there = here[there < last[here]], there[there < last[here]]
+                    left, right = names[rows[near]], order[columns[near]]
+                    if query_hashes is None:
+                        left, right = np.minimum(left, right), np.maximum(left, right)
+                    yield left, right
+                columns = columns + 1
+                rows, columns = rows[columns < upper[rows]], columns[columns < upper[rows]]
 
 
 def band_masks(distance: int, k: int) -> list[np.uint64]:
@@ -311,8 +312,7 @@ def usable_images(records: NDArray[np.void]) -> NDArray[np.bool_]:
 def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
     """Find the images that repeat an earlier, kept one among RECORDs in order of preference.
 
-    Bytes are equal, or hashes within `distance` bits of 64. An image like a dropped one alone
-    stays, unless all 64 bits are equal.
+    Bytes are equal, or hashes within `distance` bits of 64.
     """
     among = np.flatnonzero(usable_images(records))
     links = [_to_first(records["bytes"][among], among)]
@@ -322,7 +322,7 @@ def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
         links.append(_same_coarse(records, among))
         among = np.setdiff1d(among, links[1][0])
         near = [np.empty((2, 0), np.int64), *_near_places(records, among, distance)]
-        links.append(_first_kept(np.concatenate(near, axis=1)))
+        links.append(_greedy_links(np.concatenate(near, axis=1)))
     return _resolved(np.concatenate(links, axis=1))
 
 
@@ -346,8 +346,8 @@ def alike_groups(records: NDArray[np.void], distance: int = DISTANCE) -> Places:
 def _near_places(records: NDArray[np.void], among: Places, distance: int) -> Iterator[Places]:
     """Yield pairs of images that look alike, (2, pairs), the earlier one first."""
     fine = records["fine"]
-    for one, other in near_pairs(records["coarse"][among], distance):
-        first, second = among[one], among[other]
+    for left, right in near_pairs(records["coarse"][among], distance):
+        first, second = among[left], among[right]
         alike = fine_distance(fine[first], fine[second]) <= FINE_DISTANCE
         yield np.stack((first[alike], second[alike]))
 
@@ -363,7 +363,7 @@ def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
     """Link images of equal 64 bits and near 256 bits to the first, (2, links)."""
     order = among[np.argsort(records["coarse"][among], kind="stable")]
     _, starts = np.unique(records["coarse"][order], return_index=True)
-    found = [np.empty((2, 0), np.int64)]
+    links = [np.empty((2, 0), np.int64)]
     # One by one, as thousands of copies of an image would make millions of pairs.
     for start, end in pairwise([*starts, len(order)]):
         group = order[start:end]
@@ -371,29 +371,30 @@ def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
             go_on()
             fine = records["fine"][group]
             near = fine_distance(fine[:1], fine) <= FINE_DISTANCE
-            found.append(np.stack((group[near], np.full(near.sum(), group[0])))[:, 1:])
+            links.append(np.stack((group[near], np.full(near.sum(), group[0])))[:, 1:])
             group = group[~near]
-    return np.concatenate(found, axis=1)
+    return np.concatenate(links, axis=1)
 
 
-def _first_kept(pairs: Places) -> Places:
+def _greedy_links(pairs: Places) -> Places:
     """Return the links (2, links) from dropped to kept images of near-duplicate pairs."""
-    # Earlier images are decided upon before later ones look at them.
+    # Earlier images are decided upon before later ones look at them: an image like a dropped one
+    # alone stays.
     first, second = pairs[:, np.lexsort((pairs[0], pairs[1]))].tolist()
     links: dict[int, int] = {}
-    for one, other in zip(first, second):
-        if one not in links:
-            links.setdefault(other, one)
+    for image, duplicate in zip(first, second):
+        if image not in links:
+            links.setdefault(duplicate, image)
     return np.array([[*links], [*links.values()]], np.int64)
 
 
 def _resolved(links: Places) -> Drops:
     """Follow links, each of another image, to images that are kept."""
-    dropped, kept = links[:, np.argsort(links[0])]
+    dropped, originals = links[:, np.argsort(links[0])]
     while len(dropped):
-        place = np.minimum(np.searchsorted(dropped, kept), len(dropped) - 1)
-        gone = dropped[place] == kept
-        if not gone.any():
+        positions = np.minimum(np.searchsorted(dropped, originals), len(dropped) - 1)
+        is_dropped = dropped[positions] == originals
+        if not is_dropped.any():
             break
-        kept = np.where(gone, kept[place], kept)
-    return Drops(dropped, kept)
+        originals = np.where(is_dropped, originals[positions], originals)
+    return Drops(dropped, originals)

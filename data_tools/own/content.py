@@ -15,7 +15,7 @@ from data_tools.dedup.hashes import RECORD, UNREADABLE, alike_groups, image_reco
 from data_tools.executor import Executor, go_on
 from data_tools.originals import ImageLocation
 from data_tools.own.file_tree import FileTree
-from data_tools.own.forms import OwnImage
+from data_tools.own.forms import UserImage
 from data_tools.own.tables import require_splits
 from data_tools.shards import number_of
 from vlp.config import ConfigError
@@ -26,26 +26,22 @@ SPLITS = tuple(SPLIT_NAMES)
 _CHUNK = 32
 
 
-class OwnSample(NamedTuple):
+class UserSample(NamedTuple):
     """An image with all its captions; `digest` is hexadecimal, empty for one that is unreadable."""
 
-    image: OwnImage
+    image: UserImage
     digest: str
     split: str
 
 
 class Dealt(NamedTuple):
-    """Samples in order with their splits; `groups` numbers near-duplicates.
+    """Samples in order with their splits; `groups` numbers near-duplicates."""
 
-    same: images merged into one of equal bytes; given: the splits are the data's; unsplit: its
-    samples without a split.
-    """
-
-    samples: list[OwnSample]
+    samples: list[UserSample]
     groups: list[int]
-    same: int
-    given: bool
-    unsplit: int = 0
+    merged: int  # images of the bytes of another one
+    from_data: bool  # the splits are the data's
+    unsplit: int = 0  # samples without a split in the data
 
     @property
     def alike(self) -> int:
@@ -60,145 +56,141 @@ class Dealt(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    places: tuple[tuple[str, ImageLocation | None], ...]
+    locations: tuple[tuple[str, ImageLocation | None], ...]
 
     def __str__(self) -> str:
-        return self.places[0][0]
+        return self.locations[0][0]
 
 
-def joined(images: Iterable[OwnImage]) -> list[OwnImage]:
+def joined(images: Iterable[UserImage]) -> list[UserImage]:
     """Return each image once, with the captions of all its rows, each caption once."""
-    known: dict[str, OwnImage] = {}
+    by_path: dict[str, UserImage] = {}
     for image in images:
-        before = known.get(image.image)
-        known[image.image] = image if before is None else _with(before, image)
-    return list(known.values())
+        previous = by_path.get(image.image)
+        by_path[image.image] = image if previous is None else _with(previous, image)
+    return list(by_path.values())
 
 
 def deal(
-    images: Sequence[OwnImage],
+    images: Sequence[UserImage],
     tree: FileTree,
     shares: Sequence[float],
     executor: Executor,
-    before: Mapping[str, str],
-    splits_named: bool,
+    earlier: Mapping[str, str],
+    has_split_column: bool,
     exact: bool = False,
 ) -> Dealt:
     """Join images of equal bytes and give each a split by `shares` of train, val and test.
 
-    before: splits of an earlier run by path; splits_named: the command line names their column;
-    exact: near-duplicates may be in different splits.
+    `earlier` has splits of an earlier run by path; with `exact` near-duplicates may be parted.
     """
     records = _records(images, tree, executor)
-    first: dict[int, int] = {}
-    kept: list[OwnImage] = []
-    places: list[int] = []
-    for place, image in enumerate(images):
-        digest = int(records["bytes"][place])
-        at = first.setdefault(digest, len(kept))
-        if at < len(kept):
-            kept[at] = _with(kept[at], image)
+    numbers: dict[int, int] = {}
+    unique: list[UserImage] = []
+    positions: list[int] = []
+    for position, image in enumerate(images):
+        digest = int(records["bytes"][position])
+        number = numbers.setdefault(digest, len(unique))
+        if number < len(unique):
+            unique[number] = _with(unique[number], image)
         else:
-            kept.append(image)
-            places.append(place)
-    records = records[places]
+            unique.append(image)
+            positions.append(position)
+    records = records[positions]
     groups = np.arange(len(records)) if exact else alike_groups(records)
-    given = given_splits([image.split for image in kept], splits_named)
-    stay = [before.get(image.image) for image in kept]
-    there = records["state"] != UNREADABLE
-    splits = given_or_dealt(groups, records["bytes"], given, shares, stay, there)
-    readable = there.tolist()
+    splits_of_data = data_splits([image.split for image in unique], has_split_column)
+    previous = [earlier.get(image.image) for image in unique]
+    is_readable = records["state"] != UNREADABLE
+    splits = assign_splits(groups, records["bytes"], splits_of_data, shares, previous, is_readable)
+    readable = is_readable.tolist()
     digests = [f"{int(value).to_bytes(8, 'little').hex()}" for value in records["bytes"]]
     return Dealt(
         [
-            OwnSample(image, digest if good else "", split)
-            for image, digest, good, split in zip(kept, digests, readable, splits)
+            UserSample(image, digest if good else "", split)
+            for image, digest, good, split in zip(unique, digests, readable, splits)
         ],
         groups.tolist(),
-        same=len(images) - len(kept),
-        given=any(given),
-        unsplit=given.count(None) if any(given) else 0,
+        merged=len(images) - len(unique),
+        from_data=any(splits_of_data),
+        unsplit=splits_of_data.count(None) if any(splits_of_data) else 0,
     )
 
 
-def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
-    """Return the data's splits; all None if they divide nothing (`train` alone, or one for all).
-
-    With `named` they count in any case.
-    """
+def data_splits(names: Sequence[str | None], is_explicit: bool) -> list[str | None]:
+    """Return the data's splits; all None if they divide nothing and are not `is_explicit`."""
     counts = Counter(name for name in names if name is not None)
-    known = {name: split_of(name) for name in counts}
-    strange = sorted(name for name, split in known.items() if split is None)
-    if strange and named:
+    split_by_name = {name: split_of(name) for name in counts}
+    strange = sorted(name for name, split in split_by_name.items() if split is None)
+    if strange and is_explicit:
         raise ConfigError(
             f"--split-column: {strange[0]!r} is no split; it should hold train, val or test"
         )
     require_splits(counts, "splits of the data")
-    divided = len(set(known.values())) > 1 or (None in names and "train" not in known.values())
-    if strange or not (divided or named):
+    # `train` alone, or one split for all, divides nothing.
+    divided = len(set(split_by_name.values())) > 1 or (
+        None in names and "train" not in split_by_name.values()
+    )
+    if strange or not (divided or is_explicit):
         return [None] * len(names)
-    return [None if name is None else known[name] for name in names]
+    return [None if name is None else split_by_name[name] for name in names]
 
 
-def given_or_dealt(
+def assign_splits(
     groups: NDArray[np.int64],
     digests: NDArray[np.uint64],
-    given: Sequence[str | None],
+    splits_of_data: Sequence[str | None],
     shares: Sequence[float],
-    before: Sequence[str | None] = (),
-    there: NDArray[np.bool_] | None = None,
+    previous: Sequence[str | None] = (),
+    is_readable: NDArray[np.bool_] | None = None,
 ) -> list[str]:
-    """Return each image's split: the data's, the earlier run's, its group's, else train.
-
-    Without splits in the data, a group's smallest digest (64 bits, uniform) in [0, 1) decides:
-    below the share of test, then of val. A split without any image that is `there` gets the
-    smallest digests.
-    """
+    """Return each image's split: the data's, the earlier run's, its group's, else train."""
     count = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(smallest, groups, digests)
     _, val, test = shares
-    level = smallest / 2.0**64
-    dealt = np.where(level < test, "test", np.where(level < test + val, "val", "train"))
-    if any(given):
+    # A digest is uniform, so images stay in their split whatever else comes.
+    levels = smallest / 2.0**64
+    dealt = np.where(levels < test, "test", np.where(levels < test + val, "val", "train"))
+    if any(splits_of_data):
         dealt[:] = "train"
-    elif not any(before):
-        alive = np.zeros(count, np.bool_)
-        alive[groups if there is None else groups[there]] = True
-        _fill(dealt, level, dict(zip(SPLITS, shares)), alive)
-    known = [split or former for split, former in zip_longest(given, before)]
-    of_group: dict[int, str] = {}
-    for group, split in zip(groups.tolist(), known):
+    # A small data set may leave a split without any image, which then gets the next ones.
+    elif not any(previous):
+        is_usable = np.zeros(count, np.bool_)
+        is_usable[groups if is_readable is None else groups[is_readable]] = True
+        _fill(dealt, levels, dict(zip(SPLITS, shares)), is_usable)
+    fixed = [split or former for split, former in zip_longest(splits_of_data, previous)]
+    split_by_group: dict[int, str] = {}
+    for group, split in zip(groups.tolist(), fixed):
         if split is not None:
-            of_group[group] = min(split, of_group.get(group, split), key=_rank)
+            split_by_group[group] = min(split, split_by_group.get(group, split), key=_rank)
     return [
-        split or of_group.get(group) or str(dealt[group])
-        for group, split in zip(groups.tolist(), known)
+        split or split_by_group.get(group) or str(dealt[group])
+        for group, split in zip(groups.tolist(), fixed)
     ]
 
 
 def _fill(
     dealt: NDArray[np.str_],
-    level: NDArray[np.float64],
+    levels: NDArray[np.float64],
     shares: Mapping[str, float],
-    alive: NDArray[np.bool_],
+    is_usable: NDArray[np.bool_],
 ) -> None:
     for split, share in shares.items():
-        if share == 0 or (alive & (dealt == split)).any():
+        if share == 0 or (is_usable & (dealt == split)).any():
             continue
-        most = max(SPLITS, key=lambda name: int((alive & (dealt == name)).sum()))
-        there = np.flatnonzero(alive & (dealt == most))
-        if len(there) > 1:
-            order = there[np.argsort(level[there])]
+        largest = max(SPLITS, key=lambda name: int((is_usable & (dealt == name)).sum()))
+        groups = np.flatnonzero(is_usable & (dealt == largest))
+        if len(groups) > 1:
+            order = groups[np.argsort(levels[groups])]
             dealt[order[-1] if split == "train" else order[0]] = split
 
 
-def _with(before: OwnImage, more: OwnImage) -> OwnImage:
-    captions = list(dict.fromkeys((*before.captions, *more.captions)))
-    splits = [split for split in (before.split, more.split) if split is not None]
+def _with(image: UserImage, duplicate: UserImage) -> UserImage:
+    captions = list(dict.fromkeys((*image.captions, *duplicate.captions)))
+    splits = [split for split in (image.split, duplicate.split) if split is not None]
     # Of two splits an image stays in the one that is evaluated on.
     split = min(splits, key=_rank) if splits else None
-    return before._replace(captions=captions, split=split, url=before.url or more.url)
+    return image._replace(captions=captions, split=split, url=image.url or duplicate.url)
 
 
 def _rank(name: str) -> int:
@@ -206,9 +198,11 @@ def _rank(name: str) -> int:
     return 0 if split is None else -SPLITS.index(split)
 
 
-def _records(images: Sequence[OwnImage], tree: FileTree, executor: Executor) -> NDArray[np.void]:
+def _records(images: Sequence[UserImage], tree: FileTree, executor: Executor) -> NDArray[np.void]:
     chunks: Iterator[_Chunk] = (
-        _Chunk(tuple((one.image, tree.find(one.image)) for one in images[start : start + _CHUNK]))
+        _Chunk(
+            tuple((image.image, tree.find(image.image)) for image in images[start : start + _CHUNK])
+        )
         for start in range(0, len(images), _CHUNK)
     )
     parts = [np.empty(0, RECORD)]
@@ -221,13 +215,13 @@ def _records(images: Sequence[OwnImage], tree: FileTree, executor: Executor) -> 
 
 def _hashed(chunk: _Chunk) -> NDArray[np.void]:
     rows = []
-    for name, place in chunk.places:
+    for name, location in chunk.locations:
         go_on()
         try:
-            if place is None:
+            if location is None:
                 raise BadSample("missing image", name)
-            rows.append(image_record(place.read(), name))
+            rows.append(image_record(location.read(), name))
         except BadSample:
-            lost = number_of(name), 0, np.zeros(4, np.uint64), 0, False, UNREADABLE
-            rows.append((0, 0, *lost))
+            empty = number_of(name), 0, np.zeros(4, np.uint64), 0, False, UNREADABLE
+            rows.append((0, 0, *empty))
     return np.array(rows, dtype=RECORD)

@@ -15,7 +15,7 @@ from data_tools.originals import (
     IN_FOLDER,
     SUFFIXES,
     TOO_MUCH,
-    FoundFile,
+    FileEntry,
     ImageLocation,
     Originals,
     plain_file,
@@ -34,23 +34,20 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import append_member
 
 ARCHIVES = (".tar", ".zip", *SUFFIXES)
-
 _AT_ONCE = 1 << 20
 
 
 class FileTree(Originals):
     """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
 
-    Hidden files, `__MACOSX` and the folder `left_out` are skipped; a place inside another is listed
-    once. Names in archives never become paths on disk: files are copied into `room` under new
-    names.
+    Hidden files and the folder `left_out` are skipped; a place inside another is listed once.
     """
 
     def __init__(self, places: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
         super().__init__(())
         self._room = room
         self._left_out = None if left_out is None else left_out.resolve()
-        self._files: dict[str, FoundFile] = {}
+        self._files: dict[str, FileEntry] = {}
         self._places: dict[int, Path] = {}
         self._in_both: set[str] = set()
         self._placed: set[str] = set()
@@ -67,7 +64,7 @@ class FileTree(Originals):
                 self._add_folder(place)
             elif not place.is_file():
                 raise ConfigError(f"{place}: there is no such file or folder")
-            elif self._is_known(place, ""):
+            elif self._is_duplicate(place, ""):
                 continue
             elif is_archive(path := self._plain(place)):
                 self._add_archive(path)
@@ -86,31 +83,29 @@ class FileTree(Originals):
 
     def whole(self, path: str) -> str:
         """Return a path of `files` with the place before it, as far as that is known."""
-        found = self._files.get(path)
-        if found is not None and found.offset == _ALONE:
-            return self._containers[found.container].resolve().as_posix()
-        place = None if found is None else self._places.get(found.container)
-        if place is None:
+        entry = self._files.get(path)
+        if entry is not None and entry.offset == _ALONE:
+            return self._containers[entry.container].resolve().as_posix()
+        root = None if entry is None else self._places.get(entry.container)
+        if root is None:
             return path
-        return f"{place.parent if path in self._placed else place}/{path}"
+        return f"{root.parent if path in self._placed else root}/{path}"
 
     def find(self, name: str) -> ImageLocation | None:
         """Return the location of a path of `files`; None if missing."""
-        found = self._files.get(name)
-        return None if found is None else self._location(PurePosixPath(name).name, found)
+        entry = self._files.get(name)
+        return None if entry is None else self._location(PurePosixPath(name).name, entry)
 
     def path_of(self, name: str, folder: str = "") -> str | None:
-        """Return the path of a file that a table names, perhaps absolute or with backslashes.
-
-        Tried from the table's folder, the top, the top of a nested place, then as `FileNames` does.
-        """
+        """Return the path of a file that a table in `folder` names; None if unclear."""
+        # Tables of other machines have backslashes, or paths from the top of a nested place.
         name = name.strip().replace("\\", "/").removeprefix("./")
-        others = [
+        alternatives = [
             top + name.removeprefix(other)
             for other, top in self._other_tops
             if name.startswith(other)
         ]
-        for path in (f"{folder}/{name}" if folder else name, name, *others):
+        for path in (f"{folder}/{name}" if folder else name, name, *alternatives):
             if path in self._files:
                 return path
         return self._names.find(name)
@@ -126,10 +121,10 @@ class FileTree(Originals):
 
     def read_text(self, path: str) -> str:
         """Return a small text in UTF-8; raises BadSample."""
-        place = self.find(path)
-        assert place is not None
+        location = self.find(path)
+        assert location is not None
         try:
-            data = place.read()
+            data = location.read()
             if len(data) > MAX_ANNOTATION_BYTES:
                 raise BadSample(
                     "bad annotation", f"{path} (more than {MAX_ANNOTATION_BYTES} bytes)"
@@ -140,19 +135,20 @@ class FileTree(Originals):
 
     def on_disk(self, path: str) -> Path:
         """Return a file on disk with the uncompressed content of `path`."""
-        place = self.find(path)
-        assert place is not None
+        location = self.find(path)
+        assert location is not None
+        # Names in archives never become paths on disk.
         name = without_gz(PurePosixPath(path).name).lower()
         suffix = next((end for end in _TABLES if name.endswith(end)), ".txt")
-        if place.member is None and place.size is None:
-            return plain_file(place.path, self._room, f"table{suffix}")
-        found = self._files[path]
-        archive = shown(self._containers[found.container])
-        member = f"{found.folder}/{PurePosixPath(path).name}".lstrip("/")
+        if location.member is None and location.size is None:
+            return plain_file(location.path, self._room, f"table{suffix}")
+        entry = self._files[path]
+        archive = shown(self._containers[entry.container])
+        member = f"{entry.folder}/{PurePosixPath(path).name}".lstrip("/")
         target = self._room / f"table-{len(list(self._room.iterdir())):06d}{suffix}"
         temporary_file(target, f"{archive}: {member}")
         with open(target, "wb") as file:
-            for block in _blocks(place, path):
+            for block in _blocks(location, path):
                 file.write(block)
         return plain_file(target, self._room, f"table{suffix}")
 
@@ -162,7 +158,7 @@ class FileTree(Originals):
         if name not in self._files:
             folder = str(path.parent)
             self._containers.append(path)
-            self._files[name] = FoundFile(len(self._containers) - 1, folder, _ALONE, 0)
+            self._files[name] = FileEntry(len(self._containers) - 1, folder, _ALONE, 0)
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
@@ -181,9 +177,10 @@ class FileTree(Originals):
             whole = PurePosixPath(name)
             name = f"{whole.stem}-{digest.hex()[:12]}{whole.suffix}"
         append_member(self._embedded, "image", data)
+        # A tar fills its last block.
         end = self._embedded.tell()
         start = end - len(data) - -len(data) % 512
-        self._files[name] = FoundFile(self._embedded_number, "", start, len(data))
+        self._files[name] = FileEntry(self._embedded_number, "", start, len(data))
         self._digests[digest] = name
         return name
 
@@ -195,31 +192,32 @@ class FileTree(Originals):
     def __len__(self) -> int:
         return len(self._files)
 
-    def _location(self, name: str, found: FoundFile) -> ImageLocation:
-        if found.offset == _ALONE:
-            return ImageLocation(self._containers[found.container])
-        return super()._location(name, found)
+    def _location(self, name: str, entry: FileEntry) -> ImageLocation:
+        if entry.offset == _ALONE:
+            return ImageLocation(self._containers[entry.container])
+        return super()._location(name, entry)
 
-    def _add(self, name: str, found: FoundFile) -> None:
-        path = "/".join(part for part in (self._prefix, found.folder, name) if part)
-        parts = [part for part in path.split("/") if part != "."]  # a zip may hold `./a.jpg`
+    def _add(self, name: str, entry: FileEntry) -> None:
+        path = "/".join(part for part in (self._prefix, entry.folder, name) if part)
+        # A zip may hold `./a.jpg`.
+        parts = [part for part in path.split("/") if part != "."]
         path = "/".join(parts)
         if any(part.startswith(".") for part in parts if part != "..") or "__MACOSX" in parts:
             return
         if len(self._files) >= MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
-        self._places[found.container] = self._place
-        known = self._files.get(path)
-        other = self._place if known is None else self._places.get(known.container)
-        if other != self._place:
-            # Files of two places are called alike: what each place is called goes before.
+        self._places[entry.container] = self._place
+        previous = self._files.get(path)
+        root = self._place if previous is None else self._places.get(previous.container)
+        if root != self._place:
+            # Files of two places have one path: the name of each place goes before it.
             self._in_both.add(path)
-            if other is not None:
-                self._placed.add(moved := f"{other.name}/{path}")
+            if root is not None:
+                self._placed.add(moved := f"{root.name}/{path}")
                 self._files[moved] = self._files.pop(path)
         if path in self._in_both:
             self._placed.add(path := f"{self._place.name}/{path}")
-        self._files[path] = found
+        self._files[path] = entry
 
     def _add_folder(self, folder: Path) -> None:
         archives = []
@@ -229,32 +227,32 @@ class FileTree(Originals):
             if name.lower().endswith(ARCHIVES):
                 archives.append((inside, name))
             else:
-                self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
+                self._add(name, FileEntry(number, inside, IN_FOLDER, 0))
         for inside, name in archives:
             self._prefix = f"{inside}/{name}" if inside else name
-            if not self._is_known(folder / inside / name, f"{self._prefix}/"):
+            if not self._is_duplicate(folder / inside / name, f"{self._prefix}/"):
                 self._add_archive(self._plain(folder / inside / name))
         self._prefix = ""
 
     def _walked(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """Yield the folder in between and the name of each file; links in a circle end."""
+        # Links in a circle end, as each folder is listed once.
         for root, folders, names in os.walk(folder, followlinks=True):
             inside = Path(root).relative_to(folder).as_posix().removeprefix(".")
             left_out = self._left_out is not None and Path(root).resolve() == self._left_out
-            if left_out or self._is_known(Path(root), f"{inside}/" if inside else ""):
+            if left_out or self._is_duplicate(Path(root), f"{inside}/" if inside else ""):
                 folders.clear()
                 continue
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(names):
                 yield inside, name
 
-    def _is_known(self, place: Path, top: str) -> bool:
-        """Return whether a folder or archive was added before, and remember where it is."""
-        real = os.path.realpath(place)
-        if real in self._tops:
-            self._other_tops.append((top, self._tops[real]))
+    def _is_duplicate(self, place: Path, top: str) -> bool:
+        # A table may name files from the top of either place.
+        real_path = os.path.realpath(place)
+        if real_path in self._tops:
+            self._other_tops.append((top, self._tops[real_path]))
             return True
-        self._tops[real] = top
+        self._tops[real_path] = top
         return False
 
     def _plain(self, path: Path) -> Path:
@@ -264,7 +262,8 @@ class FileTree(Originals):
 
 
 _TABLES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".token")
-_ALONE = -3  # as an offset: the container itself
+# As an offset: the container itself.
+_ALONE = -3
 
 
 def is_archive(path: Path) -> bool:
@@ -281,28 +280,29 @@ def without_gz(name: str) -> str:
     return name[:-3] if name.lower().endswith(".gz") else name
 
 
-def _blocks(place: ImageLocation, path: str) -> Iterator[bytes]:
-    if place.member is None:
-        left = place.size or 0
-        with open(place.path, "rb") as file:
-            file.seek(place.offset)
-            while left and (block := file.read(min(left, _AT_ONCE))):
-                left -= len(block)
+def _blocks(location: ImageLocation, path: str) -> Iterator[bytes]:
+    if location.member is None:
+        remaining = location.size or 0
+        with open(location.path, "rb") as file:
+            file.seek(location.offset)
+            while remaining and (block := file.read(min(remaining, _AT_ONCE))):
+                remaining -= len(block)
                 yield block
         return
     try:
-        with zipfile.ZipFile(place.path) as archive:
-            info = archive.getinfo(place.member)
-            most = max(2**26, MAX_UNPACKED_RATIO * info.compress_size)
+        with zipfile.ZipFile(location.path) as archive:
+            info = archive.getinfo(location.member)
+            remaining = max(2**26, MAX_UNPACKED_RATIO * info.compress_size)
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ConfigError(f"{path}: compressed by method {info.compress_type}")
             with archive.open(info) as file:
                 while block := file.read(_AT_ONCE):
-                    most -= len(block)
-                    if most < 0:
+                    remaining -= len(block)
+                    if remaining < 0:
                         raise ConfigError(f"{path}: {TOO_MUCH}")
                     yield block
     except ConfigError:
         raise
-    except Exception as error:  # zipfile raises a dozen kinds for damaged members
+    # zipfile raises a dozen kinds for damaged members.
+    except Exception as error:
         raise ConfigError(f"{path}: damaged ({error})") from error

@@ -9,20 +9,21 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from data_tools.builder.build import check_splits
 from data_tools.builder.samples import Refused
 from data_tools.converters.captions import read_karpathy
 from data_tools.originals import IMAGE_SUFFIXES
 from data_tools.own.file_tree import FileTree, without_gz
 from data_tools.own.tables import (
     SUFFIXES,
+    ColumnOverrides,
     Columns,
-    Named,
-    OwnTable,
+    UserTable,
     find_columns,
     no_columns,
     open_table,
     require_splits,
-    said_split,
+    split_name,
     texts_in,
     with_class_names,
 )
@@ -38,11 +39,9 @@ FORMS = (
     "CSV, TSV, JSON Lines, JSON or Parquet table, a data set saved by `datasets`, img2dataset's "
     "output, or a tar or zip of one of these"
 )
-
-BAD_ANNOTATION = "bad annotation"  # kind of fault of files next to images
-
+# Kind of fault of files next to images.
+BAD_ANNOTATION = "bad annotation"
 OUTSIDE = "image outside the folder of its table, which --images may name"
-
 _SIDES = (".txt", ".caption", ".json")
 _KINDS = {
     ".csv": "a CSV table",
@@ -59,7 +58,7 @@ _STARTS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _MOST_TABLES = 10_000
 
 
-class OwnImage(NamedTuple):
+class UserImage(NamedTuple):
     """An image (path in the tree, or its name if missing) with raw captions, split and URL."""
 
     image: str
@@ -69,48 +68,44 @@ class OwnImage(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A recognised form: its title, how it was read, and its images, once.
-
-    `every_image`: all images of the place should have a caption.
-    """
+    """A recognised form: its title, how it was read, and its images, once."""
 
     title: str
     took: list[str]
-    images: Iterable[OwnImage]
-    every_image: bool = True
+    images: Iterable[UserImage]
+    every_image: bool = True  # all images of the place should have a caption
 
 
-class _Found(NamedTuple):
-    table: OwnTable
+class _TableMatch(NamedTuple):
+    table: UserTable
     columns: Columns
     path: str
     split: str | None
 
 
 def recognise(
-    tree: FileTree, named: Named, faults: Faults, place: Path, beside: Path | None
+    tree: FileTree, overrides: ColumnOverrides, faults: Faults, place: Path, beside: Path | None
 ) -> Form:
     """Recognise the form of a place by its files' names and the columns of tables.
 
-    Unusable rows are added to `faults` while images are read; images of a single table lie in
-    `beside`.
+    Unusable rows are added to `faults` while images are read.
     """
     files, images = tree.files, tree.images
     stems = {fold_case(path.rpartition(".")[0]) for path in images}
     tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
-    described = [path for path in tables if _stem(path) == "metadata"]
-    saved = [path for path in tables if path.endswith(".arrow")]
+    metadata = [path for path in tables if _stem(path) == "metadata"]
+    arrow_files = [path for path in tables if path.endswith(".arrow")]
     sides = [path for path in files if _is_side(path, stems)]
     # The user means a table that is named itself, whatever else the folder holds.
-    own = without_gz(place.name)
-    is_table = place.is_file() and _suffix(own) in SUFFIXES
+    table_name = without_gz(place.name)
+    is_table = place.is_file() and _suffix(table_name) in SUFFIXES
     if is_table:
-        tables = [own]
-    elif described or saved:
-        tables = described or saved
-    elif 2 * len(sides) >= len(images) > 0 and named == Named():
-        return _side_files(tree, images, set(sides), named, faults, place)
-    found, refused = [], None
+        tables = [table_name]
+    elif metadata or arrow_files:
+        tables = metadata or arrow_files
+    elif 2 * len(sides) >= len(images) > 0 and overrides == ColumnOverrides():
+        return _side_files(tree, images, set(sides), overrides, faults, place)
+    matches, refused = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
         karpathy = _karpathy(on_disk, path, tree, beside, faults)
@@ -120,29 +115,29 @@ def recognise(
                 shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
                 karpathy.took.append(f"{len(others)} other tables are left out: {shown}")
             return karpathy
-        table = open_table(on_disk, path, named, faults)
+        table = open_table(on_disk, path, overrides, faults)
         if table is None:
             refused = refused or ConfigError(f"{path}: no rows of images and captions in it")
             continue
-        columns = find_columns(table.columns, named, table.bytes_columns)
+        columns = find_columns(table.columns, overrides, table.bytes_columns)
         if columns is not None:
             split = next(filter(None, map(split_of, reversed(path.split("/")))), None)
-            found.append(_Found(table, columns, path, split))
+            matches.append(_TableMatch(table, columns, path, split))
         elif refused is None:
             refused = no_columns(path, table.columns)
-    if found:
-        title = _KINDS[_suffix(found[0].path)]
-        if described:
+    if matches:
+        title = _KINDS[_suffix(matches[0].path)]
+        if metadata:
             title = "an imagefolder of Hugging Face"
-        elif len(found) > 1 and not saved:
-            title = f"{len(found)} tables, the first of them {title}"
-        took = [f"{one.path}: {one.columns}" for one in found[:3]]
-        rows = _table_images(found, tree, faults, beside)
+        elif len(matches) > 1 and not arrow_files:
+            title = f"{len(matches)} tables, the first of them {title}"
+        took = [f"{match.path}: {match.columns}" for match in matches[:3]]
+        rows = _table_images(matches, tree, faults, beside)
         # A table that is named itself may speak of some of the images only.
-        is_whole = not is_table and not any(one.table.bytes_columns for one in found)
+        is_whole = not is_table and not any(match.table.bytes_columns for match in matches)
         return Form(title, took, rows, every_image=is_whole)
     if sides and not is_table:
-        return _side_files(tree, images, set(sides), named, faults, place)
+        return _side_files(tree, images, set(sides), overrides, faults, place)
     if refused is not None:
         raise refused
     if images:
@@ -157,74 +152,72 @@ def recognise(
 
 def other_files(tree: FileTree) -> str:
     """Return the number of files that are neither images nor captions, as text; empty for 0."""
-    known = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
-    files = [path for path in tree.files if _suffix(path) not in known]
+    suffixes = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
+    files = [path for path in tree.files if _suffix(path) not in suffixes]
     return f"{len(files)} files of other kinds are left out: {_by_kind(files)}" if files else ""
 
 
 def value_image(value: Any, name: str, tree: FileTree) -> str | None:
-    """Return the path of an image stored as bytes in a table's value; None for other values.
-
-    The value is bytes or the struct of `datasets`; without its path the image gets `name`.
-    BadSample beyond the limits.
-    """
+    """Return the path of an image stored as bytes in a table's value; None for other values."""
+    # The struct of `datasets` may have a path, too.
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes | bytearray | memoryview):
         return None
     data = bytes(data)
-    said = value.get("path") if isinstance(value, dict) else None
-    if said:
-        name = PurePosixPath(str(said).replace("\\", "/")).stem
+    path = value.get("path") if isinstance(value, dict) else None
+    if path:
+        name = PurePosixPath(str(path).replace("\\", "/")).stem
     suffix = next((kind for start, kind in _STARTS.items() if data.startswith(start)), "jpg")
     return tree.add_bytes(f"{name}.{suffix}", data)
 
 
 def _table_images(
-    found: Sequence[_Found], tree: FileTree, faults: Faults, beside: Path | None
-) -> Iterator[OwnImage]:
-    for one in found:
-        folder = one.path.rpartition("/")[0]
-        stem = "-".join(PurePosixPath(one.path).with_suffix("").parts[-2:])
-        rows: Iterator[Located] = one.table.rows(one.columns.wanted)
+    matches: Sequence[_TableMatch], tree: FileTree, faults: Faults, beside: Path | None
+) -> Iterator[UserImage]:
+    for match in matches:
+        folder = match.path.rpartition("/")[0]
+        stem = "-".join(PurePosixPath(match.path).with_suffix("").parts[-2:])
+        rows: Iterator[Located] = match.table.rows(match.columns.names)
         for number, (where, row) in enumerate(rows):
-            value = row.get(one.columns.image)
+            value = row.get(match.columns.image)
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
             try:
-                captions = _texts_of(row, one.columns.captions)
+                captions = _texts_of(row, match.columns.captions)
                 image = value_image(value, f"{stem}-{number:06d}", tree)
             except BadSample as bad:
                 faults.append(Refused(bad.kind, where))
                 continue
             if image is None:
-                said = value.get("path") if isinstance(value, dict) else value
-                if said in (None, "") or isinstance(said, list | dict):
+                path = value.get("path") if isinstance(value, dict) else value
+                if path in (None, "") or isinstance(path, list | dict):
                     faults.append(Refused("row without one image", where))
                     continue
                 try:
-                    image = _resolved(str(said), folder, tree, beside)
+                    image = _resolved(str(path), folder, tree, beside)
                 except BadSample as bad:
                     faults.append(Refused(bad.kind, f"{where}: {bad.where}"))
                     continue
-            split = row.get(one.columns.split) if one.columns.split else one.split
-            yield OwnImage(image, captions, said_split(split))
+            split = row.get(match.columns.split) if match.columns.split else match.split
+            yield UserImage(image, captions, split_name(split))
 
 
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
     """Return an image's path, or the name if missing; BadSample outside the table's folder."""
-    for said in (name, name.partition("#")[0]):
+    # A stranger's table could name private images, which would end in shards that are shared.
+    for path in (name, name.partition("#")[0]):
         if beside is None:
-            if (path := tree.path_of(said, folder)) is not None:
-                return path
-        elif (file := _existing(Path(os.path.abspath(beside / said)))) is not None:
+            if (tree_path := tree.path_of(path, folder)) is not None:
+                return tree_path
+        elif (file := _existing(Path(os.path.abspath(beside / path)))) is not None:
             if not file.is_relative_to(os.path.abspath(beside)):
                 raise BadSample(OUTSIDE, name)
-            return tree.add_file(file, said)
+            return tree.add_file(file, path)
     return name
 
 
 def _existing(file: Path) -> Path | None:
-    """Return a file, else the only one in its folder that differs in case or accents alone."""
+    # Some systems compare names without case, or write accents in another form.
     if file.is_file():
         return file
     alike = _listed(file.parent).get(fold_case(file.name), [])
@@ -233,22 +226,22 @@ def _existing(file: Path) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _listed(folder: Path) -> dict[str, list[Path]]:
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for path in folder.iterdir() if folder.is_dir() else ():
-        found[fold_case(path.name)].append(path)
-    return found
+        by_name[fold_case(path.name)].append(path)
+    return by_name
 
 
 def _side_files(
     tree: FileTree,
     images: Sequence[str],
     sides: set[str],
-    named: Named,
+    overrides: ColumnOverrides,
     faults: Faults,
     place: Path,
 ) -> Form:
-    counts = Counter(_suffix(path) for path in sides)
-    shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+    suffixes = Counter(_suffix(path) for path in sides)
+    shown = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common())
     # Of img2dataset; its `.json` says how the download went.
     downloaded = any(path.endswith("_stats.json") for path in tree.files)
     title = "images with their captions beside them"
@@ -260,46 +253,48 @@ def _side_files(
     # Cameras write IMG_1.JPG, and what describes them img_1.TXT; the very name comes first.
     stems = {path.rpartition(".")[0] for path in images}
     beside: dict[str, str] = {}
-    alike: dict[str, str] = {}
+    by_folded_stem: dict[str, str] = {}
     for path in sides:
         stem, _, extension = path.rpartition(".")
-        known = beside if stem in stems else alike
-        known[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
+        index = beside if stem in stems else by_folded_stem
+        index[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
 
-    def read() -> Iterator[OwnImage]:
-        unseen = [name for name in (named.image, *(named.captions or ()), named.split) if name]
+    def read() -> Iterator[UserImage]:
+        missing = [
+            name for name in (overrides.image, *(overrides.captions or ()), overrides.split) if name
+        ]
         for image in images:
             stem = image.rpartition(".")[0]
             names = ((f"{stem}{end}", f"{fold_case(stem)}{end}") for end in _SIDES)
-            found = (beside.get(exact) or alike.get(other) for exact, other in names)
-            paths = [path for path in found if path is not None]
+            side_paths = (beside.get(exact) or by_folded_stem.get(other) for exact, other in names)
+            paths = [path for path in side_paths if path is not None]
             lines, content = _read_sides(paths, tree, faults)
-            about = content if isinstance(content, dict) else {}
-            unseen = [name for name in unseen if name not in about]
-            stated = _texts_of(about, named.captions or ("captions",))
-            if named.captions is None:
-                stated = stated or _texts_of(about, ("caption",))
+            fields = content if isinstance(content, dict) else {}
+            missing = [name for name in missing if name not in fields]
+            captions = _texts_of(fields, overrides.captions or ("captions",))
+            if overrides.captions is None:
+                captions = captions or _texts_of(fields, ("caption",))
                 # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
-                stated = (lines or stated) if downloaded else (stated or lines)
-                stated = stated or texts_in(content)
-            split = said_split(about.get(named.split)) if named.split else None
-            yield OwnImage(image, stated, split, about.get("url") or None)
-        if unseen:
+                captions = (lines or captions) if downloaded else (captions or lines)
+                captions = captions or texts_in(content)
+            split = split_name(fields.get(overrides.split)) if overrides.split else None
+            yield UserImage(image, captions, split, fields.get("url") or None)
+        if missing:
             raise ConfigError(
-                f"{place}: neither a table nor a .json file beside an image has {', '.join(unseen)}"
+                f"{place}: neither a table nor a .json file beside images has {', '.join(missing)}"
             )
 
-    if named.captions:
-        shown = f"{', '.join(map(repr, named.captions))} of .json"
+    if overrides.captions:
+        shown = f"{', '.join(map(repr, overrides.captions))} of .json"
     return Form(title, [f"captions from {shown} beside the images"], read())
 
 
-def _texts_of(about: dict[str, Any], names: Iterable[str]) -> list[str]:
-    return [text for name in names for text in texts_in(about.get(name))]
+def _texts_of(fields: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return [text for name in names for text in texts_in(fields.get(name))]
 
 
 def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
-    """Return an image's lines of text, and the content of its JSON."""
+    # Both a text and a JSON file may describe an image.
     lines: list[str] = []
     content = None
     for path in paths:
@@ -318,49 +313,48 @@ def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[l
 def _karpathy(
     on_disk: Path, path: str, tree: FileTree, beside: Path | None, faults: Faults
 ) -> Form | None:
-    if _suffix(path) != ".json" or b'"sentences"' not in _start_of(on_disk):
-        return None
-    content = read_json(on_disk, [])  # `read_karpathy` counts its faults
+    # Parsing a large table of another form twice would take minutes.
+    with open(on_disk, "rb") as file:
+        if _suffix(path) != ".json" or b'"sentences"' not in file.read(1 << 20):
+            return None
+    # Its faults are counted by `read_karpathy`.
+    content = read_json(on_disk, [])
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
     entries = read_karpathy(on_disk, faults)
     folder = path.rpartition("/")[0]
 
-    def read() -> Iterator[OwnImage]:
+    def read() -> Iterator[UserImage]:
         for entry in entries:
             try:
                 image = _resolved(entry.filename, folder, tree, beside)
             except BadSample as bad:
                 faults.append(Refused(bad.kind, bad.where))
                 continue
-            yield OwnImage(image, [text or "" for text in entry.captions], entry.split)
+            yield UserImage(image, [text or "" for text in entry.captions], entry.split)
 
     took = [f"{path}: filename, sentences and split"]
     return Form("Karpathy's JSON", took, read(), every_image=False)
 
 
 def _by_kind(paths: Iterable[str]) -> str:
-    held = Counter(_suffix(path) or "without an extension" for path in paths)
-    return ", ".join(f"{count} {suffix}" for suffix, count in held.most_common(8))
-
-
-def _start_of(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(1 << 20)
+    kinds = Counter(_suffix(path) or "without an extension" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(8))
 
 
 def splits_by_name(paths: Mapping[str, str], place: str) -> dict[str, str]:
     """Return the split of each image that its whole path's folders, archives or name tell."""
+    # The uppermost folders that tell splits apart count.
     parts = {image: path.split("/") for image, path in paths.items()}
     for depth in range(max(map(len, parts.values()), default=0)):
         # An image above these folders is of no split.
-        folders = {path: one[depth] for path, one in parts.items() if len(one) > depth + 1}
-        known = {path: split for path, name in folders.items() if (split := split_of(name))}
-        apart = len(folders) < len(paths) and len(known) == len(folders)
-        if len(set(known.values())) > 1 or (apart and {*known.values()} & {"val", "test"}):
+        folders = {path: levels[depth] for path, levels in parts.items() if len(levels) > depth + 1}
+        splits = {path: split for path, name in folders.items() if (split := split_of(name))}
+        is_partial = len(folders) < len(paths) and len(splits) == len(folders)
+        if len(set(splits.values())) > 1 or (is_partial and {*splits.values()} & {"val", "test"}):
             require_splits(Counter(folders.values()), f"folders of {place}")
-            return known
-    files = {path: split for path, one in parts.items() if (split := split_of(one[-1]))}
+            return splits
+    files = {path: split for path, levels in parts.items() if (split := split_of(levels[-1]))}
     return files if len(files) == len(paths) and len(set(files.values())) > 1 else {}
 
 
@@ -368,11 +362,12 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
     name = PurePosixPath(path).name
     if _suffix(path) not in SUFFIXES or _is_side(path, stems):
         return False
+    # `datasets` keeps its cache in such files.
     if name.startswith(("cache-", "tmp")) and name.endswith(".arrow"):
-        return False  # cache of `datasets`
+        return False
     # Of img2dataset, `datasets` and the hub.
-    about = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
-    return name not in about and not name.endswith("_stats.json")
+    bookkeeping = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
+    return name not in bookkeeping and not name.endswith("_stats.json")
 
 
 def _is_side(path: str, stems: set[str]) -> bool:
@@ -395,14 +390,11 @@ _ARCHIVES = {"zip", "tar", "gzip", "bz2", "xz", "zstd", "lz4"}
 def hub_form(
     place: str,
     tree: FileTree,
-    named: Named,
+    overrides: ColumnOverrides,
     faults: Faults,
-    chosen: Sequence[str] | None = None,
+    selection: Sequence[str] | None = None,
 ) -> Form:
-    """Open `hub:OWNER/NAME[:CONFIG]` (or a local folder NAME), some splits or all.
-
-    Images pass through the tree's temporary folder; unusable rows are added to `faults`.
-    """
+    """Open `hub:OWNER/NAME[:CONFIG]` (or a local folder NAME); bad rows are added to `faults`."""
     try:
         import datasets
     except ImportError:
@@ -412,28 +404,28 @@ def hub_form(
     name, _, config = place.removeprefix(PREFIX).partition(":")
     try:
         splits = datasets.load_dataset(name, config or None, streaming=True)
-        wanted = [split for split in splits if chosen is None or split in chosen]
-        parts = {split: _undecoded(splits[split], datasets) for split in wanted}
+        selected = [split for split in splits if selection is None or split in selection]
+        parts = {split: _undecoded(splits[split], datasets) for split in selected}
         columns_of = {split: list(_features(part)) for split, part in parts.items()}
-    except Exception as error:  # of the hub, the network, or the data set's own form
+    # Of the hub, the network, or the data set's own form.
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{place}: `datasets` cannot open it ({reason})") from error
-    unknown = [split for split in chosen or () if split not in splits]
-    if unknown:
-        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(splits)}")
+    check_splits(selection, list(splits))
     images = {
         key for part in parts.values() for key, kind in _features(part).items() if _is_image(kind)
     }
     names = next(iter(columns_of.values()), [])
-    columns = find_columns(names, named, sorted(images))
+    columns = find_columns(names, overrides, sorted(images))
     if columns is None:
         raise no_columns(place, names)
-    if columns.split is None:  # before anything is streamed
+    # Before anything is streamed, which takes hours.
+    if columns.split is None:
         require_splits(dict.fromkeys(parts), place, "choose others with --splits")
 
-    def rows() -> Iterator[OwnImage]:
+    def rows() -> Iterator[UserImage]:
         for split, part in parts.items():
-            stream = iter(part.select_columns(columns.wanted))
+            stream = iter(part.select_columns(columns.names))
             features = datasets.Features(_features(part)).to_dict()
             number = -1
             while True:
@@ -443,7 +435,8 @@ def hub_form(
                     row = with_class_names(next(stream), features)
                 except StopIteration:
                     break
-                except Exception as error:  # of the network or the files
+                # Of the network or the files.
+                except Exception as error:
                     raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
                 try:
                     captions = _texts_of(row, columns.captions)
@@ -456,15 +449,15 @@ def hub_form(
                 if image is None:
                     faults.append(Refused("row without one image", where))
                     continue
-                said = row[columns.split] if columns.split else split
-                yield OwnImage(image, captions, said_split(said))
+                name_of_split = row[columns.split] if columns.split else split
+                yield UserImage(image, captions, split_name(name_of_split))
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
     return Form(title, [f"{place}: {columns}"], rows(), every_image=False)
 
 
 def _undecoded(part: Any, datasets: Any) -> Any:
-    """Return the stream with its images as they are stored."""
+    # Images stay as they are stored.
     for key, kind in _features(part).items():
         if _is_image(kind):
             part = part.cast_column(key, datasets.Image(decode=False))
@@ -482,24 +475,25 @@ def _is_image(kind: Any) -> bool:
 
 
 def _with_bytes(value: Any, name: str) -> Any:
-    """Return the value with its bytes, also for a data set of single files."""
+    # A data set of single files has paths alone.
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec
 
-    if not _is_own(str(value["path"]), name):
+    if not _is_inside(str(value["path"]), name):
         raise BadSample("image outside the data set", str(value["path"]))
     with fsspec.open(value["path"], "rb") as file:
         return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}
 
 
-def _is_own(path: str, name: str) -> bool:
+def _is_inside(path: str, name: str) -> bool:
     """Return whether a path, perhaps into an archive (`zip://a.jpg::PLACE`), is of a data set."""
-    *inside, place = path.split("::")
-    if any(one.partition("://")[0] not in _ARCHIVES for one in inside):
+    # A data set could name files of this machine or network.
+    *archives, location = path.split("::")
+    if any(scheme.partition("://")[0] not in _ARCHIVES for scheme in archives):
         return False
     if Path(name).is_dir():
         folder = os.path.abspath(name)
-        return Path(os.path.abspath(place.removeprefix("file://"))).is_relative_to(folder)
+        return Path(os.path.abspath(location.removeprefix("file://"))).is_relative_to(folder)
     starts = f"hf://datasets/{name}@", f"hf://datasets/{name}/"
-    return place.startswith((*starts, f"https://huggingface.co/datasets/{name}/"))
+    return location.startswith((*starts, f"https://huggingface.co/datasets/{name}/"))

@@ -15,26 +15,21 @@ from typer import Argument, Option
 
 from data_tools.builder.build import CorpusPart, Target, build_parts
 from data_tools.builder.samples import Refused, SampleSpec, clean_captions
-from data_tools.options import (
-    MAX_WORDS,
-    BuildOptions,
-    MaxWords,
-    Out,
-)
+from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
 from data_tools.originals import unpacking_room
-from data_tools.own.content import SPLITS, Dealt, OwnSample, deal, joined
+from data_tools.own.content import SPLITS, Dealt, UserSample, deal, joined
 from data_tools.own.file_tree import FileTree
 from data_tools.own.forms import (
     BAD_ANNOTATION,
     PREFIX,
     Form,
-    OwnImage,
+    UserImage,
     hub_form,
     other_files,
     recognise,
     splits_by_name,
 )
-from data_tools.own.tables import Named
+from data_tools.own.tables import ColumnOverrides
 from data_tools.rows import Faults
 from vlp.config import ConfigError
 from vlp.data.image.decode import decoder_errors, open_image
@@ -55,21 +50,16 @@ class ImportOptions:
     out: Out
     images: Annotated[
         list[Path] | None,
-        Option(
-            metavar="PLACE",
-            help="folders or archives of the images that a table names (default: beside the table)",
-        ),
+        Option(metavar="PLACE", help="folders or archives of images (default: beside the table)"),
     ] = None
     image: Annotated[
         str | None, Option(metavar="COLUMN", help="of the images (default: found by name)")
     ] = None
     caption: Annotated[
-        list[str] | None,
-        Option(metavar="COLUMN", help="of the captions (default: found by name)"),
+        list[str] | None, Option(metavar="COLUMN", help="of the captions (default: found by name)")
     ] = None
     split_column: Annotated[
-        str | None,
-        Option(metavar="COLUMN", help="of train, val or test (default: found by name)"),
+        str | None, Option(metavar="COLUMN", help="of train, val or test (default: found by name)")
     ] = None
     splits: Annotated[
         list[str] | None, Option(help="of hub:OWNER/NAME: only these (default: all)")
@@ -79,28 +69,17 @@ class ImportOptions:
         Option(metavar="TRAIN VAL TEST", help="shares of the splits where the data has none"),
     ] = SHARES
     exact: Annotated[
-        bool,
-        Option(
-            "--exact",
-            help="keep images of equal bytes alone on one side, not those that look alike",
-        ),
+        bool, Option("--exact", help="images that look alike may be in different splits")
     ] = False
     name: Annotated[
         str | None, Option(help="of the data set (default: the folder's or file's)")
     ] = None
     allow_missing_captions: Annotated[
-        bool,
-        Option(
-            "--allow-missing-captions",
-            help="leave out images without a caption (default: they are an error)",
-        ),
+        bool, Option("--allow-missing-captions", help="leave out images without a caption")
     ] = False
     allow_missing_images: Annotated[
         bool,
-        Option(
-            "--allow-missing-images",
-            help="go on where more than half of the images that a table names are nowhere",
-        ),
+        Option("--allow-missing-images", help="go on where most images of a table are missing"),
     ] = False
     max_words: MaxWords = MAX_WORDS
 
@@ -143,16 +122,14 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
       an imagefolder of Hugging Face, with metadata.jsonl, .csv or .parquet
       CSV, TSV, JSON, JSON Lines, Parquet with columns of images (names or bytes) and of captions
       a data set that `datasets` saved to disk (save_to_disk), or streams from the hub
-      img2dataset's output, as tars, files or Parquet; other tars, sorted or not
-      Karpathy's JSON
+      Karpathy's JSON; img2dataset's output; other tars, sorted or not
       a tar, .tar.gz, .tar.xz, .tar.bz2 or zip of one of these
 
     Several rows of one image, lists of captions and several lines of a .txt are several captions.
     An image is named by its bytes: equal ones become one sample. Splits of the data's own are kept,
     in a column (--split-column) or as names of folders or files, and images without one go into
-    train. Where there are none the bytes decide, and images that look alike stay on one side. The
-    command may be interrupted and run again: finished shards stay. After images were added it
-    writes the new ones behind those that are there.
+    train. Where there are none the bytes decide, and images that look alike stay on one side. An
+    interrupted command goes on where it was; later images follow those that are there.
     """
     faults: Faults = []
     with unpacking_room(options.out) as room:
@@ -165,34 +142,34 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             tree.flush()
             if not options.split_column and not any(image.split for image in images):
                 # A missing image has no folder to compare with the others' folders.
-                there = [one.image for one in images if tree.find(one.image) is not None]
-                splits = splits_by_name({name: tree.whole(name) for name in there}, options.place)
-                images = [one._replace(split=splits.get(one.image)) for one in images]
+                present = [image.image for image in images if tree.find(image.image) is not None]
+                splits = splits_by_name({name: tree.whole(name) for name in present}, options.place)
+                images = [image._replace(split=splits.get(image.image)) for image in images]
             _require_captions(images, form, tree, faults, options)
             _show(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)
         except OSError as error:
-            where = error.filename or options.place
-            raise ConfigError(f"{where}: {error.strerror or error}") from error
+            path = error.filename or options.place
+            raise ConfigError(f"{path}: {error.strerror or error}") from error
 
 
 def _opened(options: ImportOptions, room: Path, faults: Faults) -> tuple[FileTree, Form]:
     captions = tuple(options.caption) if options.caption else None
-    named = Named(options.image, captions, options.split_column)
+    overrides = ColumnOverrides(options.image, captions, options.split_column)
     images = options.images or []
     if options.place.startswith(PREFIX):
         tree = FileTree(images, room, options.out)
-        return tree, hub_form(options.place, tree, named, faults, options.splits)
+        return tree, hub_form(options.place, tree, overrides, faults, options.splits)
     place = Path(options.place)
     tree = FileTree([place, *images], room, options.out)
-    single = place.is_file() and len(tree) == 1 and not images
-    return tree, recognise(tree, named, faults, place, place.parent if single else None)
+    is_single = place.is_file() and len(tree) == 1 and not images
+    return tree, recognise(tree, overrides, faults, place, place.parent if is_single else None)
 
 
 def _cleaned(
     form: Form, tree: FileTree, faults: Faults, options: ImportOptions
-) -> tuple[list[OwnImage], list[Refused]]:
-    """Return each image once with its cleaned captions, and the captions that were dropped."""
+) -> tuple[list[UserImage], list[Refused]]:
+    # Captions are cleaned here already, as images without any are an error.
     dropped: list[Refused] = []
     images = []
     for image in form.images:
@@ -209,32 +186,28 @@ def _cleaned(
 
 
 def _require_captions(
-    images: Sequence[OwnImage],
-    form: Form,
-    tree: FileTree,
-    faults: Faults,
-    options: ImportOptions,
+    images: Sequence[UserImage], form: Form, tree: FileTree, faults: Faults, options: ImportOptions
 ) -> None:
-    """Refuse images without captions, and a table with most images missing."""
+    # A table with most images missing is one whose folder was not named.
     missing = [image.image for image in images if tree.find(image.image) is None]
-    there, first = len(images) - len(missing), readable(next(iter(missing), ""))
-    allowed = options.allow_missing_images and there
-    if len(missing) > there and not allowed:
-        help = "name their folder with --images"
+    present, first = len(images) - len(missing), readable(next(iter(missing), ""))
+    allowed = options.allow_missing_images and present
+    if len(missing) > present and not allowed:
+        remedy = "name their folder with --images"
         if first.startswith(("http://", "https://")):
-            help = "download the URLs with img2dataset, and import its output"
-        elif there:
-            help += ", or take the others with --allow-missing-images"
+            remedy = "download the URLs with img2dataset, and import its output"
+        elif present:
+            remedy += ", or take the others with --allow-missing-images"
         raise ConfigError(
-            f"{options.place}: {there or 'none'} of its {len(images)} images "
-            f"{'is' if there < 2 else 'are'} there (the first that is not: {first}); {help}"
+            f"{options.place}: {present or 'none'} of its {len(images)} images "
+            f"{'is' if present < 2 else 'are'} there (the first that is not: {first}); {remedy}"
         )
     without = [image.image for image in images if not image.captions]
     if form.every_image:
-        said = {image.image for image in images}
-        without += [path for path in tree.images if path not in said]
+        described = {image.image for image in images}
+        without += [path for path in tree.images if path not in described]
     captions = sum(len(image.captions) for image in images)
-    print(f"  {there} images, {captions} captions")
+    print(f"  {present} images, {captions} captions")
     if captions and all(text.isdigit() for image in images for text in image.captions):
         print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
@@ -257,18 +230,18 @@ def _require_captions(
 
 
 def _unread(faults: Faults) -> str:
-    """Return how many annotations cannot be read, and the first one, as the end of a message."""
+    # A caption may be missing only because its file cannot be read.
     bad = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
     if not bad:
         return ""
     return f"; {len(bad)} annotations cannot be read (first: {readable(bad[0])})"
 
 
-def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
-    """Print samples from the start, the middle and the end."""
+def _show(images: Sequence[UserImage], tree: FileTree) -> None:
+    # The start alone may look right where columns slip.
     shown = [image for image in images if image.captions and tree.find(image.image)]
-    for place in sorted({0, len(shown) // 2, len(shown) - 1})[:_SHOWN] if shown else ():
-        image = shown[place]
+    for position in sorted({0, len(shown) // 2, len(shown) - 1})[:_SHOWN] if shown else ():
+        image = shown[position]
         try:
             location = tree.find(image.image)
             assert location is not None
@@ -281,7 +254,7 @@ def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
 
 
 def _build(
-    images: Sequence[OwnImage],
+    images: Sequence[UserImage],
     faults: Sequence[Refused],
     tree: FileTree,
     options: ImportOptions,
@@ -297,35 +270,42 @@ def _build(
         options.split_column is not None,
         options.exact,
     )
-    taken = [sample.image.image for sample in dealt.samples]
-    keys = keys_of(taken, earlier.keys)
-    if earlier.keys and (new := sum(image not in earlier.keys for image in taken)):
+    paths = [sample.image.image for sample in dealt.samples]
+    keys = keys_of(paths, earlier.keys)
+    if earlier.keys and (new := sum(image not in earlier.keys for image in paths)):
         print(f"  {new} images are new; those of the run before keep their key and split")
     _say_split(dealt, options)
-    lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
+    refused = [
+        *faults,
+        *(Refused("no text", image.image) for image in images if not image.captions),
+    ]
     parts: list[CorpusPart] = []
     for split in SPLITS:
-        chosen = [place for place, one in enumerate(dealt.samples) if one.split == split]
-        if not chosen and not (options.out / split).exists():
+        positions = [
+            position for position, sample in enumerate(dealt.samples) if sample.split == split
+        ]
+        if not positions and not (options.out / split).exists():
             continue
-        specs = (_spec(dealt.samples[place], keys[place], options.title) for place in chosen)
-        parts.append(CorpusPart(split, [*specs, *(() if parts else lost)]))
+        specs = (
+            _spec(dealt.samples[position], keys[position], options.title) for position in positions
+        )
+        parts.append(CorpusPart(split, [*specs, *(() if parts else refused)]))
     settings = {
         "max_words": options.max_words,
         "name": options.title,
-        "split": None if dealt.given else list(options.split),
+        "split": None if dealt.from_data else list(options.split),
     }
     splits = [sample.split for sample in dealt.samples]
     target = Target(options.out, build, options.title, "unknown", settings)
     code = build_parts(
-        target, parts, tree, lambda: Earlier.write(options.out, zip(taken, keys, splits))
+        target, parts, tree, lambda: Earlier.write(options.out, zip(paths, keys, splits))
     )
     if code == 0:
         print(next_steps(options.out, [part.name for part in parts]))
     return code
 
 
-def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
+def _spec(sample: UserSample, key: str, source: str) -> SampleSpec:
     image = sample.image
     more = {"url": image.url} if image.url else {}
     annotation = Annotation(
@@ -340,7 +320,7 @@ def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
 
 def _say_split(dealt: Dealt, options: ImportOptions) -> None:
     counts = Counter(sample.split for sample in dealt.samples)
-    how = "as the data has it" if dealt.given else "by the images' bytes"
+    how = "as the data has it" if dealt.from_data else "by the images' bytes"
     shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
     print(f"  split {how}: {shown}")
     if dealt.unsplit:
@@ -348,12 +328,12 @@ def _say_split(dealt: Dealt, options: ImportOptions) -> None:
             f"  {dealt.unsplit} images have no split there: they go into train, or where an image "
             "is that looks alike"
         )
-    if dealt.same:
-        print(f"  {dealt.same} images have the bytes of another one, which got their captions")
+    if dealt.merged:
+        print(f"  {dealt.merged} images have the bytes of another one, which got their captions")
     if dealt.torn:
         print(
             f"  careful: {dealt.torn} groups of images that look alike are on two sides of the "
-            f"{'data' if dealt.given else 'first run'}'s own split; vlp data overlap lists them"
+            f"{'data' if dealt.from_data else 'first run'}'s own split; vlp data overlap lists them"
         )
     elif dealt.alike and not options.exact:
         print(f"  {dealt.alike} groups of images that look alike, each on one side")
@@ -368,11 +348,11 @@ def next_steps(out: Path, splits: Sequence[str]) -> str:
     aligned, run = Path("runs") / f"{out.name}_aligned", Path("runs") / out.name
     sources = _quoted(f"data.sources=[{{path: {train}}}]")
     vocabulary = _quoted(f"{out / 'vocabulary'}")
-    held_out = next((split for split in ("val", "test") if split in splits), "train")
+    evaluated = next((split for split in ("val", "test") if split in splits), "train")
     align = f"vlp align --config configs/pretrain/from_towers.yaml --out {_quoted(aligned)}"
     config = "--config configs/pretrain/flickr8k_small.yaml"
     options = f"data.vocabulary={vocabulary} output={_quoted(run)}"
-    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / held_out)} --model"
+    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / evaluated)} --model"
     return (
         "next, from public towers:\n"
         f"  {align} {sources}\n"
@@ -400,22 +380,22 @@ class Earlier(NamedTuple):
     @classmethod
     def read(cls, out: Path) -> Earlier:
         """Return the earlier import of a folder; empty without one."""
-        path, found = out / NAME, cls({}, {})
+        path, earlier = out / NAME, cls({}, {})
         if not path.exists():
-            return found
+            return earlier
         try:
             with open(path, encoding="utf-8") as file:
                 for line in file:
                     image, key, split = json.loads(line)
-                    found.keys[image], found.splits[image] = key, split
+                    earlier.keys[image], earlier.splits[image] = key, split
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: damaged ({error}); delete it, or --replace") from error
-        return found
+        return earlier
 
-    def first(self, images: Sequence[OwnImage]) -> list[OwnImage]:
+    def first(self, images: Sequence[UserImage]) -> list[UserImage]:
         """Return the images of the run before in its order, then the others in theirs."""
-        place = {image: number for number, image in enumerate(self.keys)}
-        return sorted(images, key=lambda image: place.get(image.image, len(place)))
+        positions = {image: number for number, image in enumerate(self.keys)}
+        return sorted(images, key=lambda image: positions.get(image.image, len(positions)))
 
     @staticmethod
     def write(out: Path, samples: Iterable[tuple[str, str, str]]) -> None:
@@ -424,27 +404,32 @@ class Earlier(NamedTuple):
             file.writelines(json.dumps(sample) + "\n" for sample in samples)
 
 
-def keys_of(paths: Sequence[str], known: Mapping[str, str]) -> list[str]:
-    """Return unique keys of paths without their common folder; `known` keys stay."""
+def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
+    """Return unique keys of paths without their common folder; `existing` keys stay."""
     parts = [PurePosixPath(path).parts for path in paths]
     shared = 0
-    while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
+    while all(
+        len(path_parts) > shared + 1 and path_parts[shared] == parts[0][shared]
+        for path_parts in parts
+    ):
         shared += 1
-    stems = ["/".join(one[shared:]).rpartition(".")[0] or one[-1] for one in parts]
-    keys = [known.get(path) or _key(stem) for path, stem in zip(paths, stems)]
+    stems = [
+        "/".join(path_parts[shared:]).rpartition(".")[0] or path_parts[-1] for path_parts in parts
+    ]
+    keys = [existing.get(path) or _key(stem) for path, stem in zip(paths, stems)]
     counts = Counter(keys)
-    seen: Counter[str] = Counter()
-    for place, key in enumerate(keys):
-        while counts[key] > 1 and paths[place] not in known:
-            seen[key] += 1
-            if (numbered := f"{key}-{seen[key]}") not in counts:
-                keys[place] = numbered
+    numbers: Counter[str] = Counter()
+    for position, key in enumerate(keys):
+        while counts[key] > 1 and paths[position] not in existing:
+            numbers[key] += 1
+            if (numbered := f"{key}-{numbers[key]}") not in counts:
+                keys[position] = numbered
                 counts[numbered] += 1
                 break
     return keys
 
 
 def _key(stem: str) -> str:
-    """Return a name with `_` for invalid characters of keys, such as an emoji's joiners."""
+    # An emoji's joiners are no printable characters.
     joined = "_".join(stem.split())
     return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)

@@ -37,10 +37,10 @@ _MISSING = frozenset(("", "nan", "NaN", "None", "null", "<NA>", "N/A"))
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
 _PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
 _DTYPE = re.compile(r",\s*dtype=\S+\)$")
-_ITEM = re.compile(  # an item of a printed list, with the space for a comma
+# An item of a printed list, with the space for a comma.
+_ITEM = re.compile(
     r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(\s+(?=[^\s,\])}]))?""", re.DOTALL
 )
-
 _NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
 _DEPTH = 3  # of nested lists of captions
 
@@ -53,7 +53,7 @@ class Columns(NamedTuple):
     split: str | None = None
 
     @property
-    def wanted(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return all columns to read."""
         return [self.image, *self.captions, *([self.split] if self.split else [])]
 
@@ -63,7 +63,7 @@ class Columns(NamedTuple):
         return f"image from column {self.image!r}, captions from {captions}{split}"
 
 
-class Named(NamedTuple):
+class ColumnOverrides(NamedTuple):
     """Columns that the command line names; None: to be found."""
 
     image: str | None = None
@@ -72,26 +72,26 @@ class Named(NamedTuple):
 
 
 def find_columns(
-    names: Sequence[str], named: Named, bytes_columns: Sequence[str] = ()
+    names: Sequence[str], overrides: ColumnOverrides, bytes_columns: Sequence[str] = ()
 ) -> Columns | None:
-    """Find the columns by `named`, else by usual names; None without images or captions."""
-    given = (named.image, *(named.captions or ()), named.split)
-    if any(name is not None and name not in names for name in given):
+    """Find the columns by `overrides`, else by usual names; None without images or captions."""
+    overridden = (overrides.image, *(overrides.captions or ()), overrides.split)
+    if any(name is not None and name not in names for name in overridden):
         return None
     by_name = {plain(name): name for name in reversed(names)}
-    image = named.image or next((by_name[name] for name in IMAGES if name in by_name), None)
-    captions = named.captions
+    image = overrides.image or next((by_name[name] for name in IMAGES if name in by_name), None)
+    captions = overrides.captions
     if captions is None:
         numbered = tuple(name for name in names if _NUMBERED.fullmatch(plain(name)))
         first = next((by_name[name] for name in CAPTIONS if name in by_name), None)
         captions = (first,) if first is not None else numbered
     # Captions may be stored as bytes, too.
     binary = [name for name in bytes_columns if name not in captions]
-    if named.image is None and image not in binary and len(binary) == 1:
+    if overrides.image is None and image not in binary and len(binary) == 1:
         image = binary[0]
     if image is None or not captions:
         return None
-    split = named.split or next((by_name[name] for name in SPLITS if name in by_name), None)
+    split = overrides.split or next((by_name[name] for name in SPLITS if name in by_name), None)
     return Columns(image, captions, None if split in (image, *captions) else split)
 
 
@@ -110,17 +110,17 @@ def no_columns(where: str, names: Iterable[str]) -> ConfigError:
 
 
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
-    """Return the captions in a value: a text, a list, or objects with one each.
+    """Return the captions in a value: a text, UTF-8 bytes, a list, or objects with one each.
 
-    A text may also be UTF-8 bytes (else BadSample), or a printed list (`["a dog", "two dogs"]`, or
-    NumPy's without commas).
+    Raises BadSample for other bytes.
     """
-    if value is None or value != value or depth < 0:  # NaN stands for a missing value
+    # NaN stands for a missing value.
+    if value is None or value != value or depth < 0:
         return []
     if isinstance(value, dict):
-        known = {plain(str(key)): key for key in reversed(value)}
-        found = next((known[name] for name in ("raw", *CAPTIONS) if name in known), None)
-        return [] if found is None else texts_in(value[found], depth - 1)
+        keys = {plain(str(key)): key for key in reversed(value)}
+        key = next((keys[name] for name in ("raw", *CAPTIONS) if name in keys), None)
+        return [] if key is None else texts_in(value[key], depth - 1)
     if isinstance(value, list | tuple):
         return [text for part in value for text in texts_in(part, depth - 1)]
     if isinstance(value, bytes):
@@ -134,17 +134,18 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
     if _BYTES.fullmatch(text):
         with suppress(ValueError, SyntaxError):
             return [ast.literal_eval(text).decode().strip()]
+    # Tables of pandas have lists as they were printed, those of NumPy without commas.
     if printed := _PRINTED.fullmatch(text):
         written = _DTYPE.sub(")", printed[1]).replace("np.str_(", "(")
         with_commas = _ITEM.sub(lambda item: item[1] + "," * bool(item[2]), written)
         for parse, written in ((parse_json, text), (ast.literal_eval, with_commas)):
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                if isinstance(found := parse(written), list | tuple):
-                    return texts_in(found, depth - 1)
+                if isinstance(values := parse(written), list | tuple):
+                    return texts_in(values, depth - 1)
     return [text]
 
 
-def said_split(value: Any) -> str | None:
+def split_name(value: Any) -> str | None:
     """Return a row's split; None without one."""
     name = "" if value is None or value != value else str(value).strip()
     return name or None
@@ -153,31 +154,30 @@ def said_split(value: Any) -> str | None:
 def require_splits(
     counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
 ) -> None:
-    """Refuse names that are only partly splits; `counts` are images by name, if known.
-
-    `train` alone beside other names is accepted, as it divides nothing.
-    """
-    known = {name: split_of(name) for name in sorted(counts)}
-    splits = [split for split in SPLIT_NAMES if split in known.values()]
-    strange = [name for name, split in known.items() if split is None]
-    if strange and splits not in ([], ["train"]):
-        count = counts[strange[0]]
-        shown = repr(strange[0]) if count is None else f"{strange[0]!r} ({count} images)"
+    """Refuse names that are only partly splits; `counts` are images by name, if known."""
+    split_by_name = {name: split_of(name) for name in sorted(counts)}
+    splits = [split for split in SPLIT_NAMES if split in split_by_name.values()]
+    unknown = [name for name, split in split_by_name.items() if split is None]
+    # Else images of a test set would be dealt anew; `train` alone divides nothing.
+    if unknown and splits not in ([], ["train"]):
+        count = counts[unknown[0]]
+        shown = repr(unknown[0]) if count is None else f"{unknown[0]!r} ({count} images)"
         raise ConfigError(
             f"{where}: {shown} is no split, but stands beside {' and '.join(splits)}; {remedy}"
         )
 
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token")
-
 _IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
-_SAMPLED = 50  # JSON rows that define the columns
+# JSON rows that define the columns.
+_SAMPLED = 50
 _TEXT: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-_END = "\0"  # a last line that an open quote swallows
+# A last line that an open quote swallows.
+_END = "\0"
 _BATCH = 32  # rows of images at once
 
 
-class OwnTable(NamedTuple):
+class UserTable(NamedTuple):
     """One readable table: `rows` yields (location, row); `bytes_columns` hold encoded images."""
 
     columns: list[str]
@@ -185,11 +185,10 @@ class OwnTable(NamedTuple):
     bytes_columns: tuple[str, ...] = ()
 
 
-def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
-    """Open a table by its suffix; None without rows.
-
-    `named` columns decide on the delimiter of a CSV; unreadable rows are added to `faults`.
-    """
+def open_table(
+    path: Path, where: str, overrides: ColumnOverrides, faults: Faults
+) -> UserTable | None:
+    """Open a table by its suffix; None without rows; unreadable rows are added to `faults`."""
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, where)
@@ -197,28 +196,25 @@ def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
         return _of_objects(json_lines(path, faults), faults)
     if suffix == ".json":
         return _of_objects(_json_rows(path, faults), faults)
-    return _delimited(path, where, named, faults)
+    return _delimited(path, where, overrides, faults)
 
 
-def _of_objects(rows: Iterator[Located], faults: Faults) -> OwnTable | None:
+def _of_objects(rows: Iterator[Located], faults: Faults) -> UserTable | None:
     first = list(islice(rows, _SAMPLED))
     columns = list(dict.fromkeys(key for _, row in first if isinstance(row, dict) for key in row))
 
-    def objects(wanted: Sequence[str]) -> Iterator[Located]:
+    def objects(names: Sequence[str]) -> Iterator[Located]:
         for where, row in chain(first, rows):
             if isinstance(row, dict):
                 yield where, row
             else:
                 faults.append(Refused("row of another layout", where))
 
-    return OwnTable(columns, objects) if columns else None
+    return UserTable(columns, objects) if columns else None
 
 
 def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a list, of lines, or of an object.
-
-    An object may hold lists (perhaps splits), values by image, or columns as pandas writes.
-    """
+    """Yield the objects of a list, of lines, or of an object with lists, images or columns."""
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"["):
@@ -242,6 +238,7 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         for name, value in content.items()
         if name.lower().endswith(IMAGE_SUFFIXES)
     }
+    # Several lists may be splits.
     lists = {
         name: rows
         for name, rows in content.items()
@@ -258,6 +255,7 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
                 if isinstance(row, dict):
                     yield f"{shown(path)}, {name}, row {number}", {**split, **row}
     else:
+        # pandas writes columns where it is not told otherwise.
         columns = {
             name: list(values.values() if isinstance(values, dict) else values)
             for name, values in content.items()
@@ -268,8 +266,10 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
                 yield f"{shown(path)}, row {number}", dict(zip(columns, values))
 
 
-def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
-    """Open comma, tab, semicolon or bar separated text, with or without a header."""
+def _delimited(
+    path: Path, where: str, overrides: ColumnOverrides, faults: Faults
+) -> UserTable | None:
+    # Comma, tab, semicolon or bar separated text, with or without a header.
     with open(path, **_TEXT) as file:
         line = file.readline(1 << 16)
     if not sound(line) or "\0" in line:
@@ -278,24 +278,27 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
         return None
     delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
 
-    def known(cells: list[str]) -> tuple[int, int, int]:
+    def score(cells: list[str]) -> tuple[int, int, int]:
         stripped = [cell.strip() for cell in cells]
-        found = find_columns(stripped, named) is not None
+        has_columns = find_columns(stripped, overrides) is not None
         images = sum(plain(cell) in IMAGES or is_image_name(cell) for cell in stripped)
-        return found, images, len(cells)
+        return has_columns, images, len(cells)
 
     cut = {mark: next(csv.reader([line], delimiter=mark)) for mark in delimiters}
-    delimiter = max(delimiters, key=lambda mark: known(cut[mark]))
+    # The delimiter under which the first line has the columns, else image names, else most cells.
+    delimiter = max(delimiters, key=lambda mark: score(cut[mark]))
     names = [cell.strip() for cell in cut[delimiter]]
-    headless = find_columns(names, named) is None and len(names) > 1
-    place = next((at for at, cell in enumerate(names) if is_image_name(cell)), None)
-    headless = headless and place is not None
+    headless = find_columns(names, overrides) is None and len(names) > 1
+    image_position = next((at for at, cell in enumerate(names) if is_image_name(cell)), None)
+    headless = headless and image_position is not None
     if headless:
-        names = ["image" if at == place else f"column {at + 1}" for at in range(len(names))]
+        names = [
+            "image" if at == image_position else f"column {at + 1}" for at in range(len(names))
+        ]
         if len(names) == 2:
-            names[1 - (place or 0)] = "caption"
+            names[1 - (image_position or 0)] = "caption"
 
-    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+    def rows(columns: Sequence[str]) -> Iterator[Located]:
         bare = delimiter == "\t" and not (line.startswith('"') or _quotes_end_cells(path))
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
         with open(path, **_TEXT) as file:
@@ -307,31 +310,31 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
                     if cells[-1].endswith(_END):
                         raise csv.Error("the file ends within quotes")
                     cells = [*map(_unquoted, cells)] if bare else cells
-                    place = f"{where}, line {reader.line_num}"
+                    image_position = f"{where}, line {reader.line_num}"
                     if not sound("".join(cells)):
-                        faults.append(Refused("line that is not UTF-8", place))
+                        faults.append(Refused("line that is not UTF-8", image_position))
                     elif len(cells) < len(names) or any(cells[len(names) :]):
-                        faults.append(Refused("row of another layout", place))
+                        faults.append(Refused("row of another layout", image_position))
                     else:
-                        yield place, dict(zip(names, cells))
+                        yield image_position, dict(zip(names, cells))
             except csv.Error as error:
                 raise ConfigError(
                     f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
                     "left open?"
                 ) from error
 
-    return OwnTable(names, rows)
+    return UserTable(names, rows)
 
 
 def _unquoted(cell: str) -> str:
-    """Return a cell without quotes that enclose it whole."""
+    # Quotes within a caption belong to it.
     inner = cell[1:-1].replace('""', "")
     enclosed = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
     return cell[1:-1].replace('""', '"') if enclosed else cell
 
 
 def _quotes_end_cells(path: Path) -> bool:
-    """Return whether quotes of a tab separated file enclose cells, or else belong to captions."""
+    # If not all quotes of a tab separated file enclose cells, they belong to captions.
     with open(path, **_TEXT) as file:
         try:
             deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
@@ -345,8 +348,8 @@ def is_image_name(cell: str) -> bool:
     return bool(_IMAGE_NAME.fullmatch(cell.strip().lower()))
 
 
-def _columnar(path: Path, where: str) -> OwnTable:
-    """Open Parquet or Arrow; images are read a few rows at a time."""
+def _columnar(path: Path, where: str) -> UserTable:
+    # Rows hold images, so only a few are read at a time.
     try:
         import pyarrow as pa
         from pyarrow import ipc, parquet
@@ -357,25 +360,26 @@ def _columnar(path: Path, where: str) -> OwnTable:
 
     features: dict[str, Any] = {}
 
-    def batches(wanted: Sequence[str]) -> Iterator[Any]:
+    def batches(names: Sequence[str]) -> Iterator[Any]:
         if path.suffix.lower() == ".parquet":
             file = parquet.ParquetFile(path)
             groups = (file.metadata.row_group(n) for n in range(file.metadata.num_row_groups))
             if sum(group.total_byte_size for group in groups) > most_unpacked(path):
                 raise ConfigError(f"{where}: {TOO_MUCH}")
-            yield from file.iter_batches(batch_size=_BATCH, columns=list(wanted))
+            yield from file.iter_batches(batch_size=_BATCH, columns=list(names))
             return
         with _arrow(path, pa, ipc) as reader:
             for batch in reader:
-                chosen = batch.select(list(wanted))
+                chosen = batch.select(list(names))
                 for start in range(0, len(chosen), _BATCH):
                     yield chosen.slice(start, _BATCH)
 
-    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+    def rows(names: Sequence[str]) -> Iterator[Located]:
         number = 0
         try:
-            for batch in batches(wanted):
-                batch.validate(full=True)  # Arrow reads where damaged offsets point
+            for batch in batches(names):
+                # Arrow reads where damaged offsets point.
+                batch.validate(full=True)
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{where}, row {number}", with_class_names(row, features)
@@ -392,29 +396,30 @@ def _columnar(path: Path, where: str) -> OwnTable:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{where}: not a readable {path.suffix[1:]} file ({reason})") from error
-    with suppress(KeyError, TypeError, ValueError):  # none that `datasets` wrote
+    # Other writers leave no features of `datasets`.
+    with suppress(KeyError, TypeError, ValueError):
         features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
     with_bytes = tuple(field.name for field in schema if _holds_bytes(field.type, pa))
-    return OwnTable(list(schema.names), rows, with_bytes)
+    return UserTable(list(schema.names), rows, with_bytes)
 
 
 def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with class names for class numbers, by the features that `datasets` writes."""
 
-    def named(value: Any, kind: Any) -> Any:
+    def with_names(value: Any, feature: Any) -> Any:
         if isinstance(value, list):
-            inner = kind[0] if isinstance(kind, list) else kind.get("feature", kind)
-            return [named(one, inner) for one in value]
-        names = kind.get("names") if isinstance(kind, dict) else None
+            inner = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+            return [with_names(item, inner) for item in value]
+        names = feature.get("names") if isinstance(feature, dict) else None
         if isinstance(names, list) and isinstance(value, int):
             return names[value] if 0 <= value < len(names) else None
         return value
 
-    return {name: named(value, features.get(name, {})) for name, value in row.items()}
+    return {name: with_names(value, features.get(name, {})) for name, value in row.items()}
 
 
 def _arrow(path: Path, pa: Any, ipc: Any) -> Any:
-    """Open the stream that `datasets` writes, or an Arrow file."""
+    # `datasets` writes streams, others files.
     try:
         return ipc.open_stream(pa.memory_map(str(path)))
     except pa.ArrowInvalid:

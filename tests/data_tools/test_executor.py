@@ -47,13 +47,13 @@ def fail(number: int) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
-def test_results_come_in_the_order_of_the_jobs(processes: int) -> None:
+def test_results_come_in_the_order_of_the_jobs(processes):
     assert list(Executor(processes).map(double, range(40))) == [2 * n for n in range(40)]
     assert list(Executor(processes).map(double, [])) == []
     assert list(Executor(processes).map(double, [4])) == [8]
 
 
-def test_jobs_are_taken_as_they_are_needed() -> None:
+def test_jobs_are_taken_as_they_are_needed():
     taken = []
 
     def jobs() -> object:
@@ -69,7 +69,7 @@ def test_jobs_are_taken_as_they_are_needed() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_of_the_work_is_its_own(processes: int, fresh: bool) -> None:
+def test_a_failure_of_the_work_is_its_own(processes, fresh):
     with pytest.raises(ConfigError, match="five"):
         list(Executor(processes, fresh).map(fail, range(40)))
 
@@ -79,9 +79,7 @@ def state(number: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_fresh_processes_have_nothing_of_this_one(
-    processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_processes_have_nothing_of_this_one(processes, monkeypatch):
     monkeypatch.setattr(operator, "of_the_parent", 1, raising=False)
     assert list(Executor(processes).map(state, [0])) == [(os.getpid(), True)]
     found = list(Executor(processes, fresh=True).map(state, range(4)))
@@ -92,7 +90,7 @@ def test_fresh_processes_have_nothing_of_this_one(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_no_process_outlives_the_command(tmp_path: Path, number: int, code: int) -> None:
+def test_no_process_outlives_the_command(tmp_path, number, code):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     process = subprocess.Popen(
@@ -119,7 +117,7 @@ def runs(process: str) -> bool:
     return state != "Z"
 
 
-def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
+def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path):
     given = sources(tmp_path)
     one = run_every_tool(given, tmp_path / "one", "--processes", "1")
     assert len(one) > 20
@@ -136,7 +134,7 @@ def once(job: Path) -> str:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_finished_tasks_are_not_done_again(tmp_path: Path, processes: int) -> None:
+def test_finished_tasks_are_not_done_again(tmp_path, processes):
     jobs = [tmp_path / str(number) for number in range(10)]
     executor, folder = Executor(processes), tmp_path / "ledger"
 
@@ -154,7 +152,7 @@ def test_finished_tasks_are_not_done_again(tmp_path: Path, processes: int) -> No
     assert jobs[7].read_text() == "done done done "
 
 
-def test_a_changed_file_is_another_task(tmp_path: Path) -> None:
+def test_a_changed_file_is_another_task(tmp_path):
     job = tmp_path / "shard"
     job.write_text("one")
     with open_ledger(tmp_path / "ledger") as ledger:
@@ -167,7 +165,7 @@ def test_a_changed_file_is_another_task(tmp_path: Path) -> None:
         assert len(list(ledger.iterdir())) == 3
 
 
-def test_a_stopped_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_check_goes_on(tmp_path, monkeypatch):
     folder, report = sources(tmp_path) / "first", tmp_path / "report"
     command = ["verify", str(folder), "--report", str(report), "--processes", "1"]
     assert main(command) == 1

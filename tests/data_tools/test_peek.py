@@ -20,7 +20,7 @@ WIDTH = 240
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write(tmp_path / "shards", {f"k{number}": jpeg(number) for number in range(10)})
 
 
@@ -34,7 +34,7 @@ def columns_of(image: Image.Image) -> int:
     return image.width // WIDTH
 
 
-def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_first_and_random(folder, capsys):
     index = ShardIndex.open(folder).shards
     assert peek.choose(index, 5, None) == [*((0, n) for n in range(4)), (1, 0)]
     drawn = {tuple(peek.choose(index, 5, seed)) for seed in range(8)}
@@ -50,7 +50,7 @@ def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert columns_of(sheet(folder, "--count", "2")) == 2
 
 
-def test_damaged_samples_are_grey_cards(folder: Path, tmp_path: Path) -> None:
+def test_damaged_samples_are_grey_cards(folder, tmp_path):
     files = [
         ("cut.jpg", jpeg(1)[:-200]),
         ("cut.txt", b"a caption"),
@@ -78,7 +78,7 @@ def test_damaged_samples_are_grey_cards(folder: Path, tmp_path: Path) -> None:
     sheet(folder, "--first")
 
 
-def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
+def test_boxes_lie_where_they_should(tmp_path):
     grey = encoded(Image.new("RGB", (200, 100), "grey"), "png")
     known = Annotation(expressions=[Expression(id="1", text="a box", box=[100, 25, 80, 50])])
     with ShardWriter(tmp_path / "shards") as writer:

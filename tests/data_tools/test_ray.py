@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ class Nodes(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+def nodes():
     ray = pytest.importorskip("ray", reason="wants Ray (pip install 'vlp[ray]')")
     from ray.cluster_utils import Cluster
 
@@ -46,13 +45,13 @@ def nodes() -> Iterator[Nodes]:
     del os.environ["RAY_ADDRESS"]
 
 
-def test_every_tool_gives_what_one_process_gives(nodes: Nodes, tmp_path: Path) -> None:
+def test_every_tool_gives_what_one_process_gives(nodes, tmp_path):
     given = sources(tmp_path)
     one = run_every_tool(given, tmp_path / "one", "--processes", "1")
     assert run_every_tool(given, tmp_path / "ray", "--executor", "ray") == one
 
 
-def test_a_command_from_outside_of_the_cluster(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_command_from_outside_of_the_cluster(nodes, tmp_path):
     given, reports = sources(tmp_path), []
     for place in ("local", f"ray://127.0.0.1:{nodes.port}"):
         report = tmp_path / "report"
@@ -76,7 +75,7 @@ def slow(job: Path) -> tuple[str, str]:
     return job.name, node
 
 
-def test_an_error_of_the_work_is_its_own(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_error_of_the_work_is_its_own(nodes, tmp_path):
     from data_tools.executor import RayExecutor
 
     with pytest.raises(FileNotFoundError) as found:
@@ -84,7 +83,7 @@ def test_an_error_of_the_work_is_its_own(nodes: Nodes, tmp_path: Path) -> None:
     assert found.value.filename == str(tmp_path / "gone")
 
 
-def test_a_node_is_killed_in_the_middle(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_node_is_killed_in_the_middle(nodes, tmp_path):
     from data_tools.executor import RayExecutor
 
     jobs = [tmp_path / str(number) for number in range(60)]

@@ -48,12 +48,12 @@ def deal(*arguments: object, per_shard: int = 4) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write(tmp_path / "shards", {f"k{n}": jpeg(n) for n in range(11)}, 3)
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
+def foreign(tmp_path):
     """Shards of another maker, with all that may lie in one."""
     long = "a_very_long_key_" * 10
     folder = tmp_path / "foreign"
@@ -76,7 +76,7 @@ def foreign(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("per_shard", [1, 4, 100])
-def test_order_and_bytes_are_kept(folder: Path, tmp_path: Path, per_shard: int) -> None:
+def test_order_and_bytes_are_kept(folder, tmp_path, per_shard):
     out = tmp_path / "out"
     assert deal(folder, "--out", out, per_shard=per_shard) == 0
     assert members(out) == members(folder)
@@ -86,7 +86,7 @@ def test_order_and_bytes_are_kept(folder: Path, tmp_path: Path, per_shard: int) 
     assert not (out / "reshard.places").exists()
 
 
-def test_folders_are_merged_in_order(folder: Path, foreign: Path, tmp_path: Path) -> None:
+def test_folders_are_merged_in_order(folder, foreign, tmp_path):
     out = tmp_path / "out"
     assert deal(foreign, folder, "--out", out) == 0
     assert members(out) == members(foreign)[1:] + members(folder)
@@ -94,7 +94,7 @@ def test_folders_are_merged_in_order(folder: Path, foreign: Path, tmp_path: Path
     assert sources == {"shards"}
 
 
-def test_shuffled(folder: Path, foreign: Path, tmp_path: Path) -> None:
+def test_shuffled(folder, foreign, tmp_path):
     orders = {}
     for name, seed in {"a": 0, "b": 0, "c": 1}.items():
         out = tmp_path / name
@@ -113,9 +113,7 @@ def test_shuffled(folder: Path, foreign: Path, tmp_path: Path) -> None:
     assert all(25 < (piece.source == 0).sum() < 75 for piece in dealt)
 
 
-def test_repeated_keys_are_refused_by_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_repeated_keys_are_refused_by_name(folder, tmp_path, capsys):
     other = write(tmp_path / "deep.er" / "shards", {"k3": jpeg(77), "x": jpeg(78)})
     out = tmp_path / "out"
     assert deal(folder, other, "--out", out) == 2
@@ -125,7 +123,7 @@ def test_repeated_keys_are_refused_by_name(
     assert not list(out.glob("*.tar"))
 
 
-def test_a_damaged_shard_gives_what_it_has(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_gives_what_it_has(folder, tmp_path):
     whole = members(folder)
     cut(folder / "shard-000001.tar")
     out = tmp_path / "out"
@@ -134,9 +132,7 @@ def test_a_damaged_shard_gives_what_it_has(folder: Path, tmp_path: Path) -> None
     assert run("verify", out) == 0
 
 
-def test_interrupted_and_run_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_and_run_again(folder, tmp_path, monkeypatch):
     options = ("--shuffle", 3)
     assert deal(folder, "--out", tmp_path / "whole", *options) == 0
     out = tmp_path / "out"
@@ -160,9 +156,7 @@ def test_interrupted_and_run_again(
     assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
 
 
-def test_sources_of_the_same_size_that_were_written_anew_are_others(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_sources_of_the_same_size_that_were_written_anew_are_others(folder, tmp_path, capsys):
     out, source = tmp_path / "out", folder / "shard-000001.tar"
     assert deal(folder, "--out", out) == 0
     before = source.stat()
@@ -173,7 +167,7 @@ def test_sources_of_the_same_size_that_were_written_anew_are_others(
     assert "was begun with shards (places, sizes and times)" in capsys.readouterr().err
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+def test_killed_at_any_moment(tmp_path):
     folder = write(tmp_path / "shards", {f"k{n}": os.urandom(20_000) for n in range(24)}, 20)
     command = ["reshard", str(folder), "--samples-per-shard", "3", "--shuffle", "1"]
     whole, out = tmp_path / "whole", tmp_path / "out"

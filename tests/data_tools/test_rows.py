@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmark_files import lines_of
@@ -31,7 +29,7 @@ class Point(Row):
     name: str = ""
 
 
-def test_lines_gzipped_or_not(tmp_path: Path) -> None:
+def test_lines_gzipped_or_not(tmp_path):
     # A line separator of Unicode inside a text ends no line of the file.
     rows = [{"x": 1}, {"x": 2, "name": "a\u2028b"}]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows)
@@ -46,7 +44,7 @@ def test_lines_gzipped_or_not(tmp_path: Path) -> None:
     assert faults == []
 
 
-def test_rows_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_are_counted(tmp_path):
     path = lines_of(tmp_path / "rows", [{"x": 1}, {"y": 1}, {"x": "a"}, [3], {"x": 4, "name": 5}])
     path.write_text(path.read_text() + "{broken\n" + '{"x": 6}\n')
     faults: Faults = []
@@ -61,7 +59,7 @@ def test_rows_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     assert faults[3].id == f"{path}, line 6"
 
 
-def test_a_file_of_another_layout_is_an_error(tmp_path: Path) -> None:
+def test_a_file_of_another_layout_is_an_error(tmp_path):
     path = lines_of(tmp_path / "rows", [{"y": 1}, {"x": 1}])
     faults: Faults = []
     assert [row.x for row in parsed(json_lines(path, faults), Point, faults)] == [1]
@@ -84,7 +82,7 @@ def test_a_file_of_another_layout_is_an_error(tmp_path: Path) -> None:
         (gzip.compress(b"[1, 2, 3]" * 50, mtime=0)[:-12], "a damaged gzip file"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_files_that_cannot_be_read(tmp_path, content, message):
     path = tmp_path / "file.json"
     if content is not None:
         path.write_bytes(content)
@@ -101,9 +99,7 @@ JSON = st.recursive(
 
 
 @given(content=st.lists(JSON), characters=st.integers(1, 40), indent=st.sampled_from([None, 1]))
-def test_the_same_as_json_whatever_is_read_at_once(
-    tmp_path_factory: pytest.TempPathFactory, content: list, characters: int, indent: int | None
-) -> None:
+def test_the_same_as_json_whatever_is_read_at_once(tmp_path_factory, content, characters, indent):
     path = tmp_path_factory.mktemp("json") / "list.json"
     path.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +109,7 @@ def test_the_same_as_json_whatever_is_read_at_once(
     assert [where for where, _ in rows] == [f"{path}, row {n + 1}" for n in range(len(content))]
 
 
-def test_rows_that_are_not_utf_8_are_none(tmp_path: Path) -> None:
+def test_rows_that_are_not_utf_8_are_none(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(
         '["caf\u00e9 \\uD83D\\uDE00", "caf?", {"a": 1}]'.encode().replace(b"?", b"\xe9")
@@ -125,7 +121,7 @@ def test_rows_that_are_not_utf_8_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_json, streamed_list, json_lines])
-def test_halves_of_surrogate_pairs_are_replaced_and_counted(read: Any, tmp_path: Path) -> None:
+def test_halves_of_surrogate_pairs_are_replaced_and_counted(read, tmp_path):
     path, faults = tmp_path / "a.json", Faults()
     rows = [r'{"x": 1, "name": "a\ud83d"}', r'{"x": 2, "name": "\\ud83d \ud83d\ude00"}']
     path.write_text("\n".join(rows) if read is json_lines else f"[{', '.join(rows)}]")
@@ -148,7 +144,7 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(read: Any, tmp_path:
         (b"[" * 100_000, "damaged or cut off behind row 0"),
     ],
 )
-def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_files(tmp_path, content, message):
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):

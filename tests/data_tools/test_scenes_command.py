@@ -27,7 +27,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_every_part_is_written_and_reads_back(tmp_path) -> None:
+def test_every_part_is_written_and_reads_back(tmp_path):
     options = ["--train", "20", "--val", "9", "--unseen", "3", "--swaps", "3"]
     more = ["--nlvr2", "3", "--snli-ve", "3", "--twins", "6"]
     assert _run(tmp_path, *options, *more) == 0
@@ -47,7 +47,7 @@ def test_every_part_is_written_and_reads_back(tmp_path) -> None:
     assert len(captions_of(stored.annotation)) == 5
 
 
-def test_twins_follow_each_other(tmp_path) -> None:
+def test_twins_follow_each_other(tmp_path):
     _run(tmp_path, "--train", "0", "--val", "0", "--twins", "12")
     index = ShardIndex.open(tmp_path / "twins")
     samples = [index.read(*divmod(number, 8)) for number in range(12)]
@@ -62,7 +62,7 @@ def test_twins_follow_each_other(tmp_path) -> None:
         assert len(words_with_boxes(twin.annotation)) == 2 * objects
 
 
-def test_kinds_of_swaps_can_be_chosen(tmp_path) -> None:
+def test_kinds_of_swaps_can_be_chosen(tmp_path):
     options = ["--train", "0", "--val", "0", "--kinds", "distance", "binding"]
     _run(tmp_path, *options, "--swaps", "4", "--twins", "4")
     swaps = ShardIndex.open(tmp_path / "swaps")
@@ -76,7 +76,7 @@ def test_kinds_of_swaps_can_be_chosen(tmp_path) -> None:
         _run(tmp_path / "one", "--objects", "1", "--kinds", "distance")
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _run(whole, "--train", "30", "--val", "5")
     write, written = ShardWriter.write, []
@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> 
     assert _contents(broken) == _contents(whole)
 
 
-def test_shards_of_others_are_refused_and_stay(tmp_path) -> None:
+def test_shards_of_others_are_refused_and_stay(tmp_path):
     other = tmp_path / "train" / "shard-000000.tar"
     other.parent.mkdir()
     other.write_bytes(b"theirs")

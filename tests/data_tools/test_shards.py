@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 from made_shards import jpeg, write
 
 from data_tools.executor import Executor
 from data_tools.shards import ShardReader, scan, shards_of
 
 
-def test_shards_are_read_in_order(tmp_path: Path) -> None:
+def test_shards_are_read_in_order(tmp_path):
     first = write(tmp_path / "b", {f"k{n}": jpeg(n) for n in range(5)}, 2)
     second = write(tmp_path / "a", {"x": jpeg(9)})
     shards = shards_of([first, second])

@@ -23,7 +23,7 @@ CAPTIONS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     with ShardWriter(tmp_path / "shards", 2) as writer:
         for number, (key, captions) in enumerate(CAPTIONS.items()):
             known = Annotation(captions=captions, source=f"s{number % 2}", image_id="1")
@@ -41,7 +41,7 @@ def stats(*arguments: object) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_counts(folder, tmp_path, capsys):
     found = stats(folder, "--out", tmp_path / "stats.json", "--max-tokens", 3)
     assert (found["shards"], found["samples"], found["captions"], found["images"]) == (2, 4, 4, 5)
     assert found["samples without caption"] == 1
@@ -65,7 +65,7 @@ def test_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> 
         assert line in printed
 
 
-def test_tokens_of_a_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_tokens_of_a_vocabulary(folder, tmp_path):
     text = TextProcessor(train_wordpiece(["a dog runs", "a cat"] * 9, 40), 4)
     text.save(tmp_path / "words")
     options = ("--vocabulary", tmp_path / "words", "--max-tokens", 5)
@@ -78,7 +78,7 @@ def test_tokens_of_a_vocabulary(folder: Path, tmp_path: Path) -> None:
     assert found["captions that are too long"] == sum(length > 5 for length in lengths)
 
 
-def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
+def test_damage_and_repetitions_are_counted(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     write_tar(
         first / "0.tar",
@@ -105,7 +105,7 @@ def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
     assert found["sources"] == {"(none)": 4, "second": 1}  # the JSON of z is cut off
 
 
-def test_histograms_are_described() -> None:
+def test_histograms_are_described():
     rng = np.random.default_rng(0)
     values = rng.integers(0, 50, 1001)
     found = describe(Counter(values.tolist()))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from vlp.lock import FolderLock
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     folder = tmp_path / "shards"
     with ShardWriter(folder, 3) as writer:
         for number in range(7):
@@ -23,14 +22,14 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def test_index(shards: Path) -> None:
+def test_index(shards):
     written = (shards / "index.npz").read_bytes()
     (shards / "index.npz").unlink()
     assert main(["index", str(shards)]) == 0
     assert (shards / "index.npz").read_bytes() == written
 
 
-def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_vocabulary(shards, tmp_path, capsys):
     (shards / "shard-000002.tar").write_bytes(b"")  # one sample can no longer be read
     arguments = ["vocabulary", "--shards", str(shards), str(shards), "--size", "60"]
     assert main([*arguments, "--out", str(tmp_path / "words")]) == 0
@@ -41,7 +40,7 @@ def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "too small" in capsys.readouterr().err
 
 
-def test_vocabulary_of_everything_that_is_said(tmp_path: Path) -> None:
+def test_vocabulary_of_everything_that_is_said(tmp_path):
     said = {
         "caption": "aa bb", "hypothesis": "cc dd", "statement": "ee ff",
         "questions": [{"id": "1", "question": "gg hh", "answers": [{"answer": "ii", "count": 2}]}],
@@ -59,7 +58,7 @@ def test_vocabulary_of_everything_that_is_said(tmp_path: Path) -> None:
         assert len([word for word in words if len(word) == 2 and word[0] == word[1]]) == known
 
 
-def test_the_tools_do_not_wait_for_pytorch() -> None:
+def test_the_tools_do_not_wait_for_pytorch():
     probe = (
         "import sys, data_tools.verify, data_tools.converters.captions;"
         " print('torch' in sys.modules)"
@@ -68,9 +67,7 @@ def test_the_tools_do_not_wait_for_pytorch() -> None:
     assert found.stdout == "False\n", found.stderr
 
 
-def test_no_command_writes_into_a_folder_that_another_one_writes(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_no_command_writes_into_a_folder_that_another_one_writes(shards, tmp_path, capsys):
     out = tmp_path / "out"
     for folder, arguments in (
         (out, ["scenes", "--train", "8", "--val", "0", "--out", str(out)]),

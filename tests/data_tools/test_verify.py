@@ -11,7 +11,7 @@ from vlp.data.shards.shard_reader import ShardIndex
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write(tmp_path / "shards", {f"k{number}": jpeg(number) for number in range(10)})
 
 
@@ -29,7 +29,7 @@ def flip(path: Path, place: int, bits: int = 0xFF) -> None:
     path.write_bytes(data)
 
 
-def test_whole_shards_pass(folder: Path) -> None:
+def test_whole_shards_pass(folder):
     write_manifest(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert report(folder) == (0, [])
@@ -37,7 +37,7 @@ def test_whole_shards_pass(folder: Path) -> None:
     assert report(folder, "--quick") == (0, [])
 
 
-def test_a_truncated_shard(folder: Path) -> None:
+def test_a_truncated_shard(folder):
     path = folder / "shard-000001.tar"
     path.write_bytes(path.read_bytes()[:4000])
     for options in ((), ("--quick",)):
@@ -51,7 +51,7 @@ def test_a_truncated_shard(folder: Path) -> None:
     assert len(ShardIndex.open(folder)) < 10
 
 
-def test_flipped_bytes_in_images(tmp_path: Path) -> None:
+def test_flipped_bytes_in_images(tmp_path):
     png = encoded(photo(0), "png")
     broken = bytearray(png)
     broken[png.index(b"IDAT") + 40] ^= 0x10
@@ -64,7 +64,7 @@ def test_flipped_bytes_in_images(tmp_path: Path) -> None:
     assert "0.tar, b " in damage[0][1]
 
 
-def test_a_flipped_byte_that_decodes_shows_against_the_manifest(folder: Path) -> None:
+def test_a_flipped_byte_that_decodes_shows_against_the_manifest(folder):
     path = folder / "shard-000002.tar"
     write_manifest(folder)
     flip(path, path.read_bytes().index(b"number 8"), 1)
@@ -76,7 +76,7 @@ def test_a_flipped_byte_that_decodes_shows_against_the_manifest(folder: Path) ->
     assert report(folder) == (0, [])
 
 
-def test_kinds_of_broken_samples(tmp_path: Path) -> None:
+def test_kinds_of_broken_samples(tmp_path):
     whole = jpeg(1)
     files = [
         ("cut.jpg", whole[:-200]),
@@ -123,7 +123,7 @@ def test_kinds_of_broken_samples(tmp_path: Path) -> None:
     ]
 
 
-def test_index_and_manifest_against_the_shards(folder: Path) -> None:
+def test_index_and_manifest_against_the_shards(folder):
     write_manifest(folder)
     (folder / "shard-000001.tar").unlink()
     write_tar(folder / "other.tar", [("new.jpg", jpeg(77)), ("new.txt", b"new")])
@@ -146,7 +146,7 @@ def test_index_and_manifest_against_the_shards(folder: Path) -> None:
     assert report(folder) == (0, [])
 
 
-def test_wrong_numbers_in_the_index(folder: Path) -> None:
+def test_wrong_numbers_in_the_index(folder):
     index = index_columns(folder)
     for name, value in {"samples": 2, "captions": 9}.items():
         change_index(folder, **(index | {name: [value, *index[name][1:]]}))

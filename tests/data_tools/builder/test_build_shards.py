@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,7 @@ from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
-from data_tools.builder.build import (
-    BuildOptions,
-    Refused,
-    SampleSpec,
-    build_in_steps,
-)
+from data_tools.builder.build import BuildOptions, Refused, SampleSpec, build_in_steps
 from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals
 from vlp.config import ConfigError
@@ -46,7 +41,7 @@ def wanted(number: int, **more: Any) -> SampleSpec:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Path:
+def places(tmp_path):
     """Twenty images; 3 and 9 are missing, 6 is cut."""
     folder = tmp_path / "raw"
     folder.mkdir()
@@ -62,9 +57,7 @@ def build_shards(*arguments: Any, **options: Any) -> dict[str, Any]:
     return manifest
 
 
-def build(
-    places: Path, out: Path, options: BuildOptions = FOUR, samples: Iterable[Any] | None = None
-) -> dict[str, Any]:
+def build(places, out, options=FOUR, samples=None):
     samples = list(map(wanted, range(20))) if samples is None else samples
     return build_shards(samples, Originals([places]), out, options, title="Toy")
 
@@ -81,9 +74,7 @@ def failures_of(manifest: dict[str, Any]) -> dict[str, list[str]]:
     return {kind: failed["ids"] for kind, failed in manifest["failures"].items()}
 
 
-def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
-    places: Path, tmp_path: Path
-) -> None:
+def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(places, tmp_path):
     out = tmp_path / "out"
     samples: list[Any] = [
         Refused("torn page", "page 7"),
@@ -121,16 +112,14 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
         assert shard["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-def test_the_number_of_processes_does_not_change_a_byte(places: Path, tmp_path: Path) -> None:
+def test_the_number_of_processes_does_not_change_a_byte(places, tmp_path):
     for processes in (1, 2, 3):
         build(places, tmp_path / str(processes), replace(FOUR, processes=processes))
     assert files_of(tmp_path / "2") == files_of(tmp_path / "1")
     assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
 
 
-def test_run_again_nothing_is_done(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_again_nothing_is_done(places, tmp_path, monkeypatch):
     out = tmp_path / "out"
     manifest = build(places, out)
     whole = files_of(out)
@@ -140,9 +129,7 @@ def test_run_again_nothing_is_done(
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 11])
-def test_interrupted_and_run_again(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
     build(places, tmp_path / "whole")
     prepare, calls = shard_job.prepare_image, []
 
@@ -162,9 +149,7 @@ def test_interrupted_and_run_again(
     assert files_of(tmp_path / "twice") == files_of(tmp_path / "whole")
 
 
-def test_a_killed_worker_ends_the_build(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_ends_the_build(places, tmp_path, monkeypatch):
     prepare = shard_job.prepare_image
 
     def killed(data: bytes, where: str, *rest: Any) -> Any:
@@ -184,9 +169,7 @@ def test_a_killed_worker_ends_the_build(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_a_full_disk_keeps_what_is_finished(
-    tmp_path: Path, places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_what_is_finished(tmp_path, places, monkeypatch):
     # Sizes of files are limited, as nothing else of a disk can be here: the third shard is larger.
     large = tmp_path / "large"
     large.mkdir()
@@ -210,7 +193,7 @@ def test_a_full_disk_keeps_what_is_finished(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_take_down_changes_only_the_shards_that_held_a_sample(places: Path, tmp_path: Path) -> None:
+def test_take_down_changes_only_the_shards_that_held_a_sample(places, tmp_path):
     samples = [wanted(number, url=f"http://x.org/{number}#a") for number in range(20)]
     said = tmp_path / "take_down.txt"
     said.write_text("# asked for on Monday\n\nk005\ni17 # by image id\nhttp://x.org/16#a\nnobody\n")
@@ -237,7 +220,7 @@ def test_take_down_changes_only_the_shards_that_held_a_sample(places: Path, tmp_
     assert files_of(out) == files_of(tmp_path / "all")
 
 
-def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: Path) -> None:
+def test_a_shard_whose_samples_are_all_taken_down_goes(places, tmp_path):
     said = tmp_path / "take_down.txt"
     said.write_text("k000\nk001\nk002\nk004\n")
     build(places, tmp_path / "out")
@@ -251,7 +234,7 @@ def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: P
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
-def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path: Path) -> None:
+def test_what_arrives_later_fills_shards_like_the_others(places, tmp_path):
     """As when a list is downloaded in parts: what was not there yet is one long piece."""
     out = tmp_path / "out"
     for number in range(6, 20):
@@ -270,7 +253,7 @@ def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path:
         assert files_of(out) == whole
 
 
-def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) -> None:
+def test_a_changed_annotation_changes_its_shard(places, tmp_path):
     out = tmp_path / "out"
     build(places, out)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
@@ -284,9 +267,7 @@ def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [18, 14, 5, 1, 0])
-def test_a_shorter_list_is_refused_and_nothing_is_touched(
-    places: Path, tmp_path: Path, length: int
-) -> None:
+def test_a_shorter_list_is_refused_and_nothing_is_touched(places, tmp_path, length):
     out = tmp_path / "out"
     build(places, out)
     (places / "3.jpg").write_bytes(raw_image(3))
@@ -299,7 +280,7 @@ def test_a_shorter_list_is_refused_and_nothing_is_touched(
         assert files_of(out) == whole
 
 
-def test_other_samples_in_a_shards_place_are_refused(places: Path, tmp_path: Path) -> None:
+def test_other_samples_in_a_shards_place_are_refused(places, tmp_path):
     out = tmp_path / "out"
     build(places, out)
     whole = files_of(out)
@@ -310,9 +291,7 @@ def test_other_samples_in_a_shards_place_are_refused(places: Path, tmp_path: Pat
     assert files_of(out) == whole
 
 
-def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
-    places: Path, tmp_path: Path
-) -> None:
+def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(places, tmp_path):
     out, shorter = tmp_path / "out", [wanted(number) for number in range(10)]
     build(places, out)
     old = files_of(out)
@@ -348,7 +327,7 @@ def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
     assert {name: data for name, data in aside.items() if name in new} == new
 
 
-def test_a_damaged_or_lost_shard_is_made_again(places: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_lost_shard_is_made_again(places, tmp_path):
     out = tmp_path / "out"
     build(places, out)
     whole = files_of(out)
@@ -359,9 +338,7 @@ def test_a_damaged_or_lost_shard_is_made_again(places: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ends", ["announced", "in place", "announced twice"])
-def test_killed_while_a_shard_is_replaced(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_killed_while_a_shard_is_replaced(places, tmp_path, monkeypatch, ends):
     """Whether the new file, a longer one, was in place already, its sha256 tells."""
     out, retry = tmp_path / "out", replace(FOUR, retry=True)
     build(places, out)
@@ -400,7 +377,7 @@ def interrupted() -> Iterator[SampleSpec]:
     raise KeyboardInterrupt
 
 
-def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path: Path) -> None:
+def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places, tmp_path):
     out = tmp_path / "out"
     build(places, out)
     whole = files_of(out)
@@ -422,7 +399,7 @@ def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path:
     assert files_of(out) == whole
 
 
-def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_path: Path) -> None:
+def test_other_settings_and_other_peoples_shards_are_refused(places, tmp_path):
     out = tmp_path / "out"
     build(places, out)
     with pytest.raises(ConfigError, match="was begun with max_side None, this command says 8"):
@@ -455,7 +432,7 @@ def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_p
         build(places, places / "1.jpg" / "out")
 
 
-def test_two_builds_of_one_folder(places: Path, tmp_path: Path) -> None:
+def test_two_builds_of_one_folder(places, tmp_path):
     out = tmp_path / "out"
 
     def samples() -> Iterator[SampleSpec]:
@@ -473,7 +450,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
+def command(tmp_path):
     """A command that takes a second: a few photos, reduced again and again."""
     folder = tmp_path / "images"
     folder.mkdir()
@@ -506,7 +483,7 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_killed_again_and_again(command: list[str], tmp_path: Path) -> None:
+def test_killed_again_and_again(command, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main([*command, "--processes", "1", "--out", str(whole)]) == 0
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -535,7 +512,7 @@ def test_killed_again_and_again(command: list[str], tmp_path: Path) -> None:
     assert files_of(out) == files_of(whole)
 
 
-def test_ctrl_c(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c(command, tmp_path):
     out = tmp_path / "out"
     full = [sys.executable, "-m", "data_tools", *command, "--processes", "2", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

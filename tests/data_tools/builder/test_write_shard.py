@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from raw_images import raw_image
 
-from data_tools.builder.samples import (
-    EMPTY,
-    LINK,
-    LONG,
-    clean_caption,
-    why_dropped,
-)
+from data_tools.builder.samples import EMPTY, LINK, LONG, clean_caption, why_dropped
 from data_tools.builder.write_shard import Prepared, fit_boxes, prepare_image
 from vlp.data.boxes import CUT, OTHER_SHAPE, OUTSIDE
 from vlp.data.image.decode import decode_image
@@ -49,7 +43,7 @@ from vlp.data.shards.sample_files import BadSample
         ("Case, Stays!", "Case, Stays!"),
     ],
 )
-def test_the_rule(raw: str, clean: str) -> None:
+def test_the_rule(raw, clean):
     assert clean_caption(raw) == clean
 
 
@@ -67,12 +61,12 @@ def test_the_rule(raw: str, clean: str) -> None:
         ("\u72ac", None),
     ],
 )
-def test_what_is_dropped(raw: str, reason: str | None) -> None:
+def test_what_is_dropped(raw, reason):
     assert why_dropped(clean_caption(raw), max_words=3) == reason
 
 
 @given(st.text())
-def test_what_is_clean_stays(text: str) -> None:
+def test_what_is_clean_stays(text):
     clean = clean_caption(text)
     assert clean == " ".join(clean.split())
     assert not any(unicodedata.category(character) in ("Cc", "Cs") for character in clean)
@@ -97,20 +91,20 @@ def turned(orientation: int, size: tuple[int, int] = (24, 16)) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "extension"), [("jpeg", "jpg"), ("png", "png"), ("webp", "webp"), ("mpo", "jpg")]
 )
-def test_what_a_shard_can_hold_stays_as_it_is(kind: str, extension: str) -> None:
+def test_what_a_shard_can_hold_stays_as_it_is(kind, extension):
     data = raw_image(1, kind=kind)
     assert prepared(data) == Prepared(data, extension, (24, 16), (24, 16))
 
 
 @pytest.mark.parametrize("kind", ["gif", "bmp"])
-def test_other_formats_become_jpeg(kind: str) -> None:
+def test_other_formats_become_jpeg(kind):
     image = prepared(raw_image(1, kind=kind))
     assert (image.extension, image.size) == ("jpg", (24, 16))
     assert opened(image).format == "JPEG"
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
-def test_turned_images_are_stored_upright(orientation: int) -> None:
+def test_turned_images_are_stored_upright(orientation):
     data = turned(orientation)
     image = prepared(data)
     assert image.size == ((16, 24) if orientation > 4 else (24, 16))
@@ -126,9 +120,7 @@ def test_turned_images_are_stored_upright(orientation: int) -> None:
     ("size", "max_side", "expected"),
     [((200, 100), 50, (50, 25)), ((1, 200), 20, (1, 20)), ((50, 20), 50, (50, 20))],
 )
-def test_reduced_to_the_longest_side(
-    size: tuple[int, int], max_side: int, expected: tuple[int, int]
-) -> None:
+def test_reduced_to_the_longest_side(size, max_side, expected):
     for kind, extension in (("jpeg", "jpg"), ("png", "png"), ("webp", "jpg")):
         data = raw_image(1, size, kind)
         image = prepared(data, max_side)
@@ -140,20 +132,20 @@ def test_reduced_to_the_longest_side(
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
 @pytest.mark.parametrize("how", [{}, {"progressive": True}])
-def test_a_cut_jpeg_is_noticed_though_only_an_eighth_is_decoded(share: float, how: dict) -> None:
+def test_a_cut_jpeg_is_noticed_though_only_an_eighth_is_decoded(share, how):
     data = raw_image(1, (320, 200), **how)
     prepared(data)
     with pytest.raises(BadSample, match="unreadable image"):
         prepared(data[: int(len(data) * share)])
 
 
-def test_what_is_no_image() -> None:
+def test_what_is_no_image():
     for data in (b"", b"text", b"<svg/>", raw_image(1, kind="tiff")):
         with pytest.raises(BadSample, match="unreadable image: it"):
             prepared(data)
 
 
-def test_absurd_dimensions_are_refused_by_the_header() -> None:
+def test_absurd_dimensions_are_refused_by_the_header():
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
             struct.pack(">I", len(content))
@@ -174,7 +166,7 @@ def prepared_fit_boxes(data: bytes) -> Prepared:
     return prepare_image(data, "it", None, 90)
 
 
-def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
+def test_boxes_are_scaled_from_the_size_they_were_drawn_on():
     image = prepared_fit_boxes(raw_image(1, (32, 16)))
     near, far = [10, 20, 30, 40], [400, 0, 9, 9]
     annotation = Annotation(
@@ -214,7 +206,7 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
         ([24.5, 0, 0.4, 5], OUTSIDE, None),
     ],
 )
-def test_boxes_that_stick_out(box: list[float], kind: str | None, kept: list[float] | None) -> None:
+def test_boxes_that_stick_out(box, kind, kept):
     image = prepared_fit_boxes(raw_image(1))
     annotation = Annotation(
         boxes=[[1, 1, 2, 2], box],
@@ -230,7 +222,7 @@ def test_boxes_that_stick_out(box: list[float], kind: str | None, kept: list[flo
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("drawn_on", ["stored", "shown"])
-def test_boxes_turn_with_the_image(orientation: int, drawn_on: str) -> None:
+def test_boxes_turn_with_the_image(orientation, drawn_on):
     """A bright box on black is found again, whichever of the two images it was drawn on."""
     pixels = np.zeros((40, 80, 3), dtype=np.uint8)
     pixels[8:16, 48:72] = 255
@@ -254,7 +246,7 @@ def test_boxes_turn_with_the_image(orientation: int, drawn_on: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(16, 24), (48, 16), (7, 90)])
-def test_boxes_of_an_image_of_another_shape_are_left_out(size: tuple[int, int]) -> None:
+def test_boxes_of_an_image_of_another_shape_are_left_out(size):
     fitted, lost = fit_boxes(Annotation(boxes=[[1, 1, 2, 2]]), prepared(raw_image(1)), size)
     assert (fitted.boxes, lost) == ([], {OTHER_SHAPE: ["boxes 0"]})
     assert fit_boxes(Annotation(boxes=[[1, 1, 2, 2]]), prepared(raw_image(1)), (25, 16))[0].boxes
@@ -266,9 +258,7 @@ def test_boxes_of_an_image_of_another_shape_are_left_out(size: tuple[int, int]) 
     st.integers(1, 8),
     st.sampled_from([None, (24, 16), (16, 24), (48, 32), (7, 90)]),
 )
-def test_every_box_that_is_kept_lies_in_the_image(
-    corner: list[float], sides: list[float], orientation: int, size: tuple[int, int] | None
-) -> None:
+def test_every_box_that_is_kept_lies_in_the_image(corner, sides, orientation, size):
     image = Prepared(b"", "jpg", (12, 20), (24, 16), orientation)
     fitted, lost = fit_boxes(Annotation(boxes=[[*corner, *sides]]), image, size)
     assert len(fitted.boxes or []) + len(lost.get(OUTSIDE, lost.get(OTHER_SHAPE, ()))) == 1

@@ -18,7 +18,7 @@ def converted(tmp_path: Path, kind: str, path: Path, names: set[str], *more: str
     return main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1", *more])
 
 
-def test_real_questions(shared: Path, tmp_path: Path) -> None:
+def test_real_questions(shared, tmp_path):
     path = shared / "data_tasks" / "albef_format" / "vqa_train.json"
     rows = json.loads(path.read_text())
     assert converted(tmp_path, "vqa", path, {row["image"] for row in rows}) == 0
@@ -41,7 +41,7 @@ def test_real_questions(shared: Path, tmp_path: Path) -> None:
     assert failures_of(tmp_path / "out") == {}
 
 
-def test_real_statements(shared: Path, tmp_path: Path) -> None:
+def test_real_statements(shared, tmp_path):
     path = shared / "data_tasks" / "albef_format" / "nlvr_dev.json"
     rows = json.loads(path.read_text())
     names = {name for row in rows for name in row["images"]}
@@ -60,7 +60,7 @@ def test_real_statements(shared: Path, tmp_path: Path) -> None:
         }
 
 
-def test_real_entailment(shared: Path, tmp_path: Path) -> None:
+def test_real_entailment(shared, tmp_path):
     path = shared / "data_tasks" / "albef_format" / "ve_dev.json"
     rows = json.loads(path.read_text())
     # One image is not there.
@@ -85,7 +85,7 @@ def test_real_entailment(shared: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_real_expressions(shared: Path, tmp_path: Path) -> None:
+def test_real_expressions(shared, tmp_path):
     path = shared / "data_tasks" / "albef_format" / "refcoco_testA_sample.json"
     rows = json.loads(path.read_text())
     assert converted(tmp_path, "refcoco", path, {row["image"] for row in rows}) == 0
@@ -101,9 +101,7 @@ def test_real_expressions(shared: Path, tmp_path: Path) -> None:
     assert failures_of(tmp_path / "out") == {}
 
 
-def test_expressions_without_boxes(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_expressions_without_boxes(shared, tmp_path, capsys):
     image = "train2014/COCO_train2014_000000000005.jpg"
     rows = [{"image": image, "text": f"dog {number}", "ref_id": number} for number in (1, 1, 2)]
     path = json_of(tmp_path / "refcoco+_test.json", rows)
@@ -140,7 +138,7 @@ def test_expressions_without_boxes(
     assert "belong to --kind refcoco" in capsys.readouterr().err
 
 
-def test_captions_of_both_layouts(tmp_path: Path) -> None:
+def test_captions_of_both_layouts(tmp_path):
     rows: list[dict[str, Any]] = [
         {"image": "flickr30k-images/7.jpg", "caption": "one", "image_id": "flickr_0"},
         {"image": "val2014/COCO_val2014_000000000009.jpg", "caption": ["a", "b"]},
@@ -173,9 +171,7 @@ def test_captions_of_both_layouts(tmp_path: Path) -> None:
         ("refcoco", {"image": "a.jpg", "text": "x"}),
     ],
 )
-def test_lists_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture, kind: str, row: dict[str, Any]
-) -> None:
+def test_lists_of_another_kind(tmp_path, capsys, kind, row):
     path = json_of(tmp_path / "list.json", [row])
     assert converted(tmp_path, kind, path, {"a.jpg"}) == 2
     error = capsys.readouterr().err

@@ -21,13 +21,13 @@ NUMBERS = (1000092795, 10002456, 1000268201, 1000344755)
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     files = {f"flickr30k-images/{number}.jpg": raw_image(number) for number in NUMBERS}
     return tar_of(tmp_path / "flickr30k-images.tar", files)
 
 
 @pytest.fixture
-def token(tmp_path: Path) -> Path:
+def token(tmp_path):
     lines = [
         f"{number}.jpg#{place}\tcaption {place} of {number} ."
         for number in NUMBERS
@@ -38,7 +38,7 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_official_captions_with_lists(photos: Path, token: Path, tmp_path: Path) -> None:
+def test_the_official_captions_with_lists(photos, token, tmp_path):
     for name, numbers in (("train", NUMBERS[:2]), ("val", NUMBERS[2:3])):
         end = ".jpg" if name == "val" else ""
         (tmp_path / f"{name}.txt").write_text("".join(f"{number}{end}\n" for number in numbers))
@@ -56,7 +56,7 @@ def test_the_official_captions_with_lists(photos: Path, token: Path, tmp_path: P
     assert len(samples_of(tmp_path / "all" / "all")) == 4
 
 
-def test_lists_name_images_by_path_or_by_a_unique_base_name(tmp_path: Path) -> None:
+def test_lists_name_images_by_path_or_by_a_unique_base_name(tmp_path):
     names = ["a/1.png", "b/1.png", "c/2.jpeg"]
     for number, name in enumerate(names):
         (tmp_path / "images" / name).parent.mkdir(parents=True)
@@ -74,9 +74,7 @@ def test_lists_name_images_by_path_or_by_a_unique_base_name(tmp_path: Path) -> N
     assert failures_of(tmp_path / "out" / "train") == ambiguous
 
 
-def test_what_cannot_be_used(
-    photos: Path, token: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_used(photos, token, tmp_path, capsys):
     arguments = ["flickr30k", "--images", str(photos), "--out", str(tmp_path / "out")]
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("10002456\n")
@@ -96,7 +94,7 @@ def test_what_cannot_be_used(
     assert "none.token: cannot be read" in capsys.readouterr().err
 
 
-def test_real_coco_from_official_files(shared: Path, tmp_path: Path) -> None:
+def test_real_coco_from_official_files(shared, tmp_path):
     data = shared / "data" / "coco_mini"
     files = [str(data / "annotations" / f"captions_{split}2017.json") for split in ("train", "val")]
     places = [str(path) for path in data.glob("*_short256.tar")]
@@ -118,7 +116,7 @@ def test_real_coco_from_official_files(shared: Path, tmp_path: Path) -> None:
             ]
 
 
-def test_words_of_real_captions_have_the_boxes_that_they_name(shared: Path, tmp_path: Path) -> None:
+def test_words_of_real_captions_have_the_boxes_that_they_name(shared, tmp_path):
     data = shared / "data" / "coco_mini"
     files = {
         kind: data / "annotations" / f"{kind}_val2017.json" for kind in ("captions", "instances")
@@ -152,7 +150,7 @@ def test_words_of_real_captions_have_the_boxes_that_they_name(shared: Path, tmp_
 
 
 @pytest.fixture
-def karpathy(tmp_path: Path) -> Path:
+def karpathy(tmp_path):
     """COCO in Karpathy's layout, its images in a zip of the official layout."""
     images = [
         {"filename": f"COCO_{folder}_{number:012d}.jpg", "filepath": folder, "split": split,
@@ -169,7 +167,7 @@ def karpathy(tmp_path: Path) -> Path:
     return json_of(tmp_path / "dataset_coco.json", {"dataset": "coco", "images": images})
 
 
-def test_karpathys_splits(karpathy: Path, tmp_path: Path) -> None:
+def test_karpathys_splits(karpathy, tmp_path):
     out = tmp_path / "out"
     arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
     assert main([*arguments, "--out", str(out)]) == 0
@@ -182,9 +180,7 @@ def test_karpathys_splits(karpathy: Path, tmp_path: Path) -> None:
     assert list(samples_of(out / "test")) == ["COCO_val2014_000000000074"]
 
 
-def test_what_cannot_be_asked_for(
-    karpathy: Path, tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_asked_for(karpathy, tmp_path, shared, capsys):
     folder = shared / "data" / "coco_mini" / "annotations"
     official = folder / "captions_val2017.json"
     places = ["--images", str(tmp_path), "--out", str(tmp_path / "out")]
@@ -207,7 +203,7 @@ def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
+def test_the_real_layout(shared, tmp_path):
     path = shared / "data" / "web_formats" / "visual_genome_region_descriptions_schema.json"
     (tmp_path / "VG_100K").mkdir()
     (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_image(1, (800, 600)))
@@ -226,7 +222,7 @@ def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
     assert failures_of(tmp_path / "out") == cut
 
 
-def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
+def test_cocos_images_have_cocos_identity(tmp_path):
     regions = [
         {"id": number, "regions": [region(10 * number, "a dog", 20, 10, 100, 40)]}
         for number in (1, 2, 3)
@@ -244,11 +240,7 @@ def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
     assert {
         key: (sample.annotation.source, sample.annotation.image_id)
         for key, sample in samples.items()
-    } == {
-        "vg-1": ("coco", "139"),
-        "vg-2": ("visual_genome", "2"),
-        "vg-3": ("visual_genome", "3"),
-    }
+    } == {"vg-1": ("coco", "139"), "vg-2": ("visual_genome", "2"), "vg-3": ("visual_genome", "3")}
     # The images are smaller than those the boxes were drawn on: their sizes are in image_data.
     boxes = [
         expression.box
@@ -261,7 +253,7 @@ def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
     }
 
 
-def test_albefs_filters_of_regions(tmp_path: Path) -> None:
+def test_albefs_filters_of_regions(tmp_path):
     """Images of evaluation sets, small regions, short phrases; duplicates go without an option."""
     sizes = [("a dog", 40, 30), ("dog", 40, 30), ("a tiny cat", 20, 9), ("a dog", 50, 50)]
     phrases = list(enumerate(sizes))

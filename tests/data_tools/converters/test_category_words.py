@@ -44,11 +44,11 @@ def made(folder: Path, objects: list[Any], faults: Faults | None = None) -> Cate
         ("", []),
     ],
 )
-def test_names_of_categories(caption: str, said: list[Any], tmp_path: Path) -> None:
-    assert made(tmp_path, []).said(caption) == said
+def test_names_of_categories(caption, said, tmp_path):
+    assert made(tmp_path, []).mentions(caption) == said
 
 
-def test_words_tell_an_object_that_is_alone_in_its_category_from_others(tmp_path: Path) -> None:
+def test_words_tell_an_object_that_is_alone_in_its_category_from_others(tmp_path):
     objects = [("dog", {}), ("person", {}), ("person", {}), ("bear", {}), ("bear", {"iscrowd": 1})]
     found = made(tmp_path, objects)
     captions = ["a man", "his bear and a small dog", "dogs"]
@@ -68,7 +68,7 @@ def test_words_tell_an_object_that_is_alone_in_its_category_from_others(tmp_path
     assert (found.words(8, captions), found.boxes(8), found.size(8)) == ([], [], None)
 
 
-def test_faulty_rows_are_counted_and_other_files_refused(tmp_path: Path) -> None:
+def test_faulty_rows_are_counted_and_other_files_refused(tmp_path):
     faults: Faults = []
     found = made(tmp_path, [("bear", {}), ("dog", {"bbox": [1, 2]})], faults)
     assert len(faults) == 1
@@ -77,7 +77,7 @@ def test_faulty_rows_are_counted_and_other_files_refused(tmp_path: Path) -> None
         CategoryWords([json_of(tmp_path / "captions.json", {"images": []})], [])
 
 
-def test_common_words_are_those_of_one_category() -> None:
+def test_common_words_are_those_of_one_category():
     words = [word for several in COMMON.values() for word in several]
     assert len(words) == len(set(words))
     plurals = [word for several in PLURALS.values() for word in several]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,9 +39,7 @@ class Case(NamedTuple):
     split: str = ""
 
 
-def photos(
-    *names: str, folder: str = "images/", size: tuple[int, int] = (24, 16)
-) -> dict[str, Any]:
+def photos(*names, folder="images/", size=(24, 16)):
     return {f"{folder}{name}": raw_image(seed, size) for seed, name in enumerate(names)}
 
 
@@ -209,9 +205,7 @@ CASES = {
         },
         "toy",
     ),
-    "cc3m": Case(
-        "--annotations RAW/list.tsv --images RAW/images", *web(TSV, "cc3m")
-    ),
+    "cc3m": Case("--annotations RAW/list.tsv --images RAW/images", *web(TSV, "cc3m")),
     "cc12m": Case(
         "--annotations RAW/list.tsv --images RAW/images",
         *web("".join("\t".join(reversed(r.split("\t"))) + "\n" for r in TSV.splitlines()), "cc12m"),
@@ -587,21 +581,21 @@ CASES = {
             }
         },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=sorted(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request):
     return CASES[request.param]
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest, case: Case) -> str:
+def name(request, case):
     return next(name for name, other in CASES.items() if other is case)
 
 
 @pytest.fixture
-def run(name: str, case: Case, tmp_path: Path) -> Callable[..., int]:
+def run(name, case, tmp_path):
     """Write the raw files; the function runs the command."""
     for file, content in case.files.items():
         path = tmp_path / "raw" / file
@@ -614,9 +608,7 @@ def run(name: str, case: Case, tmp_path: Path) -> Callable[..., int]:
     return lambda out, *more: main([name, *words, "--out", str(tmp_path / out), *more])
 
 
-def test_samples_arrive_and_faults_are_named(
-    case: Case, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_samples_arrive_and_faults_are_named(case, run, tmp_path, capsys):
     assert run("out", "--processes", "1") == 0
     printed = capsys.readouterr().out
     for folder, expected in case.samples.items():
@@ -638,9 +630,7 @@ def test_samples_arrive_and_faults_are_named(
             assert f"{kind}: {len(ids)} (first: {found[kind][0]})" in printed
 
 
-def test_an_interrupted_run_resumes_to_the_same_bytes(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bytes(run, tmp_path, monkeypatch):
     options = ["--samples-per-shard", "1", "--processes", "1"]
     assert run("whole", *options) == 0
     calls, prepare = 0, write_shard.prepare_image
@@ -661,9 +651,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     assert files_of(tmp_path / "twice") == files_of(tmp_path / "whole")
 
 
-def test_other_and_missing_annotations_are_refused(
-    case: Case, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_other_and_missing_annotations_are_refused(case, run, tmp_path, capsys):
     file = next(iter(case.files))
     path = tmp_path / "raw" / file
     for content in (json.dumps({"a": [1]}).encode(), b"\xff\xfe\x00", None):
@@ -676,16 +664,12 @@ def test_other_and_missing_annotations_are_refused(
         assert not (tmp_path / "out").exists()
 
 
-def test_images_that_are_nowhere_are_refused(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_that_are_nowhere_are_refused(run, tmp_path, capsys):
     assert run("out", "--images", str(tmp_path / "no")) == 2
     assert "no such folder, tar or zip" in capsys.readouterr().err
 
 
-def test_splits_are_chosen(
-    case: Case, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_splits_are_chosen(case, run, tmp_path, capsys):
     if not case.split:
         pytest.skip("takes no --splits")
     assert run("out", "--splits", case.split, "--processes", "1") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +34,12 @@ def coco_name(image: int, subset: str = "val2014") -> str:
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     files = {coco_name(image): photo() for image in (1, 2)}
     return tar_of(tmp_path / "images.tar", files | {"7.jpg": photo(), "8.jpg": photo()})
 
 
-def test_real_official_files(shared: Path, tmp_path: Path) -> None:
+def test_real_official_files(shared, tmp_path):
     data = shared / "data_tasks" / "vqa_v2" / "sample"
     arguments = ["vqa", "--questions", str(data / "official_header_questions_3.json")]
     arguments += ["--annotations", str(data / "official_header_annotations_3.json")]
@@ -65,9 +64,7 @@ def test_real_official_files(shared: Path, tmp_path: Path) -> None:
     assert failures_of(tmp_path) == {}
 
 
-def test_real_files_without_a_header(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_real_files_without_a_header(shared, tmp_path, capsys):
     data = shared / "data_tasks" / "vqa_v2" / "sample"
     packed = tmp_path / "questions.json.gz"
     packed.write_bytes(gzip.compress((data / "questions_300.json").read_bytes()))
@@ -105,9 +102,7 @@ def test_real_files_without_a_header(
     }
 
 
-def test_files_that_do_not_fit_together(
-    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_files_that_do_not_fit_together(images, tmp_path, capsys):
     questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [asked(1, 1)]})
     annotations = json_of(tmp_path / "a.json", {"annotations": [answered(77, 1, "x")]})
     arguments = ["vqa", "--questions", str(questions), "--annotations", str(annotations)]
@@ -117,9 +112,7 @@ def test_files_that_do_not_fit_together(
     assert not (tmp_path / "none").exists()
 
 
-def test_visual_genome_beside_vqa(
-    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_visual_genome_beside_vqa(images, tmp_path, capsys):
     def genome(identifier: int, image: int, question: str, answer: str) -> dict[str, Any]:
         return {"qa_id": identifier, "image_id": image, "question": question, "answer": answer}
 
@@ -161,7 +154,7 @@ def test_visual_genome_beside_vqa(
     assert "give --questions or --visual-genome" in capsys.readouterr().err
 
 
-def test_real_test_set(shared: Path, tmp_path: Path) -> None:
+def test_real_test_set(shared, tmp_path):
     data = shared / "data_tasks" / "easy_vqa"
     arguments = ["easy_vqa", "--questions", str(data / "test_questions.json"), "--processes", "1"]
     arguments += ["--split", "test"]

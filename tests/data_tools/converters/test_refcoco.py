@@ -88,12 +88,12 @@ class Raw:
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Raw:
+def raw(tmp_path):
     return Raw(tmp_path / "refcoco+")
 
 
 @pytest.mark.parametrize("protocol", [None, 2, 4])
-def test_the_official_files(raw: Raw, tmp_path: Path, protocol: int | None) -> None:
+def test_the_official_files(raw, tmp_path, protocol):
     out = tmp_path / "out"
     raw.refs[0]["sentences"][1]["raw"] = b"\xe9t\xe9" if protocol is None else "été"
     assert main(raw.command(out, protocol=protocol)) == 0
@@ -125,7 +125,7 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_runs_nothing(raw: Raw, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_pickle_runs_nothing(raw, tmp_path, capsys):
     command = raw.command(tmp_path / "out")
     refs = Path(command[2])
     for protocol in (0, 2, 4):
@@ -147,7 +147,7 @@ def test_a_pickle_runs_nothing(raw: Raw, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out").exists()
 
 
-def test_real_expressions_with_proposals(shared: Path, tmp_path: Path) -> None:
+def test_real_expressions_with_proposals(shared, tmp_path):
     path = shared / "data_tasks" / "refcoco" / "refcoco_testA_expressions_gt_dets.json"
     rows = json.loads(path.read_text())
     stems = {row["pred_boxes_img_id"][0].rpartition("_")[0] for row in rows}
@@ -180,14 +180,14 @@ def test_real_expressions_with_proposals(shared: Path, tmp_path: Path) -> None:
         {"5": [{"box": [1, 2, 3, 4]}], "6": [{"bbox": [0, 0, 1, 1]}]},
     ],
 )
-def test_layouts_of_detections(tmp_path: Path, content: Any) -> None:
+def test_layouts_of_detections(tmp_path, content):
     faults: Faults = []
     found = read_proposals(json_of(tmp_path / "dets.json", content), faults)
     assert found == {"5": [[1, 2, 3, 4]], "6": [[0, 0, 1, 1]]}
     assert faults == []
 
 
-def test_detections_that_cannot_be_used(tmp_path: Path) -> None:
+def test_detections_that_cannot_be_used(tmp_path):
     path = json_of(tmp_path / "dets.json", [{"image_id": 5, "box": [1, 2, 3, 4]}, {"image_id": 5}])
     faults: Faults = []
     assert read_proposals(path, faults) == {"5": [[1, 2, 3, 4]]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from data_tools.__main__ import main
 from vlp.data.shards.tar import stored_files
 
 
-def test_real_pairs(shared: Path, tmp_path: Path) -> None:
+def test_real_pairs(shared, tmp_path):
     data = shared / "data_tasks" / "nlvr2"
     arguments = ["nlvr2", "--annotations", str(data / "with_images.json"), "--processes", "1"]
     arguments += ["--images", str(data / "images_384.tar"), "--extension", "jpg"]
@@ -62,7 +61,7 @@ def boxes_image(values: tuple[int, int, int]) -> bytes:
     return stream.getvalue()
 
 
-def test_real_examples_in_all_permutations(shared: Path, tmp_path: Path) -> None:
+def test_real_examples_in_all_permutations(shared, tmp_path):
     data = shared / "data_tasks" / "nlvr_v1"
     rows = [json.loads(line) for line in (data / "dev.jsonl").read_text().splitlines()[:20]]
     annotations = lines_of(tmp_path / "dev.json", rows)
@@ -98,7 +97,7 @@ def test_real_examples_in_all_permutations(shared: Path, tmp_path: Path) -> None
             }
 
 
-def test_a_published_permutation_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_published_permutation_is_taken_as_it_is(tmp_path):
     files = {
         "images/dev/3/dev-1-0-0.png": boxes_image((10, 20, 30)),
         "images/dev/3/dev-1-0-3.png": boxes_image((1, 2, 3)),
@@ -123,14 +122,14 @@ def pair(identifier: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     folder = tmp_path / "flickr30k-images"
     folder.mkdir()
     (folder / "7.jpg").write_bytes(photo())
     return folder
 
 
-def test_real_rows_in_the_original_schema(shared: Path, tmp_path: Path) -> None:
+def test_real_rows_in_the_original_schema(shared, tmp_path):
     data = shared / "data_tasks" / "snli_ve"
     annotations = data / "original_schema_pairs.jsonl"
     arguments = ["snli_ve", "--annotations", str(annotations), "--processes", "1"]
@@ -156,7 +155,7 @@ def test_real_rows_in_the_original_schema(shared: Path, tmp_path: Path) -> None:
     assert failures_of(tmp_path) == {}
 
 
-def test_nothing_to_convert(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_nothing_to_convert(images, tmp_path, capsys):
     annotations = lines_of(tmp_path / "dev.jsonl", [pair("b", gold_label="-")])
     arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(images)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2

@@ -19,7 +19,7 @@ URL = "http://x.org/{}.jpg"
 
 
 @pytest.fixture
-def tsv(tmp_path: Path) -> Path:
+def tsv(tmp_path):
     """Twelve rows in CC3M's layout; 3 holds a URL alone, 5 nothing, and 7 is no row."""
     captions = [f"image &amp; {number}" for number in range(12)]
     captions[3], captions[5] = "www.x.org", " "
@@ -66,9 +66,7 @@ def downloaded(folder: Path, numbers: list[list[int]], url: bool = True) -> Path
 
 
 @pytest.mark.parametrize("header", ["\ufeffcaption\turl", "url\tcaption"])
-def test_a_header_names_the_columns_and_is_no_row(
-    header: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_header_names_the_columns_and_is_no_row(header, tmp_path, capsys):
     rows = [["a dog", URL.format(0)], ["a cat", URL.format(1)]]
     lines = [header, *("\t".join(row[:: -1 if header.startswith("u") else 1]) for row in rows)]
     (tmp_path / "list.tsv").write_text("\n".join(lines), encoding="utf-8")
@@ -80,7 +78,7 @@ def test_a_header_names_the_columns_and_is_no_row(
     assert failures_of(tmp_path / "out") == {"missing image": ["cc3m-00000001"]}
 
 
-def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
+def test_downloads_are_joined_by_url(tsv, tmp_path):
     folder = downloaded(tmp_path / "got", [[4, 0, 2], [11, 8, 3], [1, 9]])
     out = tmp_path / "out"
     arguments = ["cc3m", "--annotations", str(tsv), "--img2dataset", str(folder)]
@@ -103,9 +101,7 @@ def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
     }
 
 
-def test_downloads_that_are_damaged_or_name_no_url(
-    tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_downloads_that_are_damaged_or_name_no_url(tsv, tmp_path, capsys):
     folder = downloaded(tmp_path / "got", [[0, 1], [2, 4]])
     path = folder / "00001.tar"
     path.write_bytes(path.read_bytes()[:-9000])
@@ -131,7 +127,7 @@ def test_downloads_that_are_damaged_or_name_no_url(
         ("{file}", "2.jpg"),
     ],
 )
-def test_images_named_by_a_rule(tsv: Path, tmp_path: Path, rule: str | None, name: str) -> None:
+def test_images_named_by_a_rule(tsv, tmp_path, rule, name):
     place = tmp_path / "images" / name
     place.parent.mkdir(parents=True)
     place.write_bytes(raw_image(2))
@@ -141,14 +137,14 @@ def test_images_named_by_a_rule(tsv: Path, tmp_path: Path, rule: str | None, nam
     assert list(samples_of(tmp_path / "out")) == ["cc3m-00000002"]
 
 
-def test_a_rule_that_cannot_be(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_rule_that_cannot_be(tsv, tmp_path, capsys):
     arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path)]
     for rule in ("{rows}", "{row", "{}", "{row.x}"):
         assert main([*arguments, "--names", rule, "--out", str(tmp_path / "out")]) == 2
         assert "only row, md5, sha256, crc32, file may stand" in capsys.readouterr().err
 
 
-def test_urls_to_download(tsv: Path, tmp_path: Path) -> None:
+def test_urls_to_download(tsv, tmp_path):
     quoted = tsv.read_text() + f'a "quoted" word\t{URL.format(12)}\n'
     tsv.write_text(quoted)
     said = tmp_path / "said.txt"
@@ -163,7 +159,7 @@ def test_urls_to_download(tsv: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_sbu(shared, tmp_path, capsys):
     path = shared / "data" / "web_formats" / "sbu_schema.json"
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "b.jpg").write_bytes(raw_image(1))
@@ -192,9 +188,7 @@ def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         (b"\xff\tnothing\n", "line 1: not UTF-8"),
     ],
 )
-def test_lists_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes | None, message: str
-) -> None:
+def test_lists_that_cannot_be_used(tmp_path, capsys, content, message):
     path = tmp_path / "list.tsv"
     if content is not None:
         path.write_bytes(content)

@@ -6,8 +6,6 @@ import gzip
 import io
 import json
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from made_shards import encoded, photo
@@ -18,7 +16,7 @@ from vlp.data.shards.shard_reader import ShardIndex
 
 
 @pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def refused(tmp_path, capsys):
     """What the command says, which must be one line, for input that it refuses."""
 
     def say(*arguments: object) -> str:
@@ -33,9 +31,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]
     return say
 
 
-def test_missing_captions_are_left_out_where_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_missing_captions_are_left_out_where_allowed(tmp_path, capsys):
     files = pairs()
     files["photo 01.txt"] = b" \n"
     del files["photo 02.txt"]
@@ -48,7 +44,7 @@ def test_missing_captions_are_left_out_where_allowed(
     assert manifest["failures"]["no text"]["ids"] == ["photo 01.jpg", "photo 02.jpg"]
 
 
-def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_nothing_that_is_known(tmp_path, refused):
     assert "there is no such file or folder" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "holds nothing; it should be images with NAME.txt" in refused(tmp_path / "empty")
@@ -58,7 +54,7 @@ def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> N
     assert "save a spreadsheet as CSV" in refused(place)
 
 
-def test_out_is_the_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_out_is_the_place(tmp_path, capsys):
     place = write(tmp_path / "mine", pairs())
     assert main(["import", str(place), "--out", str(place)]) == 2
     assert "is the folder of the images; choose another" in capsys.readouterr().err
@@ -67,9 +63,7 @@ def test_out_is_the_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "json", "parquet"])
-def test_columns_that_are_not_known(
-    suffix: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_columns_that_are_not_known(suffix, tmp_path, refused):
     table = [{"which": name, "what": "a dog"} for name in images()]
     path = tmp_path / f"table.{suffix}"
     if suffix == "parquet":
@@ -89,7 +83,7 @@ def test_columns_that_are_not_known(
     assert expected in refused(path, "--image", "which", "--caption", "waht")
 
 
-def test_images_that_are_elsewhere(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_images_that_are_elsewhere(tmp_path, refused):
     table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
     said = refused(table)
     expected = "none of its 16 images is there (the first that is not: photo 00.jpg); name their"
@@ -108,9 +102,7 @@ def test_images_that_are_elsewhere(tmp_path: Path, refused: Callable[..., str]) 
 
 
 @pytest.mark.parametrize("name", ["table.tsv", "table.token"])
-def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(tmp_path, name):
     write(tmp_path / "photos", images())
     said = ['"Sold out" says a sign', '"never closed', 'a 5" cake', "plain", 'the end"']
     names = sorted(images())
@@ -125,7 +117,7 @@ def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(
     )
 
 
-def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
+def test_quotes_that_enclose_tab_separated_cells_go(tmp_path):
     write(tmp_path / "photos", images())
     lines = [f'"{name}"\t"it says ""{n}"""' for n, name in enumerate(sorted(images()))]
     table = write(tmp_path, {"table.tsv": "\n".join(lines).encode()}) / "table.tsv"
@@ -135,7 +127,7 @@ def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
     assert captions[0].startswith('it says "')
 
 
-def test_images_that_come_later_stay_on_their_side(tmp_path: Path) -> None:
+def test_images_that_come_later_stay_on_their_side(tmp_path):
     """A missing image is dealt by its name, and by its bytes it would often go elsewhere."""
     photos = tmp_path / "photos"
     write(photos, {f"{n}.jpg": encoded(photo(n)) for n in range(0, 40, 2)})
@@ -151,7 +143,7 @@ def test_images_that_come_later_stay_on_their_side(tmp_path: Path) -> None:
     assert sum(index.shards.total for index in found) == 40
 
 
-def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_damaged_files(tmp_path, refused):
     packed = gzip.compress(as_tar(tmp_path / "a.tar", pairs()).read_bytes())
     cut = {"cut.tar.gz": packed[: len(packed) // 2], "no.zip": b"PK\x03\x04 no zip"}
     write(tmp_path, cut | {"no.parquet": b"PAR1 no", "no.arrow": b"no", "no.csv": b"a\xff\xfe,b\n"})
@@ -166,9 +158,7 @@ def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "take it with: vlp data coco --annotations FILE" in refused(tmp_path / "coco.json")
 
 
-def test_faults_in_archives_name_the_archive_and_the_member(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_faults_in_archives_name_the_archive_and_the_member(tmp_path, capsys):
     table = as_lines(rows()) + b"broken\n"
     files = {f"set/{name}": data for name, data in {**images(), "all.jsonl": table}.items()}
     for path in (as_tar(tmp_path / "a.tar.gz", files, "w:gz"), as_zip(tmp_path / "b.zip", files)):
@@ -176,7 +166,7 @@ def test_faults_in_archives_name_the_archive_and_the_member(
         assert f"(first: {path}: set/all.jsonl, line 23)" in capsys.readouterr().out
 
 
-def test_hostile_archives(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_hostile_archives(tmp_path, refused):
     """Bombs are refused, and no name in an archive is a path on the disk."""
     bomb = gzip.compress(bytes(2**27))
     write(tmp_path, {"bomb.tar.gz": bomb})
@@ -189,7 +179,7 @@ def test_hostile_archives(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "unpacks to more than 100 times" in refused(tmp_path / "bomb.zip")
 
 
-def test_names_that_lead_out_of_an_archive(tmp_path: Path) -> None:
+def test_names_that_lead_out_of_an_archive(tmp_path):
     write(tmp_path, {"secret.jpg": encoded(photo(99))})
     led = [{**rows()[0], "image": name} for name in ("../secret.jpg", f"{tmp_path}/secret.jpg")]
     files = {f"../../{name}": data for name, data in images().items()}
@@ -202,7 +192,7 @@ def test_names_that_lead_out_of_an_archive(tmp_path: Path) -> None:
     assert sum(one["count"] for one in missing) == 2
 
 
-def test_broken_images_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_broken_images_are_counted_and_named(tmp_path, capsys):
     files = {**pairs(), "cut.jpg": encoded(photo(50))[:400], "cut.txt": b"cut",
              "text.png": b"no image", "text.txt": b"text", "a.tif": b"II*\0", "a.txt": b"a",
              "wide.png": encoded(photo(51).resize((3000, 2)), "png"), "wide.txt": b"w"}  # fmt: skip
@@ -217,9 +207,7 @@ def test_broken_images_are_counted_and_named(tmp_path: Path, capsys: pytest.Capt
     assert "unreadable image: 3 (first: " in capsys.readouterr().out
 
 
-def test_rows_of_a_table_that_lead_out_of_its_folder_are_counted_and_not_read(
-    tmp_path: Path,
-) -> None:
+def test_rows_of_a_table_that_lead_out_of_its_folder_are_counted_and_not_read(tmp_path):
     """A stranger's table would otherwise bring private images into shards that are shared."""
     named = rows()
     private = write(tmp_path / "private", {"me.jpg": images()[named[0]["image"]]}) / "me.jpg"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ INPUTS = Inputs(16, (4, 4), 10, 64, word_masking=0.15, patch_masking=PatchMaskin
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vocabulary(tmp_path_factory):
     texts = [text for name in images() for text in captions_of(name)]
     folder = tmp_path_factory.mktemp("vocabulary")
     TextProcessor(train_wordpiece(texts, 64), 10).save(folder)
@@ -65,12 +65,7 @@ def stored(out: Path) -> dict[bytes, tuple[str, Annotation]]:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_to_shards_and_batches(
-    form: Callable[[Path], list[str]],
-    tmp_path: Path,
-    vocabulary: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
     out = tmp_path / "shards" / "mine"
     options = ["--name", "my photos", "--license", "CC0", "--processes", "1"]
     assert main(["import", *form(tmp_path), "--out", str(out), *options]) == 0
@@ -129,12 +124,12 @@ def imported(place: Path, *options: str) -> list[list[str]]:
         ("['never closed", ["['never closed"]),
     ],
 )
-def test_a_list_that_was_printed_is_its_captions(written: str, texts: list[str]) -> None:
+def test_a_list_that_was_printed_is_its_captions(written, texts):
     assert texts_in(written) == texts
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
-def test_numbers_of_classes_are_their_names(tmp_path: Path, kind: str) -> None:
+def test_numbers_of_classes_are_their_names(tmp_path, kind):
     import datasets
 
     names = datasets.ClassLabel(names=["cat", "dog"])
@@ -161,7 +156,7 @@ def test_numbers_of_classes_are_their_names(tmp_path: Path, kind: str) -> None:
         assert found == texts * (COUNT // 2)
 
 
-def test_captions_of_the_json_come_before_those_of_the_text(tmp_path: Path) -> None:
+def test_captions_of_the_json_come_before_those_of_the_text(tmp_path):
     """Training on the same files reads the text only where the JSON has no caption."""
     about = [
         {"caption": "of the JSON"},
@@ -182,7 +177,7 @@ def test_captions_of_the_json_come_before_those_of_the_text(tmp_path: Path) -> N
     ]
 
 
-def test_a_caption_ends_where_its_line_does(tmp_path: Path) -> None:
+def test_a_caption_ends_where_its_line_does(tmp_path):
     """Not at other characters that Unicode calls the end of a line."""
     texts = ["a dog\u2028on grass\r\ntwo dogs\r\n", "one\x85caption\x0bmore"]
     files = {}
@@ -206,9 +201,7 @@ def _both() -> Files:
     return files
 
 
-def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
-    tmp_path: Path,
-) -> None:
+def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(tmp_path):
     table = as_csv([{"image": f"{number}.jpg", "alt": f"table {number}"} for number in range(8)])
     place = write(tmp_path / "mine", {**_both(), "table.csv": table})
     assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
@@ -222,9 +215,7 @@ def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
         ("0.txt", b"caf\xe9", "not UTF-8"),
     ],
 )
-def test_an_annotation_that_cannot_be_read_costs_its_image(
-    name: str, data: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_annotation_that_cannot_be_read_costs_its_image(name, data, reason, tmp_path, capsys):
     files = {f"{number}.jpg": encoded(photo(number)) for number in range(3)}
     files |= {f"{number}.txt": b"a dog" for number in (1, 2)} | {name: data}
     place = write(tmp_path / "mine", files)
@@ -240,9 +231,7 @@ def test_an_annotation_that_cannot_be_read_costs_its_image(
 
 
 @pytest.mark.parametrize("name", ["all.csv", "all.json", "all.jsonl"])
-def test_a_byte_that_is_no_text_costs_its_row(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_byte_that_is_no_text_costs_its_row(name, tmp_path, capsys):
     table = [{"image": f"{number}.jpg", "caption": f"caf\u00e9 {number}"} for number in range(3)]
     text = as_csv(table) if name.endswith("csv") else as_lines(table)
     if name == "all.json":
@@ -267,9 +256,7 @@ def imported_images_inside(out: Path, place: Path, *more: object) -> int:
 
 @pytest.mark.parametrize("named", ["photo", "photos/photo"])
 @pytest.mark.parametrize("where", ["inside", "around", "archive", "twice"])
-def test_images_of_a_table(
-    where: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_of_a_table(where, named, tmp_path, capsys):
     table = [{**row, "image": row["image"].replace("photo", named)} for row in rows()]
     files = {"table.csv": as_csv(table)}
     place = tmp_path / "set"
@@ -286,9 +273,7 @@ def test_images_of_a_table(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
 
 
-def test_a_name_that_two_folders_have_is_of_the_named_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_name_that_two_folders_have_is_of_the_named_one(tmp_path, capsys):
     others = {f"b/{name}": data for name, data in images().items()}
     files = {f"a/{name}": data for name, data in images().items()} | others
     place = write(tmp_path / "set", {**files, "table.csv": as_csv(rows())})
@@ -298,7 +283,7 @@ def test_a_name_that_two_folders_have_is_of_the_named_one(
     assert said in capsys.readouterr().out
 
 
-def test_captions_stored_as_bytes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_captions_stored_as_bytes(tmp_path, capsys):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -311,9 +296,7 @@ def test_captions_stored_as_bytes(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert fault in capsys.readouterr().out
 
 
-def test_tables_beside_karpathys_json_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_tables_beside_karpathys_json_are_named(tmp_path, capsys):
     karpathy(tmp_path)
     (tmp_path / "dataset_second.json").write_bytes((tmp_path / "dataset_own.json").read_bytes())
     assert main(["import", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
@@ -332,7 +315,7 @@ def imported_own_names(place: Path) -> dict[str, Annotation]:
     return {sample.key: sample.annotation for sample in samples}
 
 
-def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path: Path) -> None:
+def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     """Joiners of emoji and of scripts, and a control character; equal keys get a number."""
     names = ["a\u200db", "a\u200cb", "c\x07d", "\U0001f469\u200d\U0001f373"]
     files: Files = {}
@@ -360,7 +343,7 @@ def _with_names_that_are_no_text(folder: Path) -> Path:
     return folder
 
 
-def test_names_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_names_that_are_not_utf_8(tmp_path, capsys):
     found = imported_own_names(_with_names_that_are_no_text(tmp_path / "mine"))
     assert {key: annotation.captions for key, annotation in found.items()} == {
         "caf0_": ["picture 0"],
@@ -375,7 +358,7 @@ PARTS = {"train": slice(0, 8), "test": slice(8, 12), "extra": slice(12, 16)}
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
+def command(tmp_path):
     """The import of a data set with a split of another name beside train and test."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -390,9 +373,7 @@ def command(tmp_path: Path) -> list[str]:
     return ["import", f"hub:{folder}", "--out", str(tmp_path / "out"), "--processes", "1"]
 
 
-def test_a_split_that_is_none_is_refused_before_it_is_streamed(
-    command: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_that_is_none_is_refused_before_it_is_streamed(command, capsys, monkeypatch):
     def streamed(*arguments: object) -> Iterator[None]:
         raise AssertionError
 
@@ -402,7 +383,7 @@ def test_a_split_that_is_none_is_refused_before_it_is_streamed(
     assert "'extra' is no split, but stands beside train and test; choose others with" in said
 
 
-def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path: Path) -> None:
+def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -420,11 +401,11 @@ def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path:
     manifest = json.loads((out / "train" / "manifest.json").read_text())
     assert manifest["samples"] == 5
     assert manifest["failures"]["image outside the data set"]["count"] == 3
-    assert forms._is_own("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
+    assert forms._is_inside("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
     for path in (
         "file:///etc/x::hf://datasets/me/set@abc/a.zip",
         "hf://datasets/me/setting@abc/a.jpg",
         "https://example.org/a.jpg",
         "/etc/a.jpg",
     ):
-        assert not forms._is_own(path, "me/set")
+        assert not forms._is_inside(path, "me/set")

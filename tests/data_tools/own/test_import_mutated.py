@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import own_forms
@@ -29,9 +27,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_mutated_files(
-    form: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_mutated_files(form, tmp_path, capsys):
     place = form(tmp_path)
     files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     tables = [path for path in files if path.suffix not in (".jpg", ".png", ".webp")] or files

@@ -10,22 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import (
-    Files,
-    as_csv,
-    as_tar,
-    as_zip,
-    captions_of,
-    images,
-    pairs,
-    rows,
-    write,
-)
+from own_forms import Files, as_csv, as_tar, as_zip, captions_of, images, pairs, rows, write
 from raw_images import files_of
 from test_import_forms import stored
 
 from data_tools.__main__ import main
-from data_tools.own.content import SPLITS, given_or_dealt
+from data_tools.own.content import SPLITS, assign_splits
 from data_tools.own.import_data import NAME
 from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
@@ -33,7 +23,7 @@ from vlp.data.shards.shard_reader import ShardIndex
 HALVES = ["--split", "0.4", "0.3", "0.3"]
 
 
-def test_the_bytes_decide_and_other_names_change_nothing(tmp_path: Path) -> None:
+def test_the_bytes_decide_and_other_names_change_nothing(tmp_path):
     first = write(tmp_path / "one", pairs())
     renamed = {f"sub/x{name}": data for name, data in pairs().items()}
     more = {f"more{seed}.jpg": encoded(photo(seed)) for seed in range(40, 60)}
@@ -48,7 +38,7 @@ def test_the_bytes_decide_and_other_names_change_nothing(tmp_path: Path) -> None
     assert set(found[0].values()) == set(SPLITS)
 
 
-def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path: Path) -> None:
+def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path):
     files = {}
     for seed in range(12):
         image = photo(seed, (96, 72))
@@ -68,7 +58,7 @@ def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path: Path) 
     assert len({split for split, _ in found.values()}) == 3
 
 
-def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path: Path) -> None:
+def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path):
     names = ["training", "dev", "TEST"]
     table = [{**row, "Split": names[row["number"] % 3]} for row in rows()]
     table += [{**table[0], "Split": "TEST", "caption": "seen twice"}]
@@ -99,9 +89,7 @@ def _in_parts(parts: list[str]) -> Files:
         ("column", ["test", "extra", "test", "test"], "test"),
     ],
 )
-def test_a_name_of_no_split_beside_splits_is_refused(
-    by: str, parts: list[str], splits: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_name_of_no_split_beside_splits_is_refused(by, parts, splits, tmp_path, capsys):
     """Else all images would be dealt anew, those of test into train."""
     if by == "folders":
         place = write(tmp_path / "mine", _in_parts(parts))
@@ -114,9 +102,7 @@ def test_a_name_of_no_split_beside_splits_is_refused(
 
 
 @pytest.mark.parametrize("by", ["folders", "column"])
-def test_images_without_a_split_beside_others_go_into_train(
-    by: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_without_a_split_beside_others_go_into_train(by, tmp_path, capsys):
     if by == "folders":
         files = _in_parts(["val", "test", "."])
         place = write(tmp_path / "mine", files)
@@ -145,7 +131,7 @@ def test_images_without_a_split_beside_others_go_into_train(
         ("tables", ["captions_train2017", "captions_val2017"]),
     ],
 )
-def test_a_split_that_names_tell_is_kept(form: str, names: list[str], tmp_path: Path) -> None:
+def test_a_split_that_names_tell_is_kept(form, names, tmp_path):
     place, more = tmp_path / "mine", []
     for part, name in enumerate(names):
         files = {f"{n:05}.jpg": encoded(photo(n)) for n in range(6 * part, 6 * part + 6)}
@@ -175,7 +161,7 @@ def test_a_split_that_names_tell_is_kept(form: str, names: list[str], tmp_path: 
     assert sides == [("train", ["0"])] * 6 + [("val", ["1"])] * 6
 
 
-def test_images_that_are_nowhere_fill_no_split(tmp_path: Path) -> None:
+def test_images_that_are_nowhere_fill_no_split(tmp_path):
     files = {f"{n}.jpg": encoded(photo(n)) for n in range(6)}
     lines = [f"{n}.jpg,picture {n}" for n in range(6)] + [f"gone{n}.jpg,gone" for n in range(5)]
     table = "\n".join(["image,caption", *lines]).encode()
@@ -191,37 +177,33 @@ def test_images_that_are_nowhere_fill_no_split(tmp_path: Path) -> None:
     seed=st.integers(0, 2**32),
     said=st.lists(st.sampled_from([None, None, None, *SPLITS]), min_size=60, max_size=60),
 )
-def test_no_group_is_torn(
-    groups: list[int], shares: tuple[float, ...], seed: int, said: list[str | None]
-) -> None:
+def test_no_group_is_torn(groups, shares, seed, said):
     rng = np.random.default_rng(seed)
     numbers = np.unique(groups, return_inverse=True)[1].astype(np.int64)
     digests = rng.integers(0, 2**64, len(groups), dtype=np.uint64)
-    splits = given_or_dealt(numbers, digests, [None] * len(groups), shares)
+    splits = assign_splits(numbers, digests, [None] * len(groups), shares)
     by_group = dict(zip(numbers.tolist(), splits))
     assert splits == [by_group[group] for group in numbers.tolist()]
     wanted = {name for name, share in zip(SPLITS, shares) if share}
     assert set(splits) <= wanted
     assert len(set(splits)) == min(len(wanted), len(by_group))
-    kept = given_or_dealt(numbers, digests, said[: len(groups)], shares)
+    kept = assign_splits(numbers, digests, said[: len(groups)], shares)
     for split, wish in zip(kept, said):
         assert wish in (None, split)
 
 
-def test_shares_are_met_and_images_stay_when_others_come() -> None:
+def test_shares_are_met_and_images_stay_when_others_come():
     digests = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
     groups = np.arange(20_000)
-    splits = given_or_dealt(groups, digests, [None] * 20_000, (0.9, 0.05, 0.05))
+    splits = assign_splits(groups, digests, [None] * 20_000, (0.9, 0.05, 0.05))
     counts = Counter(splits)
     assert abs(counts["val"] / 20_000 - 0.05) < 0.005
     assert abs(counts["test"] / 20_000 - 0.05) < 0.005
-    fewer = given_or_dealt(groups[:5000], digests[:5000], [None] * 5000, (0.9, 0.05, 0.05))
+    fewer = assign_splits(groups[:5000], digests[:5000], [None] * 5000, (0.9, 0.05, 0.05))
     assert fewer == splits[:5000]
 
 
-def test_a_second_run_goes_on_and_refuses_other_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_second_run_goes_on_and_refuses_other_data(tmp_path, capsys):
     place = write(tmp_path / "mine", pairs())
     command = ["import", str(place), "--out", str(tmp_path / "out"), "--samples-per-shard", "4"]
     assert main(command) == 0
@@ -241,9 +223,7 @@ def test_a_second_run_goes_on_and_refuses_other_data(
     assert len(stored(tmp_path / "out")) == 15
 
 
-def test_a_split_that_is_refused_leaves_the_others_as_they_were(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_split_that_is_refused_leaves_the_others_as_they_were(tmp_path, capsys):
     place = write(tmp_path / "mine", _in_parts(["val", "test"]))
     command = ["import", str(place), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert main(command) == 0
@@ -260,7 +240,7 @@ def test_a_split_that_is_refused_leaves_the_others_as_they_were(
     assert captions.count(["a cat"]) == 1
 
 
-def test_equal_names_in_several_folders(tmp_path: Path) -> None:
+def test_equal_names_in_several_folders(tmp_path):
     """Each keeps its own caption, and a table's folder decides."""
     files, table = {}, []
     for seed in range(8):
@@ -308,9 +288,7 @@ def sides(out: Path) -> dict[str, str]:
     }
 
 
-def test_images_sorted_before_and_between_follow_those_of_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_sorted_before_and_between_follow_those_of_before(tmp_path, capsys):
     place, out = write(tmp_path / "mine", pictures(range(10, 60, 2), "b/")), tmp_path / "out"
     assert imported(place) == 0
     before, where = shards(out), sides(out)
@@ -332,7 +310,7 @@ def test_images_sorted_before_and_between_follow_those_of_before(
     assert shards(out) == grown
 
 
-def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path: Path) -> None:
+def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path):
     place, out = write(tmp_path / "mine", pictures(range(40))), tmp_path / "out"
     assert imported(place) == 0
     where = sides(out)
@@ -347,9 +325,7 @@ def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path: Path) -> None:
     assert all(after[f"0{key}"] == split for key, split in where.items())
 
 
-def test_a_growth_that_is_refused_is_not_remembered(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_growth_that_is_refused_is_not_remembered(tmp_path, capsys):
     place, out = write(tmp_path / "mine", pictures(range(20))), tmp_path / "out"
     assert imported(place) == 0
     before = (out / NAME).read_bytes()
