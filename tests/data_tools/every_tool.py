@@ -1,17 +1,14 @@
 """Every data tool that an executor serves, run over the same shards, and what they write."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 from made_shards import cut, encoded, jpeg, photo, write
 
 from data_tools.__main__ import main
 
 
-def sources(folder: Path) -> Path:
+def sources(folder):
     """Two folders of shards with copies, a damaged shard and a repeated key, and loose images."""
     samples = {f"k{n:02d}": jpeg(n % 20, quality=90 - n) for n in range(30)}
     write(folder / "first", samples, 3)
@@ -26,7 +23,7 @@ def sources(folder: Path) -> Path:
     return folder
 
 
-def run_every_tool(given: Path, out: Path, *place: str) -> dict[str, bytes]:
+def run_every_tool(given, out, *place):
     """Run all tools with the options of a place; returns the contents of what they wrote."""
     out.mkdir()
     indexed = out / "indexed"

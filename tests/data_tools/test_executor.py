@@ -1,7 +1,5 @@
 """Executors: results, order, retries, ledger, and what is left of them when they end."""
 
-from __future__ import annotations
-
 import operator
 import os
 import signal
@@ -35,12 +33,12 @@ for _ in Executor(3).map(work, range(9)):
 """
 
 
-def double(number: int) -> int:
+def double(number):
     time.sleep(0.002 * (number % 3))
     return 2 * number
 
 
-def fail(number: int) -> int:
+def fail(number):
     if number == 5:
         raise ConfigError("five")
     return number
@@ -56,7 +54,7 @@ def test_results_come_in_the_order_of_the_jobs(processes):
 def test_jobs_are_taken_as_they_are_needed():
     taken = []
 
-    def jobs() -> object:
+    def jobs():
         for number in range(1000):
             taken.append(number)
             yield number
@@ -74,7 +72,7 @@ def test_a_failure_of_the_work_is_its_own(processes, fresh):
         list(Executor(processes, fresh).map(fail, range(40)))
 
 
-def state(number: int) -> tuple[int, bool]:
+def state(number):
     return os.getpid(), hasattr(operator, "of_the_parent")
 
 
@@ -109,7 +107,7 @@ def test_no_process_outlives_the_command(tmp_path, number, code):
         time.sleep(0.05)
 
 
-def runs(process: str) -> bool:
+def runs(process):
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -124,7 +122,7 @@ def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path):
     assert run_every_tool(given, tmp_path / "two", "--processes", "2") == one
 
 
-def once(job: Path) -> str:
+def once(job):
     """Leave a mark; a job may be told to fail."""
     with job.open("a") as file:
         file.write("done ")
@@ -138,7 +136,7 @@ def test_finished_tasks_are_not_done_again(tmp_path, processes):
     jobs = [tmp_path / str(number) for number in range(10)]
     executor, folder = Executor(processes), tmp_path / "ledger"
 
-    def run() -> list[str]:
+    def run():
         with open_ledger(folder) as ledger:
             return list(executor.map(once, jobs, ledger=ledger))
 
@@ -171,7 +169,7 @@ def test_a_stopped_check_goes_on(tmp_path, monkeypatch):
     assert main(command) == 1
     whole, decode, calls = report.read_text(), verify.decode_image, []
 
-    def stopped(data: bytes, where: str) -> object:
+    def stopped(data, where):
         calls.append(where)
         if len(calls) == 20:
             raise KeyboardInterrupt

@@ -1,7 +1,5 @@
 """Images in folders, tars, zips and compressed archives."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import zipfile
@@ -79,7 +77,7 @@ def test_the_whole_path_of_a_name_counts(tmp_path, kind):
         (tmp_path / "room").mkdir()
         tree = FileTree(places, tmp_path / "room")
 
-        def read(name: str) -> bytes | None:
+        def read(name):
             path = tree.path_of(name)
             place = None if path is None else tree.find(path)
             return None if place is None else place.read()

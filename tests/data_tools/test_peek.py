@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from made_shards import cut, encoded, jpeg, write, write_tar
@@ -24,13 +20,13 @@ def folder(tmp_path):
     return write(tmp_path / "shards", {f"k{number}": jpeg(number) for number in range(10)})
 
 
-def sheet(folder: Path, *options: str) -> Image.Image:
+def sheet(folder, *options):
     out = folder.parent / "made" / "sheet.png"
     assert main(["peek", str(folder), "--out", str(out), *options]) == 0
     return Image.open(out).convert("RGB")
 
 
-def columns_of(image: Image.Image) -> int:
+def columns_of(image):
     return image.width // WIDTH
 
 

@@ -1,7 +1,5 @@
 """A real Ray cluster of two nodes on this machine: equal results, and a node that is killed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -64,7 +62,7 @@ def test_a_command_from_outside_of_the_cluster(nodes, tmp_path):
     assert reports[0] == reports[1]
 
 
-def slow(job: Path) -> tuple[str, str]:
+def slow(job):
     """Leave a mark of every try, and say which node has done the job."""
     import ray
 
@@ -88,7 +86,7 @@ def test_a_node_is_killed_in_the_middle(nodes, tmp_path):
 
     jobs = [tmp_path / str(number) for number in range(60)]
 
-    def kill() -> None:
+    def kill():
         # Both have begun, and the second one is at a job.
         while len({line for job in jobs if job.exists() for line in job.read_text().split()}) < 2:
             time.sleep(0.05)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -19,9 +17,9 @@ from vlp.data.shards.shard_reader import ShardIndex
 Members = list[tuple[str, bytes]]
 
 
-def members(folder: Path) -> Members:
+def members(folder):
     """Names and bytes of all files of all shards, in order."""
-    found: Members = []
+    found = []
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as archive:
             for member in archive:
@@ -31,19 +29,19 @@ def members(folder: Path) -> Members:
     return found
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def keys(folder: Path) -> list[str]:
+def keys(folder):
     return list(dict.fromkeys(name.split(".")[0] for name, _ in members(folder)))
 
 
-def sizes(folder: Path) -> list[int]:
+def sizes(folder):
     return [entry.samples for entry in ShardIndex.open(folder).shards]
 
 
-def deal(*arguments: object, per_shard: int = 4) -> int:
+def deal(*arguments, per_shard=4):
     return run("reshard", *arguments, "--samples-per-shard", per_shard)
 
 
@@ -138,7 +136,7 @@ def test_interrupted_and_run_again(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     calls, append = 0, reshard.append_member
 
-    def stop(*arguments: object) -> None:
+    def stop(*arguments):
         nonlocal calls
         calls += 1
         if calls == 11:

@@ -1,7 +1,5 @@
 """Rows of JSON, JSON lines and streams of JSON."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
@@ -36,7 +34,7 @@ def test_lines_gzipped_or_not(tmp_path):
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     plain.write_text(text, encoding="utf-8")
     packed.write_bytes(gzip.compress(text.encode()))
-    faults: Faults = []
+    faults = []
     for path in (plain, packed):
         found = list(json_lines(path, faults))
         assert found == [(f"{path}, line 1", rows[0]), (f"{path}, line 3", rows[1])]
@@ -47,7 +45,7 @@ def test_lines_gzipped_or_not(tmp_path):
 def test_rows_that_do_not_fit_are_counted(tmp_path):
     path = lines_of(tmp_path / "rows", [{"x": 1}, {"y": 1}, {"x": "a"}, [3], {"x": 4, "name": 5}])
     path.write_text(path.read_text() + "{broken\n" + '{"x": 6}\n')
-    faults: Faults = []
+    faults = []
     points = list(parsed(json_lines(path, faults), Point, faults))
     assert [(point.x, point.name) for point in points] == [(1, ""), (4, "5"), (6, "")]
     assert [fault.kind for fault in faults] == [
@@ -61,7 +59,7 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
 
 def test_a_file_of_another_layout_is_an_error(tmp_path):
     path = lines_of(tmp_path / "rows", [{"y": 1}, {"x": 1}])
-    faults: Faults = []
+    faults = []
     assert [row.x for row in parsed(json_lines(path, faults), Point, faults)] == [1]
     assert [fault.id for fault in faults] == [f"{path}, line 1: x: Field required"]
     lines_of(path, [{"y": 1}] * 100 + [{"x": 1}])

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import io
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -16,13 +13,13 @@ from vlp.scenes.negatives import sample_swap, swap_kinds
 from vlp.scenes.sample import FULL, sample_scene
 
 
-def _run(out: Path, *options: str) -> int:
+def _run(out, *options):
     command = load("scenes")
     words = ["--out", str(out), "--samples-per-shard", "8", *options]
     return Command.invoke(command, command.make_context("scenes", words)) or 0
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def _contents(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

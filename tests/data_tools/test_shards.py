@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from made_shards import jpeg, write
 
 from data_tools.executor import Executor
@@ -21,6 +19,6 @@ def test_shards_are_read_in_order(tmp_path):
         assert reader.annotation(reader.samples[1]) == sample.annotation
 
 
-def _count(shard: object) -> int:
+def _count(shard):
     with ShardReader(shard.path) as reader:  # type: ignore[attr-defined]
         return len(reader)

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,7 @@ def folder(tmp_path):
     return tmp_path / "shards"
 
 
-def stats(*arguments: object) -> dict[str, Any]:
+def stats(*arguments):
     assert run("stats", *arguments) == 0
     out = Path(str(arguments[arguments.index("--out") + 1]))
     return json.loads(out.read_text())

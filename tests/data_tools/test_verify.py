@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from broken_shards import change_index, index_columns
 from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_tar
@@ -15,7 +11,7 @@ def folder(tmp_path):
     return write(tmp_path / "shards", {f"k{number}": jpeg(number) for number in range(10)})
 
 
-def report(folder: Path, *options: str) -> tuple[int, list[tuple[str, str]]]:
+def report(folder, *options):
     """The exit code and all damage, kinds and places."""
     path = folder.parent / "report.txt"
     code = run("verify", folder, "--report", path, *options)
@@ -23,7 +19,7 @@ def report(folder: Path, *options: str) -> tuple[int, list[tuple[str, str]]]:
     return code, [(kind, place) for kind, place in (line.split("\t") for line in lines)]
 
 
-def flip(path: Path, place: int, bits: int = 0xFF) -> None:
+def flip(path, place, bits=255):
     data = bytearray(path.read_bytes())
     data[place] ^= bits
     path.write_bytes(data)

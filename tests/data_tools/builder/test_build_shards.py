@@ -1,7 +1,5 @@
 """Builds of shards: whole, resumed, taken down, grown, and killed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing
@@ -13,11 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from raw_images import files_of, raw_image
@@ -35,7 +31,7 @@ from vlp.data.shards.shard_reader import ShardIndex
 FOUR = BuildOptions(samples_per_shard=4, processes=1)
 
 
-def wanted(number: int, **more: Any) -> SampleSpec:
+def wanted(number, **more):
     about = {"caption": f"image {number}", "source": "toy", "image_id": f"i{number}"} | more
     return SampleSpec(f"k{number:03d}", (f"{number}.jpg",), Annotation(**about))
 
@@ -52,7 +48,7 @@ def places(tmp_path):
     return folder
 
 
-def build_shards(*arguments: Any, **options: Any) -> dict[str, Any]:
+def build_shards(*arguments, **options):
     *_, manifest = build_in_steps(*arguments, **options)
     return manifest
 
@@ -62,7 +58,7 @@ def build(places, out, options=FOUR, samples=None):
     return build_shards(samples, Originals([places]), out, options, title="Toy")
 
 
-def keys_of(folder: Path) -> list[list[str]]:
+def keys_of(folder):
     index = ShardIndex.open(folder)
     return [
         [index.read(number, sample).key for sample in range(entry.samples)]
@@ -70,13 +66,13 @@ def keys_of(folder: Path) -> list[list[str]]:
     ]
 
 
-def failures_of(manifest: dict[str, Any]) -> dict[str, list[str]]:
+def failures_of(manifest):
     return {kind: failed["ids"] for kind, failed in manifest["failures"].items()}
 
 
 def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(places, tmp_path):
     out = tmp_path / "out"
-    samples: list[Any] = [
+    samples = [
         Refused("torn page", "page 7"),
         *map(wanted, range(12)),
         wanted(2),
@@ -133,7 +129,7 @@ def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
     build(places, tmp_path / "whole")
     prepare, calls = shard_job.prepare_image, []
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments):
         calls.append(1)
         if len(calls) > stop:
             raise KeyboardInterrupt
@@ -152,7 +148,7 @@ def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
 def test_a_killed_worker_ends_the_build(places, tmp_path, monkeypatch):
     prepare = shard_job.prepare_image
 
-    def killed(data: bytes, where: str, *rest: Any) -> Any:
+    def killed(data, where, *rest):
         if where == "17.jpg":
             assert multiprocessing.parent_process() is not None
             os.kill(os.getpid(), signal.SIGKILL)
@@ -299,7 +295,7 @@ def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(places, tmp_pat
     (out / "samples-of-mine.npy").write_text("kept")
     options = replace(FOUR, replace=True, max_side=20)
 
-    def interrupted() -> Iterator[SampleSpec]:
+    def interrupted():
         yield from shorter[:6]
         raise KeyboardInterrupt
 
@@ -349,7 +345,7 @@ def test_killed_while_a_shard_is_replaced(places, tmp_path, monkeypatch, ends):
     whole = build(places, tmp_path / "whole", retry)
     add = Journal.add
 
-    def killed(*arguments: Any) -> None:
+    def killed(*arguments):
         if ends != "in place":
             add(*arguments)
         raise KeyboardInterrupt
@@ -372,7 +368,7 @@ def test_killed_while_a_shard_is_replaced(places, tmp_path, monkeypatch, ends):
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
-def interrupted() -> Iterator[SampleSpec]:
+def interrupted():
     yield wanted(0)
     raise KeyboardInterrupt
 
@@ -421,7 +417,7 @@ def test_other_settings_and_other_peoples_shards_are_refused(places, tmp_path):
             build(places, other)
     assert [path.name for path in other.iterdir()] == ["shard-000000.tar"]
 
-    def damaged() -> Iterator[SampleSpec]:
+    def damaged():
         yield wanted(0)
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
@@ -435,7 +431,7 @@ def test_other_settings_and_other_peoples_shards_are_refused(places, tmp_path):
 def test_two_builds_of_one_folder(places, tmp_path):
     out = tmp_path / "out"
 
-    def samples() -> Iterator[SampleSpec]:
+    def samples():
         yield wanted(0)
         with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()} on "):
             build(places, out)
@@ -469,12 +465,12 @@ def command(tmp_path):
     return ["flickr8k", *places, "--samples-per-shard", "8", "--max-side", "100"]
 
 
-def children_of(process: int) -> list[int]:
+def children_of(process):
     text = Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(child) for child in text.split()]
 
 
-def is_running(process: int) -> bool:
+def is_running(process):
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -489,7 +485,7 @@ def test_killed_again_and_again(command, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     full = [sys.executable, "-m", "data_tools", *command, "--processes", "2", "--out", str(out)]
     chance = random.Random(0)
-    finished: list[int] = []
+    finished = []
     for _ in range(3):
         running = subprocess.Popen(full, env=environment, stderr=subprocess.DEVNULL)
         wait_for = time.monotonic() + 60

@@ -1,7 +1,5 @@
 """Images as a shard holds them: captions cleaned, formats, sizes and boxes."""
 
-from __future__ import annotations
-
 import io
 import struct
 import unicodedata
@@ -74,15 +72,15 @@ def test_what_is_clean_stays(text):
         assert clean_caption(clean) == clean
 
 
-def prepared(data: bytes, max_side: int | None = None) -> Prepared:
+def prepared(data, max_side=None):
     return prepare_image(data, "it", max_side, 90)
 
 
-def opened(image: Prepared) -> Image.Image:
+def opened(image):
     return Image.open(io.BytesIO(image.data))
 
 
-def turned(orientation: int, size: tuple[int, int] = (24, 16)) -> bytes:
+def turned(orientation, size=(24, 16)):
     exif = Image.Exif()
     exif[0x0112] = orientation
     return raw_image(orientation, size, exif=exif, quality=95)
@@ -146,7 +144,7 @@ def test_what_is_no_image():
 
 
 def test_absurd_dimensions_are_refused_by_the_header():
-    def chunk(kind: bytes, content: bytes) -> bytes:
+    def chunk(kind, content):
         return (
             struct.pack(">I", len(content))
             + kind
@@ -162,7 +160,7 @@ def test_absurd_dimensions_are_refused_by_the_header():
             prepared(data)
 
 
-def prepared_fit_boxes(data: bytes) -> Prepared:
+def prepared_fit_boxes(data):
     return prepare_image(data, "it", None, 90)
 
 

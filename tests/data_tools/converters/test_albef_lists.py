@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
@@ -12,7 +9,7 @@ from benchmark_files import failures_of, json_of, photo, said_of, samples_of, ta
 from data_tools.__main__ import main
 
 
-def converted(tmp_path: Path, kind: str, path: Path, names: set[str], *more: str) -> int:
+def converted(tmp_path, kind, path, names, *more):
     images = tar_of(tmp_path / "p.tar", dict.fromkeys(sorted(names), photo(640, 640)))
     arguments = ["albef", "--kind", kind, "--annotations", str(path), "--images", str(images)]
     return main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1", *more])
@@ -139,7 +136,7 @@ def test_expressions_without_boxes(shared, tmp_path, capsys):
 
 
 def test_captions_of_both_layouts(tmp_path):
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"image": "flickr30k-images/7.jpg", "caption": "one", "image_id": "flickr_0"},
         {"image": "val2014/COCO_val2014_000000000009.jpg", "caption": ["a", "b"]},
         {"image": "flickr30k-images/7.jpg", "caption": "two", "image_id": "flickr_0"},

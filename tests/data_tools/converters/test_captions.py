@@ -1,13 +1,10 @@
 """Flickr8k, Flickr30k, COCO and Visual Genome: real files, and options of one format."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmark_files import failures_of, json_of, samples_of, tar_of
@@ -195,7 +192,7 @@ def test_what_cannot_be_asked_for(karpathy, tmp_path, shared, capsys):
     assert "is it the right file?" in capsys.readouterr().err
 
 
-def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
+def region(number, phrase, *box):
     x, y, width, height = box
     return {
         "region_id": number, "image_id": 1, "phrase": phrase,

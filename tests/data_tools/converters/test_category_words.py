@@ -1,20 +1,14 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from benchmark_files import json_of
 
 from data_tools.converters.category_words import COMMON, PLURALS, CategoryWords
-from data_tools.rows import Faults
 from vlp.config import ConfigError
 
 NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog"]
 BOX = [1.0, 2.0, 3.0, 4.0]
 
 
-def made(folder: Path, objects: list[Any], faults: Faults | None = None) -> CategoryWords:
+def made(folder, objects, faults=None):
     content = {
         "images": [{"id": 7, "width": 40, "height": 30}],
         "categories": [{"id": number, "name": name} for number, name in enumerate(NAMES)],
@@ -69,7 +63,7 @@ def test_words_tell_an_object_that_is_alone_in_its_category_from_others(tmp_path
 
 
 def test_faulty_rows_are_counted_and_other_files_refused(tmp_path):
-    faults: Faults = []
+    faults = []
     found = made(tmp_path, [("bear", {}), ("dog", {"bbox": [1, 2]})], faults)
     assert len(faults) == 1
     assert len(found.boxes(7)) == 1

@@ -3,8 +3,6 @@
 Each case has good rows beside every kind of faulty row that its format can have.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any, NamedTuple
@@ -43,7 +41,7 @@ def photos(*names, folder="images/", size=(24, 16)):
     return {f"{folder}{name}": raw_image(seed, size) for seed, name in enumerate(names)}
 
 
-def entry(name: str, split: str, *captions: str | None, **more: Any) -> dict[str, Any]:
+def entry(name, split, *captions, **more):
     sentences = [{"raw": text} for text in captions]
     return {"filename": name, "split": split, "sentences": sentences, **more}
 
@@ -90,7 +88,7 @@ TSV = "".join(
 )
 
 
-def web(rows: str, source: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def web(rows, source):
     lines = [line.encode() for line in rows.splitlines(keepends=True)]
     lines[1] = b"a\tb\tc\n"
     lines.append(lines[0].replace(b"one", b"caf\xe9"))
@@ -109,28 +107,28 @@ def web(rows: str, source: str) -> tuple[dict[str, Any], dict[str, Any], dict[st
     return {"list.tsv": b"".join(lines), **files}, {"": samples}, {"": faults}
 
 
-def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
+def region(number, phrase, *box):
     return {"region_id": number, "phrase": phrase, **dict(zip(("x", "y", "width", "height"), box))}
 
 
-def statement(identifier: str, **changes: Any) -> dict[str, Any]:
+def statement(identifier, **changes):
     return {"identifier": identifier, "sentence": "two dogs", "label": "True"} | changes
 
 
-def pair(identifier: str, **changes: Any) -> dict[str, Any]:
+def pair(identifier, **changes):
     row = {"Flickr30K_ID": "7", "pairID": identifier, "sentence1": "p", "sentence2": "h"}
     return row | {"gold_label": "neutral", "captionID": "7.jpg#0"} | changes
 
 
-def asked(number: int, image: int, question: str = "what?") -> dict[str, Any]:
+def asked(number, image, question="what?"):
     return {"question_id": number, "image_id": image, "question": question}
 
 
-def answered(number: int, image: int, *answers: str) -> dict[str, Any]:
+def answered(number, image, *answers):
     return {"question_id": number, "image_id": image, "answers": [{"answer": a} for a in answers]}
 
 
-def reference(number: int, image: int, split: str, *sentences: tuple[int, str]) -> dict[str, Any]:
+def reference(number, image, split, *sentences):
     return {
         "ref_id": number,
         "ann_id": 100 + number,
@@ -140,7 +138,7 @@ def reference(number: int, image: int, split: str, *sentences: tuple[int, str]) 
     }
 
 
-def instance(number: int, image: int, *box: float) -> dict[str, Any]:
+def instance(number, image, *box):
     return {"id": number, "image_id": image, "bbox": box}
 
 
@@ -635,7 +633,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(run, tmp_path, monkeypatch
     assert run("whole", *options) == 0
     calls, prepare = 0, write_shard.prepare_image
 
-    def interrupt(*arguments: Any) -> object:
+    def interrupt(*arguments):
         nonlocal calls
         calls += 1
         if calls > 1:

@@ -1,11 +1,8 @@
 """Questions of VQA v2, Visual Genome and easy-VQA: real files, and files that do not fit."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
@@ -15,11 +12,11 @@ from data_tools.__main__ import main
 HEADER = {"data_subtype": "val2014"}
 
 
-def asked(number: int, image: int, question: str = "what?") -> dict[str, Any]:
+def asked(number, image, question="what?"):
     return {"question_id": number, "image_id": image, "question": question}
 
 
-def answered(number: int, image: int, *answers: str) -> dict[str, Any]:
+def answered(number, image, *answers):
     return {
         "question_id": number,
         "image_id": image,
@@ -29,7 +26,7 @@ def answered(number: int, image: int, *answers: str) -> dict[str, Any]:
     }
 
 
-def coco_name(image: int, subset: str = "val2014") -> str:
+def coco_name(image, subset="val2014"):
     return f"COCO_{subset}_{image:012d}.jpg"
 
 
@@ -113,7 +110,7 @@ def test_files_that_do_not_fit_together(images, tmp_path, capsys):
 
 
 def test_visual_genome_beside_vqa(images, tmp_path, capsys):
-    def genome(identifier: int, image: int, question: str, answer: str) -> dict[str, Any]:
+    def genome(identifier, image, question, answer):
         return {"qa_id": identifier, "image_id": image, "question": question, "answer": answer}
 
     questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [asked(1, 1)]})

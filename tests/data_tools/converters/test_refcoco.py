@@ -1,24 +1,20 @@
-from __future__ import annotations
-
 import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
 
 from data_tools.__main__ import main
 from data_tools.converters.refcoco import read_proposals
-from data_tools.rows import Faults
 from vlp.config import ConfigError
 
 
-def python2_pickle(value: Any) -> bytes:
+def python2_pickle(value):
     """Protocol 0 as Python 2 wrote it, texts as byte strings."""
 
-    def written(value: Any) -> bytes:
+    def written(value):
         if isinstance(value, bytes):
             return b"S" + repr(value)[1:].encode() + b"\n"
         if isinstance(value, str):
@@ -32,7 +28,7 @@ def python2_pickle(value: Any) -> bytes:
     return written(value) + b"."
 
 
-def reference(number: int, image: int, split: str, *sentences: tuple[int, str]) -> dict[str, Any]:
+def reference(number, image, split, *sentences):
     return {
         "ref_id": number,
         "ann_id": 100 + number,
@@ -48,14 +44,14 @@ def reference(number: int, image: int, split: str, *sentences: tuple[int, str]) 
     }
 
 
-def name_of(image: int) -> str:
+def name_of(image):
     return f"COCO_train2014_{image:012d}.jpg"
 
 
 class Raw:
     """The official files of a small data set."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         folder.mkdir()
         self.refs = [
             reference(1, 5, "train", (1, "the left dog"), (2, "dog")),
@@ -76,7 +72,7 @@ class Raw:
         self.folder = folder
         tar_of(folder / "train2014.tar", {name_of(image): photo(40, 20) for image in (5, 6)})
 
-    def command(self, out: Path, *more: str, protocol: int | None = 2) -> list[str]:
+    def command(self, out, *more, protocol=2):
         refs = self.folder / "refs(unc).p"
         data = python2_pickle(self.refs) if protocol is None else pickle.dumps(self.refs, protocol)
         refs.write_bytes(data)
@@ -118,10 +114,10 @@ def test_the_official_files(raw, tmp_path, protocol):
 
 
 class Harmful:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.path),)
 
 
@@ -181,7 +177,7 @@ def test_real_expressions_with_proposals(shared, tmp_path):
     ],
 )
 def test_layouts_of_detections(tmp_path, content):
-    faults: Faults = []
+    faults = []
     found = read_proposals(json_of(tmp_path / "dets.json", content), faults)
     assert found == {"5": [[1, 2, 3, 4]], "6": [[0, 0, 1, 1]]}
     assert faults == []
@@ -189,7 +185,7 @@ def test_layouts_of_detections(tmp_path, content):
 
 def test_detections_that_cannot_be_used(tmp_path):
     path = json_of(tmp_path / "dets.json", [{"image_id": 5, "box": [1, 2, 3, 4]}, {"image_id": 5}])
-    faults: Faults = []
+    faults = []
     assert read_proposals(path, faults) == {"5": [[1, 2, 3, 4]]}
     assert [fault.kind for fault in faults] == ["row of another layout"]
     for content, message in ((3, "neither a list"), ({"5": [[1, 2]]}, "is it the right file")):

@@ -1,11 +1,8 @@
 """Statements about images (NLVR, NLVR2, SNLI-VE): real files, and options of one format."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,16 +39,16 @@ def test_real_pairs(shared, tmp_path):
         }
 
 
-def pixels(data: bytes) -> np.ndarray:
+def pixels(data):
     with Image.open(io.BytesIO(data)) as image:
         return np.array(image)
 
 
-def example(identifier: str, **changes: Any) -> dict[str, Any]:
+def example(identifier, **changes):
     return {"identifier": identifier, "sentence": "a yellow box", "label": "true"} | changes
 
 
-def boxes_image(values: tuple[int, int, int]) -> bytes:
+def boxes_image(values):
     """Boxes of three shades, with the alpha channel that the published images have."""
     array = np.full((100, 400, 4), 255, np.uint8)
     for number, value in enumerate(values):
@@ -116,7 +113,7 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path):
     ]  # fmt: skip
 
 
-def pair(identifier: str, **changes: Any) -> dict[str, Any]:
+def pair(identifier, **changes):
     row = {"Flickr30K_ID": "7", "pairID": identifier, "sentence1": "p", "sentence2": "h"}
     return row | {"gold_label": "neutral", "captionID": "7.jpg#0"} | changes
 

@@ -1,11 +1,8 @@
 """CC3M, CC12M and SBU: lists of URLs, joined with images that were downloaded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib
-from pathlib import Path
 
 import pytest
 from benchmark_files import failures_of, samples_of, tar_of
@@ -30,14 +27,14 @@ def tsv(tmp_path):
     return path
 
 
-def downloaded(folder: Path, numbers: list[list[int]], url: bool = True) -> Path:
+def downloaded(folder, numbers, url=True):
     """Tars as img2dataset 1.47 writes them: KEY of the tar and the place in it, three files each.
 
     A tar of five has keys 000000 to 000004, the next one 000010 and on.
     """
     folder.mkdir()
     for shard, members in enumerate(numbers):
-        files: dict[str, bytes] = {}
+        files = {}
         for place, number in enumerate(members):
             key = f"{shard:05d}{place}"
             data = raw_image(number)

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import os
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +29,7 @@ TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
 """Two images of Flickr8k with the same bytes."""
 
 
-def copies(image: Image.Image) -> list[bytes]:
+def copies(image):
     image = image.convert("RGB")
     width, height = image.size
     return [
@@ -101,10 +98,10 @@ def test_what_is_left_alone(tmp_path, capsys):
 def test_hashes_are_kept_and_taken_again(tmp_path, monkeypatch):
     folder = write(tmp_path / "shards", {f"k{n}": jpeg(n % 7) for n in range(12)})
     out = tmp_path / "list.txt"
-    calls: list[str] = []
+    calls = []
     hash_image = image_hash.hash_image
 
-    def stopped(data: bytes, where: str) -> object:
+    def stopped(data, where):
         calls.append(where)
         if len(calls) == 10:
             raise KeyboardInterrupt
@@ -125,9 +122,9 @@ def test_hashes_are_kept_and_taken_again(tmp_path, monkeypatch):
     assert out.read_text() == text
 
 
-def by_hand(images: np.ndarray, distance: int) -> set[int]:
+def by_hand(images, distance):
     """One by one: dropped if it is near an earlier one that is kept."""
-    kept: list[int] = []
+    kept = []
     for place in range(len(images)):
         one, others = images[place : place + 1], images[kept]
         near = differing_bits(one["coarse"], others["coarse"]) <= distance
@@ -162,7 +159,7 @@ def test_the_earlier_one_is_kept(seed):
     assert not set(drops.originals.tolist()) & set(drops.dropped.tolist())
 
 
-def hashes(seed: int, count: int) -> np.ndarray:
+def hashes(seed, count):
     """Some at random, some a few bits beside others, some equal."""
     rng = np.random.default_rng(seed)
     made = rng.integers(0, 2**64, count, dtype=np.uint64)
@@ -173,7 +170,7 @@ def hashes(seed: int, count: int) -> np.ndarray:
     return made
 
 
-def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tuple[int, int]]:
+def near_by_hand(first, second, distance):
     return {
         (i, j)
         for i, a in enumerate(first)
@@ -244,14 +241,14 @@ def test_images_without_a_hash():
 Sample = tuple[str, bytes, Annotation, bytes | None]
 
 
-def shards(folder: Path, *samples: Sample) -> Path:
+def shards(folder, *samples):
     with ShardWriter(folder, 3) as writer:
         for key, image, annotation, second in samples:
             writer.write(key, image, "jpg", annotation, second)
     return folder
 
 
-def named(source: str, image_id: str) -> Annotation:
+def named(source, image_id):
     return Annotation(caption="a caption", source=source, image_id=image_id)
 
 

@@ -1,17 +1,12 @@
 """The same images and captions in every form that people have them in."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from made_shards import encoded, photo
@@ -22,13 +17,13 @@ COUNT = 16
 Files = dict[str, bytes]
 
 
-def images() -> Files:
+def images():
     """Images by file name: JPEG, PNG and WebP."""
     return dict(_images(COUNT))
 
 
 @cache
-def _images(count: int) -> Files:
+def _images(count):
     kinds = {"jpg": "jpeg", "png": "png", "webp": "webp"}
     suffixes = ["jpg"] * (count - 2) + ["png", "webp"]
     return {
@@ -37,14 +32,14 @@ def _images(count: int) -> Files:
     }
 
 
-def captions_of(name: str) -> list[str]:
+def captions_of(name):
     """Two captions of every third image, else one; one of them has a comma and quotes."""
     number = name.split()[1].split(".")[0]
     said = [f'a "big" dog, number {number}']
     return [*said, f"number {number} runs"] if int(number) % 3 == 0 else said
 
 
-def write(folder: Path, files: Files) -> Path:
+def write(folder, files):
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +47,7 @@ def write(folder: Path, files: Files) -> Path:
     return folder
 
 
-def as_tar(path: Path, files: Files, mode: str = "w") -> Path:
+def as_tar(path, files, mode="w"):
     with tarfile.open(path, mode) as archive:
         for name, data in files.items():
             info = tarfile.TarInfo(name)
@@ -61,14 +56,14 @@ def as_tar(path: Path, files: Files, mode: str = "w") -> Path:
     return path
 
 
-def as_zip(path: Path, files: Files) -> Path:
+def as_zip(path, files):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     return path
 
 
-def pairs(json_too: bool = False) -> Files:
+def pairs(json_too=False):
     """Files of `NAME.jpg` with `NAME.txt`."""
     files = {}
     for name, data in images().items():
@@ -81,7 +76,7 @@ def pairs(json_too: bool = False) -> Files:
     return files
 
 
-def rows(image: str = "image", caption: str = "caption") -> list[dict[str, Any]]:
+def rows(image="image", caption="caption"):
     """One row a caption."""
     return [
         {image: name, "number": number, caption: text}
@@ -90,7 +85,7 @@ def rows(image: str = "image", caption: str = "caption") -> list[dict[str, Any]]
     ]
 
 
-def as_csv(table: Sequence[dict[str, Any]], delimiter: str = ",", bom: bool = False) -> bytes:
+def as_csv(table, delimiter=",", bom=False):
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(table[0]), delimiter=delimiter)
     writer.writeheader()
@@ -98,16 +93,16 @@ def as_csv(table: Sequence[dict[str, Any]], delimiter: str = ",", bom: bool = Fa
     return text.getvalue().encode("utf-8-sig" if bom else "utf-8")
 
 
-def as_lines(table: Sequence[dict[str, Any]]) -> bytes:
+def as_lines(table):
     return b"".join(json.dumps(row).encode() + b"\n" for row in table)
 
 
-def listed() -> list[dict[str, Any]]:
+def listed():
     """One row an image, its captions in a list."""
     return [{"file_name": name, "captions": captions_of(name)} for name in images()]
 
 
-def structs() -> list[dict[str, Any]]:
+def structs():
     """Rows with the image as `datasets` stores it."""
     return [
         {"image": {"bytes": data, "path": name}, "caption": captions_of(name)}
@@ -115,50 +110,50 @@ def structs() -> list[dict[str, Any]]:
     ]
 
 
-def folder(root: Path) -> list[str]:
+def folder(root):
     return [str(write(root / "photos", pairs()))]
 
 
-def imagefolder_jsonl(root: Path) -> list[str]:
+def imagefolder_jsonl(root):
     return [str(write(root / "set", {**images(), "metadata.jsonl": as_lines(listed())}))]
 
 
-def imagefolder_csv(root: Path) -> list[str]:
+def imagefolder_csv(root):
     table = as_csv(rows("file_name", "text"))
     return [str(write(root / "set", {**images(), "metadata.csv": table}))]
 
 
-def csv_file(root: Path) -> list[str]:
+def csv_file(root):
     write(root, {f"images/{name}": data for name, data in images().items()})
     table = [{**row, "image": f"images/{row['image']}"} for row in rows()]
     write(root, {"captions.csv": as_csv(table, bom=True)})
     return [str(root / "captions.csv")]
 
 
-def csv_in_folder(root: Path) -> list[str]:
+def csv_in_folder(root):
     files = {f"Images/{name}": data for name, data in images().items()}
     return [str(write(root / "kaggle", {**files, "captions.txt": as_csv(rows())}))]
 
 
-def csv_gz_with_windows_paths(root: Path) -> list[str]:
+def csv_gz_with_windows_paths(root):
     table = [{**row, "image": f"C:\\data\\img\\{row['image']}"} for row in rows()]
     files = {f"img/{name}": data for name, data in images().items()}
     return [str(write(root / "set", {**files, "captions.csv.gz": gzip.compress(as_csv(table))}))]
 
 
-def tar_of_a_table(root: Path) -> list[str]:
+def tar_of_a_table(root):
     files = {f"set/img/{name}": data for name, data in images().items()}
     return [str(as_tar(root / "set.tar.xz", {**files, "set/all.csv": as_csv(rows())}, "w:xz"))]
 
 
-def csv_of_lists(root: Path) -> list[str]:
+def csv_of_lists(root):
     table = [{"img": name, "raw": json.dumps(captions_of(name))} for name in images()]
     write(root / "photos", images())
     write(root, {"lists.csv": as_csv(table, ";")})
     return [str(root / "lists.csv"), "--images", str(root / "photos")]
 
 
-def csv_of_arrays(root: Path) -> list[str]:
+def csv_of_arrays(root):
     """As pandas writes a column of NumPy's arrays: no commas."""
     table = [
         {"img": name, "captions": str(np.array(captions_of(name), object))} for name in images()
@@ -166,49 +161,49 @@ def csv_of_arrays(root: Path) -> list[str]:
     return [str(write(root / "set", {**images(), "arrays.csv": as_csv(table)}))]
 
 
-def tsv_named(root: Path) -> list[str]:
+def tsv_named(root):
     write(root / "photos", images())
     write(root, {"table.tsv": as_csv(rows("which", "what"), "\t")})
     named = ["--image", "which", "--caption", "what"]
     return [str(root / "table.tsv"), "--images", str(root / "photos"), *named]
 
 
-def tokens(root: Path) -> list[str]:
+def tokens(root):
     lines = [f"{row['image']}#0\t{row['caption']}" for row in rows()]
     write(root / "photos", images())
     write(root, {"all.token": "\n".join(lines).encode()})
     return [str(root / "all.token"), "--images", str(root / "photos")]
 
 
-def jsonl(root: Path) -> list[str]:
+def jsonl(root):
     write(root, {**images(), "table.jsonl": as_lines(listed())})
     return [str(root / "table.jsonl")]
 
 
-def json_list(root: Path) -> list[str]:
+def json_list(root):
     table = [{"image": name, "caption": captions_of(name)} for name in images()]
     write(root, {**images(), "table.json": json.dumps(table).encode()})
     return [str(root / "table.json")]
 
 
-def json_mapping(root: Path) -> list[str]:
+def json_mapping(root):
     table = {name: captions_of(name) for name in images()}
     write(root, {**images(), "table.json": json.dumps(table).encode()})
     return [str(root / "table.json")]
 
 
-def json_under_a_key(root: Path) -> list[str]:
+def json_under_a_key(root):
     content = json.dumps({"info": {"version": 1}, "annotations": rows()}).encode()
     return [str(write(root / "set", {**images(), "captions.json": content}))]
 
 
-def json_by_column(root: Path) -> list[str]:
+def json_by_column(root):
     """As pandas writes it where it is not told otherwise."""
     columns = {name: {str(n): row[name] for n, row in enumerate(rows())} for name in rows()[0]}
     return [str(write(root / "set", {**images(), "table.json": json.dumps(columns).encode()}))]
 
 
-def parquet_paths(root: Path) -> list[str]:
+def parquet_paths(root):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -217,7 +212,7 @@ def parquet_paths(root: Path) -> list[str]:
     return [str(root / "table.parquet"), "--images", str(root / "photos")]
 
 
-def parquet_bytes(root: Path) -> list[str]:
+def parquet_bytes(root):
     """One row a caption, the bytes again and again."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -229,7 +224,7 @@ def parquet_bytes(root: Path) -> list[str]:
     return [str(root / "set")]
 
 
-def parquet_structs(root: Path) -> list[str]:
+def parquet_structs(root):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -239,26 +234,26 @@ def parquet_structs(root: Path) -> list[str]:
     return [str(root / "set")]
 
 
-def saved(root: Path) -> list[str]:
+def saved(root):
     """A data set that `datasets` saved to disk."""
     datasets_of(structs()).save_to_disk(root / "saved")
     return [str(root / "saved")]
 
 
-def datasets_of(table: list[dict[str, Any]]) -> Any:
+def datasets_of(table):
     import datasets
 
     made = datasets.Dataset.from_list(table)
     return made.cast_column("image", datasets.Image(decode=False))
 
 
-def streamed(root: Path) -> list[str]:
+def streamed(root):
     """The streaming of a data set that lies in a folder."""
     parquet_structs(root)
     return [f"hub:{root / 'set'}"]
 
 
-def img2dataset_tars(root: Path) -> list[str]:
+def img2dataset_tars(root):
     files = sorted(pairs(json_too=True).items())
     (root / "out").mkdir()
     for number in range(2):
@@ -269,28 +264,28 @@ def img2dataset_tars(root: Path) -> list[str]:
     return [str(root / "out")]
 
 
-def img2dataset_files(root: Path) -> list[str]:
+def img2dataset_files(root):
     files = {f"00000/{name}": data for name, data in pairs(json_too=True).items()}
     return [str(write(root / "out", {**files, "00000_stats.json": b"{}"}))]
 
 
-def tar_gz(root: Path) -> list[str]:
+def tar_gz(root):
     files = {f"./photos/{name}": data for name, data in pairs().items()}
     return [str(as_tar(root / "photos.tar.gz", files, "w:gz"))]
 
 
-def zip_of_imagefolder(root: Path) -> list[str]:
+def zip_of_imagefolder(root):
     files = {**images(), "metadata.jsonl": as_lines(listed()), "__MACOSX/._photo 00.jpg": b"x"}
     return [str(as_zip(root / "set.zip", {f"set/{name}": data for name, data in files.items()}))]
 
 
-def unsorted_tar(root: Path) -> list[str]:
+def unsorted_tar(root):
     """All captions behind all images."""
     files = sorted(pairs().items(), key=lambda item: item[0].endswith(".txt"))
     return [str(as_tar(root / "unsorted.tar", dict(files)))]
 
 
-def karpathy(root: Path) -> list[str]:
+def karpathy(root):
     entries = [
         {
             "filename": name,
@@ -305,7 +300,7 @@ def karpathy(root: Path) -> list[str]:
     return [str(root / "dataset_own.json"), "--images", str(root / "photos")]
 
 
-FORMS: list[Callable[[Path], list[str]]] = [
+FORMS = [
     folder,
     imagefolder_jsonl,
     imagefolder_csv,

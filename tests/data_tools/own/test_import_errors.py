@@ -1,7 +1,5 @@
 """What `vlp data import` says of data that it cannot or should not take."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -19,7 +17,7 @@ from vlp.data.shards.shard_reader import ShardIndex
 def refused(tmp_path, capsys):
     """What the command says, which must be one line, for input that it refuses."""
 
-    def say(*arguments: object) -> str:
+    def say(*arguments):
         out = tmp_path / "out"
         command = ["import", *map(str, arguments), "--out", str(out), "--processes", "1"]
         assert main(command) == 2

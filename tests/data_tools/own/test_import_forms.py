@@ -1,19 +1,14 @@
 """Every form that own data comes in, and where its images, captions and splits lie."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_shards import encoded, photo
 from own_forms import (
     COUNT,
     FORMS,
-    Files,
     as_csv,
     as_lines,
     as_tar,
@@ -32,7 +27,6 @@ from data_tools.own.content import SPLITS
 from data_tools.own.tables import texts_in
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain import PretrainData
-from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.shards.tar import readable
 from vlp.data.stream.batch import Inputs, PatchMasking
@@ -49,7 +43,7 @@ def vocabulary(tmp_path_factory):
     return folder
 
 
-def stored(out: Path) -> dict[bytes, tuple[str, Annotation]]:
+def stored(out):
     """The split and annotation of each image in the shards, by the image's bytes."""
     found = {}
     for split in SPLITS:
@@ -87,7 +81,7 @@ def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
     assert printed.count("48 x 32: ") == 3
 
     train = [data for data, (split, _) in found.items() if split == "train"]
-    settings: dict[str, Any] = {
+    settings = {
         "sources": (SourceConfig(path=str(out / "train")),),
         "vocabulary": str(vocabulary),
         "canonical_streams": 1,
@@ -100,7 +94,7 @@ def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
     assert all(batch.valid.all() and not batch.skipped for batch in batches)
 
 
-def imported(place: Path, *options: str) -> list[list[str]]:
+def imported(place, *options):
     """The captions of each image, all of them in train."""
     out = place.parent / "out"
     command = ["import", str(place), "--out", str(out), "--processes", "1"]
@@ -190,7 +184,7 @@ def test_a_caption_ends_where_its_line_does(tmp_path):
     ]
 
 
-def _both() -> Files:
+def _both():
     """Eight images with a JSON and a text beside each."""
     files = {}
     for number in range(8):
@@ -249,7 +243,7 @@ def test_a_byte_that_is_no_text_costs_its_row(name, tmp_path, capsys):
     assert kinds.get(name.partition(".")[2], "") in capsys.readouterr().out
 
 
-def imported_images_inside(out: Path, place: Path, *more: object) -> int:
+def imported_images_inside(out, place, *more):
     options = ["--out", str(out), "--name", "mine", "--processes", "1"]
     return main(["import", str(place), *options, *map(str, more)])
 
@@ -306,7 +300,7 @@ def test_tables_beside_karpathys_json_are_named(tmp_path, capsys):
 ALL_TRAIN = ["--split", "1", "0", "0"]
 
 
-def imported_own_names(place: Path) -> dict[str, Annotation]:
+def imported_own_names(place):
     """The annotation of each key, all of them in train."""
     out = place.parent / "out"
     assert main(["import", str(place), "--out", str(out), "--processes", "1", *ALL_TRAIN]) == 0
@@ -318,7 +312,7 @@ def imported_own_names(place: Path) -> dict[str, Annotation]:
 def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     """Joiners of emoji and of scripts, and a control character; equal keys get a number."""
     names = ["a\u200db", "a\u200cb", "c\x07d", "\U0001f469\u200d\U0001f373"]
-    files: Files = {}
+    files = {}
     for number, name in enumerate(names):
         files[f"{name}.jpg"] = encoded(photo(number))
         files[f"{name}.txt"] = f"picture {number}".encode()
@@ -331,7 +325,7 @@ def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     }
 
 
-def _with_names_that_are_no_text(folder: Path) -> Path:
+def _with_names_that_are_no_text(folder):
     folder.mkdir()
     for number in range(2):
         name = os.fsencode(folder / f"caf{number}") + b"\xe9"
@@ -374,7 +368,7 @@ def command(tmp_path):
 
 
 def test_a_split_that_is_none_is_refused_before_it_is_streamed(command, capsys, monkeypatch):
-    def streamed(*arguments: object) -> Iterator[None]:
+    def streamed(*arguments):
         raise AssertionError
 
     monkeypatch.setattr(forms, "value_image", streamed)

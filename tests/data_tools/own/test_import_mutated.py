@@ -1,7 +1,5 @@
 """Mutated files of every form end in shards or in one line; VLP_FUZZ_IMPORT says how many."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

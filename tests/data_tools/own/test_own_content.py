@@ -1,16 +1,13 @@
 """Own data: splits by content, growth, stamps, and what a second run does."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import Files, as_csv, as_tar, as_zip, captions_of, images, pairs, rows, write
+from own_forms import as_csv, as_tar, as_zip, captions_of, images, pairs, rows, write
 from raw_images import files_of
 from test_import_forms import stored
 
@@ -72,7 +69,7 @@ def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path):
         assert annotation.captions == [*captions_of(name), *extra]
 
 
-def _in_parts(parts: list[str]) -> Files:
+def _in_parts(parts):
     """The image and text number `n` in the folder `parts[n % len(parts)]`."""
     texts = {f"{name.rpartition('.')[0]}.txt": b"a dog" for name in images()}
     return {
@@ -261,24 +258,24 @@ def test_equal_names_in_several_folders(tmp_path):
 SPLITS = ("train", "val", "test")
 
 
-def pictures(numbers: range, folder: str = "") -> Files:
-    files: Files = {}
+def pictures(numbers, folder=""):
+    files = {}
     for number in numbers:
         files[f"{folder}{number:03d}.jpg"] = encoded(photo(number))
         files[f"{folder}{number:03d}.txt"] = f"picture {number}".encode()
     return files
 
 
-def imported(place: Path, *options: str) -> int:
+def imported(place, *options):
     shares = ("--split", "0.5", "0.3", "0.2", "--samples-per-shard", "8")
     return main(["import", str(place), "--out", str(place.parent / "out"), *shares, *options])
 
 
-def shards(out: Path) -> dict[str, bytes]:
+def shards(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.tar")}
 
 
-def sides(out: Path) -> dict[str, str]:
+def sides(out):
     """The split of each key."""
     return {
         sample.key: split
@@ -314,7 +311,7 @@ def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path):
     place, out = write(tmp_path / "mine", pictures(range(40))), tmp_path / "out"
     assert imported(place) == 0
     where = sides(out)
-    files: Files = {}
+    files = {}
     for number in range(40):  # the same pictures in another quality
         files[f"0{number:03d}.jpg"] = encoded(photo(number), quality=60)
         files[f"0{number:03d}.txt"] = b"again"
