@@ -20,13 +20,6 @@ def shards(tmp_path):
     return folder
 
 
-def test_index(shards):
-    written = (shards / "index.npz").read_bytes()
-    (shards / "index.npz").unlink()
-    assert main(["index", str(shards)]) == 0
-    assert (shards / "index.npz").read_bytes() == written
-
-
 def test_vocabulary(shards, tmp_path, capsys):
     (shards / "shard-000002.tar").write_bytes(b"")  # one sample can no longer be read
     arguments = ["vocabulary", "--shards", str(shards), str(shards), "--size", "60"]

@@ -115,15 +115,6 @@ def test_the_number_of_processes_does_not_change_a_byte(places, tmp_path):
     assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
 
 
-def test_run_again_nothing_is_done(places, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    manifest = build(places, out)
-    whole = files_of(out)
-    monkeypatch.setattr(shard_job, "prepare_image", None)
-    assert build(places, out) == manifest
-    assert files_of(out) == whole
-
-
 @pytest.mark.parametrize("stop", [1, 4, 5, 11])
 def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
     build(places, tmp_path / "whole")

@@ -160,12 +160,8 @@ def test_absurd_dimensions_are_refused_by_the_header():
             prepared(data)
 
 
-def prepared_fit_boxes(data):
-    return prepare_image(data, "it", None, 90)
-
-
 def test_boxes_are_scaled_from_the_size_they_were_drawn_on():
-    image = prepared_fit_boxes(raw_image(1, (32, 16)))
+    image = prepared(raw_image(1, (32, 16)))
     near, far = [10, 20, 30, 40], [400, 0, 9, 9]
     annotation = Annotation(
         boxes=[[10, 20, 30, 40]],
@@ -205,7 +201,7 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on():
     ],
 )
 def test_boxes_that_stick_out(box, kind, kept):
-    image = prepared_fit_boxes(raw_image(1))
+    image = prepared(raw_image(1))
     annotation = Annotation(
         boxes=[[1, 1, 2, 2], box],
         expressions=[Expression(id="e7", text="x", box=box)],
@@ -228,7 +224,7 @@ def test_boxes_turn_with_the_image(orientation, drawn_on):
     exif[0x0112] = orientation
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "jpeg", exif=exif, quality=95)
-    image = prepared_fit_boxes(stream.getvalue())
+    image = prepared(stream.getvalue())
     bright = np.argwhere(np.asarray(Image.open(io.BytesIO(image.data)).convert("L")) > 128)
     (top, left), (low, right) = bright.min(axis=0), bright.max(axis=0) + 1
     expected = [left, top, right - left, low - top]

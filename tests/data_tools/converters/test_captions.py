@@ -4,12 +4,12 @@ import io
 import json
 import re
 import zipfile
-from pathlib import Path
 
 import pytest
 from benchmark_files import failures_of, json_of, samples_of, tar_of
 from PIL import Image
 from raw_images import raw_image
+from test_contract import region
 
 from data_tools.__main__ import main
 from vlp.data.schema import captions_of
@@ -91,28 +91,6 @@ def test_what_cannot_be_used(photos, token, tmp_path, capsys):
     assert "none.token: cannot be read" in capsys.readouterr().err
 
 
-def test_real_coco_from_official_files(shared, tmp_path):
-    data = shared / "data" / "coco_mini"
-    files = [str(data / "annotations" / f"captions_{split}2017.json") for split in ("train", "val")]
-    places = [str(path) for path in data.glob("*_short256.tar")]
-    arguments = ["coco", "--annotations", *files, "--images", *places, "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    for split, count, file in (("train2017", 80, files[0]), ("val2017", 79, files[1])):
-        samples = samples_of(tmp_path / split)
-        assert len(samples) == count
-        content = json.loads(Path(file).read_text())
-        assert list(samples) == [image["file_name"][:-4] for image in content["images"]]
-        for image in content["images"]:
-            about = samples[image["file_name"][:-4]].annotation
-            assert (about.source, about.image_id) == ("coco", str(image["id"]))
-            assert (about.model_extra or {})["url"] == image["coco_url"]
-            assert captions_of(about) == [
-                " ".join(row["caption"].split())
-                for row in content["annotations"]
-                if row["image_id"] == image["id"]
-            ]
-
-
 def test_words_of_real_captions_have_the_boxes_that_they_name(shared, tmp_path):
     data = shared / "data" / "coco_mini"
     files = {
@@ -190,33 +168,6 @@ def test_what_cannot_be_asked_for(karpathy, tmp_path, shared, capsys):
     wrong = folder / "instances_val2017.json"
     assert main(["coco", "--annotations", str(wrong), *places]) == 2
     assert "is it the right file?" in capsys.readouterr().err
-
-
-def region(number, phrase, *box):
-    x, y, width, height = box
-    return {
-        "region_id": number, "image_id": 1, "phrase": phrase,
-        "x": x, "y": y, "width": width, "height": height,
-    }  # fmt: skip
-
-
-def test_the_real_layout(shared, tmp_path):
-    path = shared / "data" / "web_formats" / "visual_genome_region_descriptions_schema.json"
-    (tmp_path / "VG_100K").mkdir()
-    (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_image(1, (800, 600)))
-    arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path / "VG_100K")]
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    [(key, sample)] = samples_of(tmp_path / "out").items()
-    about = sample.annotation
-    assert (key, about.source, about.image_id) == ("vg-1", "visual_genome", "1")
-    assert captions_of(about) == ["the clock is green in colour", "shade is along the street"]
-    assert [(one.id, one.text, one.box) for one in about.expressions or []] == [
-        ("1382", "the clock is green in colour", [421, 57, 82, 139]),
-        ("1383", "shade is along the street", [194, 372, 182, 228]),
-    ]
-    # This one does stick out, of the real image of 800 x 600 too.
-    cut = {"box cut at the edge of its image (kept)": ["vg-1/expression 1383"]}
-    assert failures_of(tmp_path / "out") == cut
 
 
 def test_cocos_images_have_cocos_identity(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 from benchmark_files import json_of
 
-from data_tools.converters.category_words import COMMON, PLURALS, CategoryWords
+from data_tools.converters.category_words import CategoryWords
 from vlp.config import ConfigError
 
 NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog"]
@@ -69,10 +69,3 @@ def test_faulty_rows_are_counted_and_other_files_refused(tmp_path):
     assert len(found.boxes(7)) == 1
     with pytest.raises(ConfigError, match="categories"):
         CategoryWords([json_of(tmp_path / "captions.json", {"images": []})], [])
-
-
-def test_common_words_are_those_of_one_category():
-    words = [word for several in COMMON.values() for word in several]
-    assert len(words) == len(set(words))
-    plurals = [word for several in PLURALS.values() for word in several]
-    assert not set(plurals) & {*words, *COMMON}

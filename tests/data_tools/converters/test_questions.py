@@ -6,24 +6,11 @@ from collections import Counter
 
 import pytest
 from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
+from test_contract import answered, asked
 
 from data_tools.__main__ import main
 
 HEADER = {"data_subtype": "val2014"}
-
-
-def asked(number, image, question="what?"):
-    return {"question_id": number, "image_id": image, "question": question}
-
-
-def answered(number, image, *answers):
-    return {
-        "question_id": number,
-        "image_id": image,
-        "answers": [{"answer": text, "answer_confidence": "yes"} for text in answers],
-        "question_type": "what",
-        "answer_type": "other",
-    }
 
 
 def coco_name(image, subset="val2014"):
@@ -34,31 +21,6 @@ def coco_name(image, subset="val2014"):
 def images(tmp_path):
     files = {coco_name(image): photo() for image in (1, 2)}
     return tar_of(tmp_path / "images.tar", files | {"7.jpg": photo(), "8.jpg": photo()})
-
-
-def test_real_official_files(shared, tmp_path):
-    data = shared / "data_tasks" / "vqa_v2" / "sample"
-    arguments = ["vqa", "--questions", str(data / "official_header_questions_3.json")]
-    arguments += ["--annotations", str(data / "official_header_annotations_3.json")]
-    arguments += ["--images", str(data / "coco_images_3.tar"), "--processes", "1"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    [(key, sample)] = samples_of(tmp_path).items()
-    said = said_of(sample)
-    assert (key, said["source"], said["image_id"]) == (
-        "COCO_train2014_000000458752",
-        "coco",
-        "458752",
-    )
-    questions = json.loads((data / "official_header_questions_3.json").read_text())["questions"]
-    rows = json.loads((data / "official_header_annotations_3.json").read_text())["annotations"]
-    for question, row, found in zip(questions, rows, said["questions"], strict=True):
-        assert found["id"] == str(question["question_id"])
-        assert found["question"] == question["question"]
-        counts = Counter(answer["answer"] for answer in row["answers"])
-        assert found["answers"] == [
-            {"answer": text, "count": count} for text, count in counts.items()
-        ]
-    assert failures_of(tmp_path) == {}
 
 
 def test_real_files_without_a_header(shared, tmp_path, capsys):
@@ -149,24 +111,3 @@ def test_visual_genome_beside_vqa(images, tmp_path, capsys):
     }
     assert main(["vqa", "--images", str(images), "--out", str(tmp_path / "no")]) == 2
     assert "give --questions or --visual-genome" in capsys.readouterr().err
-
-
-def test_real_test_set(shared, tmp_path):
-    data = shared / "data_tasks" / "easy_vqa"
-    arguments = ["easy_vqa", "--questions", str(data / "test_questions.json"), "--processes", "1"]
-    arguments += ["--split", "test"]
-    arguments += ["--images", str(data / "test_images.tar.xz"), "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    samples = samples_of(tmp_path)
-    assert len(samples) == 1000
-    rows = json.loads((data / "test_questions.json").read_text())
-    found = {
-        int(question["id"]): [question["question"], question["answers"], said["image_id"]]
-        for said in map(said_of, samples.values())
-        for question in said["questions"]
-    }
-    assert found == {
-        number: [question, [{"answer": answer, "count": 10}], f"test-{image}"]
-        for number, (question, answer, image) in enumerate(rows)
-    }
-    assert failures_of(tmp_path) == {}

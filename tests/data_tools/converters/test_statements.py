@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from benchmark_files import failures_of, lines_of, photo, said_of, samples_of, tar_of
 from PIL import Image
+from test_contract import pair, statement
 
 from data_tools.__main__ import main
 from vlp.data.shards.tar import stored_files
@@ -42,10 +43,6 @@ def test_real_pairs(shared, tmp_path):
 def pixels(data):
     with Image.open(io.BytesIO(data)) as image:
         return np.array(image)
-
-
-def example(identifier, **changes):
-    return {"identifier": identifier, "sentence": "a yellow box", "label": "true"} | changes
 
 
 def boxes_image(values):
@@ -100,7 +97,7 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path):
         "images/dev/3/dev-1-0-3.png": boxes_image((1, 2, 3)),
     }
     tar = tar_of(tmp_path / "images.tar", files)
-    annotations = lines_of(tmp_path / "dev.json", [example("1-0", directory="3")])
+    annotations = lines_of(tmp_path / "dev.json", [statement("1-0", directory="3")])
     arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "dev", "--permutations"]
     arguments += ["6", "--images", str(tar), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert main(arguments) == 0
@@ -113,43 +110,12 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path):
     ]  # fmt: skip
 
 
-def pair(identifier, **changes):
-    row = {"Flickr30K_ID": "7", "pairID": identifier, "sentence1": "p", "sentence2": "h"}
-    return row | {"gold_label": "neutral", "captionID": "7.jpg#0"} | changes
-
-
 @pytest.fixture
 def images(tmp_path):
     folder = tmp_path / "flickr30k-images"
     folder.mkdir()
     (folder / "7.jpg").write_bytes(photo())
     return folder
-
-
-def test_real_rows_in_the_original_schema(shared, tmp_path):
-    data = shared / "data_tasks" / "snli_ve"
-    annotations = data / "original_schema_pairs.jsonl"
-    arguments = ["snli_ve", "--annotations", str(annotations), "--processes", "1"]
-    arguments += ["--images", str(data / "images_original_schema_pairs.tar")]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    rows = [json.loads(line) for line in annotations.read_text().splitlines()]
-    samples = samples_of(tmp_path)
-    assert [said_of(sample) for sample in samples.values()] == [
-        {
-            "version": 1,
-            "source": "flickr30k",
-            "image_id": row["Flickr30K_ID"],
-            "premise": row["sentence1"],
-            "hypothesis": row["sentence2"],
-            "label": row["gold_label"],
-            "pairID": row["pairID"],
-            "captionID": row["captionID"],
-        }
-        for row in rows
-    ]
-    assert next(iter(samples)) == "2248275918_jpg_2r1c"
-    assert len({sample.image for sample in samples.values()}) == 2
-    assert failures_of(tmp_path) == {}
 
 
 def test_nothing_to_convert(images, tmp_path, capsys):
