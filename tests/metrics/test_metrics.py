@@ -9,18 +9,6 @@ from scipy import stats
 from vlp.metrics import bootstrap_means, chance_recall, percentile_interval, pessimistic_ranks
 
 
-def test_means_equal_a_plain_loop_over_the_same_draws():
-    generator = np.random.default_rng(3)
-    weights = generator.integers(1, 6, size=(9, 2)).astype(float)
-    values = weights * generator.random((9, 2))
-    means = bootstrap_means(values, weights, resamples=20, seed=5)
-    rng_for = np.random.default_rng(5)
-    for row in means:
-        chosen = rng_for.integers(9, size=9)
-        total = sum(values[c] for c in chosen) / sum(weights[c] for c in chosen)
-        np.testing.assert_allclose(row, total)
-
-
 def test_a_resample_without_queries_keeps_the_overall_mean():
     values, weights = np.array([[1.0], [0.0]]), np.array([[2.0], [0.0]])
     assert set(bootstrap_means(values, weights, resamples=50).ravel()) == {0.5}

@@ -142,14 +142,10 @@ def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, 
         crossed = task.model.cross(
             task.model.encode_image(pixels), task.model.encode_text(*words), need_image=False
         )
-        likely = answer_likelihood(
-            task.decoder,
-            task.decoder.remember(crossed.text, words.attention_mask),
-            task.answer_text([answer]).text_ids,
-            task.model.text_encoder.embedding,
-            task.text.pad_id,
-        ).log_probability
-    assert math.log(share) == pytest.approx(float(likely), abs=1e-4)
+        memory = task.decoder.remember(crossed.text, words.attention_mask)
+        ids, embedding = task.answer_text([answer]).text_ids, task.model.text_encoder.embedding
+        likelihood = answer_likelihood(task.decoder, memory, ids, embedding, task.text.pad_id)
+    assert math.log(share) == pytest.approx(float(likelihood.log_probability), abs=1e-4)
 
 
 def test_captions_and_matches_of_files(folders, files):
@@ -191,9 +187,8 @@ def test_what_cannot_be_predicted_is_one_line(
     folders, files, tmp_path, capsys, monkeypatch, kind, options, message
 ):
     monkeypatch.chdir(tmp_path)
-    scene = Annotation(
-        hypothesis="a red circle", questions=[question("scenes-1-what", "what is it?", {})]
-    )
+    asked = [question("scenes-1-what", "what is it?", {})]
+    scene = Annotation(hypothesis="a red circle", questions=asked)
     annotated_shards(tmp_path / "unnumbered", [scene], IMAGE)
     model = folders.get(kind, "./nowhere")
     assert main(["predict", "--model", model, *options.split()]) == 2
