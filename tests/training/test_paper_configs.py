@@ -6,7 +6,7 @@ import pytest
 
 from evaluation.ablations.config import AblationConfig, ResultsConfig
 from evaluation.ablations.grid import check, plan
-from vlp.config import ConfigError, load_config
+from vlp.config import load_config
 from vlp.objectives.loss import require_whole_groups
 from vlp.training.config import FinetuneConfig, PretrainConfig
 
@@ -141,34 +141,6 @@ def test_world_sizes_are_those_that_no_rule_refuses():
     assert config.world_sizes() == able == [1, 2, 3, 6]
     chunked = config.training.model_copy(update={"grad_cache": 32})
     assert config.model_copy(update={"training": chunked}).world_sizes() == [6]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        (4, "group 8 does not divide a rank's 36 samples .*; 3 or 6 can"),
-        (5, "batch 144 cannot be shared equally by 5 ranks; 3 or 6 can"),
-        (144, "; 6 can"),
-    ],
-)
-def test_the_nearest_numbers_of_ranks_are_named(ranks, message):
-    objectives = {"itm": {"group": 8}, "contrastive": {"token": {"group": 6}}}
-    base = {"objectives": objectives, "data": {"sources": ["none"], "canonical_streams": 24}}
-    config = PretrainConfig.model_validate(base | {"training": {"batch": 144}})
-    with pytest.raises(ConfigError, match=message):
-        config.require_world_size(ranks)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"evaluate_every": 2}, "evaluate_every needs .*validation"),
-        ({"timeout": float("inf")}, "finite"),
-    ],
-)
-def test_a_training_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        PretrainConfig.model_validate({"data": {"sources": ["none"]}, "training": changes})
 
 
 @pytest.mark.parametrize(("given", "read"), [(True, "blocks"), (False, "none"), (2, 2)])
