@@ -1,5 +1,8 @@
 """Small folders of shards with images that can be told apart."""
 
+import time
+import tracemalloc
+from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
@@ -73,3 +76,19 @@ def vocabulary(tmp_path_factory):
     captions = [caption(number, which) for number in range(64) for which in range(2)]
     TextProcessor(train_wordpiece(captions, 90), 12).save(folder)
     return folder
+
+
+@pytest.fixture
+def within():
+    @contextmanager
+    def limit(seconds, peak):
+        tracemalloc.start()
+        started = time.process_time()
+        yield
+        took = time.process_time() - started
+        _, memory = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert took < seconds
+        assert memory < peak
+
+    return limit

@@ -52,6 +52,17 @@ def assert_same(one, other):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def original(server, number):
+    return (server.folder / file_of(server, number).name).read_bytes()
+
+
 def room_for(server, *numbers):
     return sum(file_of(server, number).bytes for number in numbers)
 
@@ -129,10 +140,8 @@ def test_the_unused_for_longest_goes_first_and_none_in_use(server, tmp_path, mon
     assert cache.used() <= cache.limit
     # A reader that is asked for room closes what it holds.
     cache.when_full(lambda: os.close(more.pop()) if more else None)
-    assert (
-        content(cache.open(file_of(server, 3))) == (server.folder / "shard-000003.tar").read_bytes()
-    )
-    assert content(in_use) == (server.folder / "shard-000002.tar").read_bytes()
+    assert content(cache.open(file_of(server, 3))) == original(server, 3)
+    assert content(in_use) == original(server, 2)
 
 
 def test_files_of_others_in_the_folder_stay(server, tmp_path):
@@ -304,11 +313,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(server, tmp_path):
     server.stalls[file.name] = 1
     command = [sys.executable, "-c", KILLED, server.url, file.name, str(file.bytes), str(folder)]
     child = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
-    while not any(part.stat().st_size for part in folder.glob("*/*.part")):
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: any(part.stat().st_size for part in folder.glob("*/*.part")))
     child.send_signal(signal.SIGKILL)
     child.wait()
     server.go.set()
@@ -317,7 +322,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(server, tmp_path):
     [part] = folder.glob("*/*.part")
     assert 0 < part.stat().st_size < file.bytes
     assert cache.used() == file.bytes  # counted in full, as if it were going on
-    assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
+    assert content(cache.open(file)) == original(server, 1)
     assert not part.exists()
 
 
@@ -338,7 +343,7 @@ def test_a_file_cut_off_on_the_disk_is_fetched_again(server, tmp_path):
     cache, file = ShardCache(tmp_path / "cache", MB), file_of(server, 0)
     os.close(cache.open(file))
     os.truncate(cache.folder / file.path, 100)
-    assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
+    assert content(cache.open(file)) == original(server, 0)
     assert server.asked[file.name] == 2
 
 
@@ -364,10 +369,7 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
     server.fails["shard-000001.tar"] = 1000
     for number in (3, 1, 4):
         index.prefetch(number)
-    deadline = time.monotonic() + 30
-    while held(cache) != [3, 4]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: held(cache) == [3, 4])
     assert index.read(3, 0).key == "shards_0015"
     with pytest.raises(BadSample, match="missing shard"):
         index.read(1, 0)
@@ -384,10 +386,8 @@ def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     index = ShardIndex.open(server.url, cache)
     assert index.read(0, 1).key == "shards_0001"
-    deadline = time.monotonic() + 30
-    while not list(cache.folder.glob(f"*/{rows.name}.unknown.{rows.stat().st_size}")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    name = f"{rows.name}.unknown.{rows.stat().st_size}"
+    wait_until(lambda: list(cache.folder.glob(f"*/{name}")))
     scanned = len(index._scans)
     assert [index.read(shard, 2).key for shard in (3, 4)] == ["shards_0017", "shards_0022"]
     assert len(index._scans) == scanned
@@ -565,15 +565,10 @@ def test_what_somebody_fetches_keeps_no_other_shard_waiting(make_shards, tmp_pat
         cache = ShardCache(tmp_path / "cache", MB)
         reading = threading.Thread(target=lambda: content(cache.open(slow)), daemon=True)
         reading.start()
-        deadline = time.monotonic() + 20
-        while not server.asked[slow.name]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: server.asked[slow.name])
         for file in (*[slow] * 5, *others):
             cache.prefetch(file)
-        while not all(map(cache.holds, others)):
-            assert time.monotonic() < deadline, "they wait for the first one"
-            time.sleep(0.01)
+        wait_until(lambda: all(map(cache.holds, others)))
         assert not cache.holds(slow)
         server.go.set()
         reading.join(20)
