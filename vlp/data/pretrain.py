@@ -196,7 +196,7 @@ class CaptionedSamples(Dataset[Slot]):
 
     def _levels(
         self,
-        place: tuple[int, int, int],
+        index: tuple[int, int, int],
         image: JpegImage,
         caption: str,
         where: str,
@@ -206,7 +206,7 @@ class CaptionedSamples(Dataset[Slot]):
         if self.features is None:
             return self.transform.prepare(image, rng("augment"), caption)
         # Stored features replace the pixels; their views were augmented when they were written.
-        source, shard, sample = place
+        source, shard, sample = index
         stored = self.features[source]
         views = stored.views(shard, sample, not mentions_side(caption), where)
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))

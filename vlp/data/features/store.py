@@ -93,9 +93,9 @@ class FeatureHeader(_HeaderPart):
             ) from error
         except ValidationError as error:
             problem = error.errors()[0]
-            place = "".join(f"{part}: " for part in problem["loc"])
+            field = "".join(f"{part}: " for part in problem["loc"])
             raise ConfigError(
-                f"{path}: no header of features ({place}{problem['msg']}); delete the folder and "
+                f"{path}: no header of features ({field}{problem['msg']}); delete the folder and "
                 f"make it again with: {MAKE}"
             ) from error
 

@@ -130,16 +130,16 @@ def _affine(
     """Take (x, y) from (a x + b y + c, d x + e y + f), bilinear; in pixels."""
     height, width = levels.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
-    places = torch.empty(1, height, width, 2)
+    grid = torch.empty(1, height, width, 2)
     for axis, (by_x, by_y, fixed), size in ((0, across, width), (1, down, height)):
         # grid_sample counts from -1 to 1 over the image.
         torch.add(
             x * (2 * by_x / size),
             y * (2 * by_y / size) + (2 * fixed / size - 1),
-            out=places[0, ..., axis],
+            out=grid[0, ..., axis],
         )
     centred = (levels - _FILL)[None]  # what lies outside counts as zero
-    return grid_sample(centred, places, align_corners=False)[0].add_(_FILL)
+    return grid_sample(centred, grid, align_corners=False)[0].add_(_FILL)
 
 
 OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (

@@ -233,8 +233,8 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
             annotation = annotation.model_copy(update={"label": value})
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        reason = f"{place} {problem['msg']}".strip()
+        field = ".".join(str(part) for part in problem["loc"])
+        reason = f"{field} {problem['msg']}".strip()
         raise BadSample("bad annotation", f"{where}.json: {reason}") from error
     except UnicodeDecodeError as error:
         raise BadSample("bad annotation", f"{where}.txt: not UTF-8") from error

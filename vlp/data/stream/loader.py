@@ -208,12 +208,12 @@ class OrderedData:
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Return the number of global batches from `samples_consumed` to the end of `epochs`."""
-        now, _ = self.sampler.locate(samples_consumed)
-        if now >= epochs:
+        current, _ = self.sampler.locate(samples_consumed)
+        if current >= epochs:
             return 0
         steps = self.sampler.steps(samples_consumed, self.batch)
-        left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
-        return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
+        left = sum(1 for _ in takewhile(lambda step: step.epoch == current, steps))
+        return left + sum(map(self.batches_in_epoch, range(current + 1, epochs)))
 
     def batches(
         self,

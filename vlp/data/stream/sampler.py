@@ -26,7 +26,7 @@ class Pool(NamedTuple):
 
 
 class Element(NamedTuple):
-    """A place in a shard, and the number of earlier passes over its source (`visit`)."""
+    """A position in a shard, and the number of earlier passes over its source (`visit`)."""
 
     source: int
     shard: int
@@ -64,7 +64,7 @@ def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
 
 
 class TrainingSampler:
-    """Places of the elements of every epoch, computed lazily.
+    """Positions of the elements of every epoch, computed lazily.
 
     A pool of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements to epoch e, from
     where the epoch before stopped. The number of ranks divides `streams`; `window` is in elements.
@@ -83,7 +83,7 @@ class TrainingSampler:
         self._epochs: LRUCache[EpochLayout] = LRUCache(2)
         # Each stream's window of the moment, by (epoch, number): streams go forward.
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
-        self._place_type = np.min_scalar_type(window)
+        self._position_type = np.min_scalar_type(window)
 
     @property
     def prefetch_window(self) -> int:
@@ -151,12 +151,12 @@ class TrainingSampler:
         per_stream = self._per_stream(size)
         streams = self._streams_of_rank(rank, world_size)
         bounds = self._bounds(epoch, streams)
-        places = np.full((len(streams), per_stream), -1)
-        for row, stream, first, length in zip(places, streams, bounds, np.diff(bounds).tolist()):
+        positions = np.full((len(streams), per_stream), -1)
+        for row, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
             stop = min(start + per_stream, length)
             row[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
-        filled = places >= 0
-        elements = iter(self._epoch(epoch).elements(places[filled]))
+        filled = positions >= 0
+        elements = iter(self._epoch(epoch).elements(positions[filled]))
         return [next(elements) if full else None for full in filled.ravel()]
 
     def shards_of_window(
@@ -194,7 +194,7 @@ class TrainingSampler:
         return numbers * self.samples_in_epoch(epoch) // self.streams
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return the places in the stream at `start` to `stop` of its shuffled order."""
+        """Return the positions in the stream at `start` to `stop` of its shuffled order."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
             number, inside = divmod(start, self.window)
@@ -209,7 +209,7 @@ class TrainingSampler:
         key, permutation = self._windows.get(stream, (None, None))
         if key != (epoch, number) or permutation is None:
             rng = make_rng(self.seed, epoch, stream, f"window {number}")
-            permutation = rng.permutation(size).astype(self._place_type)
+            permutation = rng.permutation(size).astype(self._position_type)
             self._windows[stream] = (epoch, number), permutation
         return permutation
 
@@ -290,7 +290,7 @@ class EpochLayout:
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return source and shard of the chunks that lie between two places of the row."""
+        """Return source and shard of the chunks that lie between two positions of the row."""
         if start >= stop:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
@@ -301,11 +301,11 @@ class EpochLayout:
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         return self._ends[first:last] - self._chunks[4][first:last]
 
-    def elements(self, places: np.ndarray) -> list[Element]:
-        """Return the elements at places of the row that the chunks form one after another."""
-        numbers = np.searchsorted(self._ends, places, side="right")
+    def elements(self, positions: np.ndarray) -> list[Element]:
+        """Return the elements at positions of the row that the chunks form one after another."""
+        numbers = np.searchsorted(self._ends, positions, side="right")
         source, shard, first, visit, length = (row[numbers] for row in self._chunks)
-        position = first + places - (self._ends[numbers] - length)
+        position = first + positions - (self._ends[numbers] - length)
         columns = np.stack([source, shard, position, visit], axis=1)
         return [Element(*row) for row in columns.tolist()]
 
@@ -316,7 +316,7 @@ _BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
 class _Timeline(NamedTuple):
     """The chunks of a stream, and the number of elements of each chunk by block."""
 
-    starts: np.ndarray  # place of each chunk's first element; at the end, the stream's length
+    starts: np.ndarray  # position of each chunk's first element; at the end, the stream's length
     first_blocks: np.ndarray  # block in which each chunk's first element may come
     cumulative: list[np.ndarray]  # elements of each chunk up to the end of each of these blocks
     ends: np.ndarray  # elements of the stream up to the end of each block
@@ -375,7 +375,7 @@ class SlidingSampler(TrainingSampler):
         return EpochLayout(pieces[:, np.lexsort((mixed, np.searchsorted(bounds, cuts)))])
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return the places in the stream at `start` to `stop` of its shuffled order."""
+        """Return the positions in the stream at `start` to `stop` of its shuffled order."""
         timeline = self._timeline(epoch, stream)
         parts = [np.empty(0, dtype=np.int64)]
         for block in _blocks(timeline, start, stop):
@@ -408,16 +408,16 @@ class SlidingSampler(TrainingSampler):
         return _Timeline(starts, first_blocks, cumulative, np.cumsum(counts))
 
     def _block(self, epoch: int, stream: int, block: int) -> np.ndarray:
-        """Return the places in the stream of a block, in shuffled order."""
+        """Return the positions in the stream of a block, in shuffled order."""
         cached = self._windows.get(stream)
         if cached is None or cached[0] != (epoch, block):
-            places = self._shuffle_block(epoch, stream, block)
-            cached = self._windows[stream] = (epoch, block), places
+            positions = self._shuffle_block(epoch, stream, block)
+            cached = self._windows[stream] = (epoch, block), positions
         return cached[1]
 
     def _shuffle_block(self, epoch: int, stream: int, block: int) -> np.ndarray:
         timeline = self._timeline(epoch, stream)
-        times, places = [np.empty(0)], [np.empty(0, dtype=np.int64)]
+        times, positions = [np.empty(0)], [np.empty(0, dtype=np.int64)]
         for chunk in _open_chunks(timeline, block):
             row = block - int(timeline.first_blocks[chunk])
             counts = timeline.cumulative[chunk]
@@ -426,8 +426,8 @@ class SlidingSampler(TrainingSampler):
             order = rng.permutation(int(counts[-1]))[start:stop]
             within = rng.random(int(counts[-1]))[start:stop]
             times.append((np.arange(stop - start) + within) / max(1, stop - start))
-            places.append(timeline.starts[chunk] + order)
-        return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
+            positions.append(timeline.starts[chunk] + order)
+        return np.concatenate(positions)[np.argsort(np.concatenate(times), kind="stable")]
 
 
 def _blocks(timeline: _Timeline, start: int, stop: int) -> range:

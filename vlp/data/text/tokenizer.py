@@ -102,8 +102,8 @@ class TextProcessor:
 
     def count_cut(self, texts: Sequence[str]) -> int:
         """Count the texts that exceed `max_tokens`."""
-        whole = self._plain.encode_batch(list(texts))
-        return sum(len(encoding.ids) > self.max_tokens for encoding in whole)
+        encodings = self._plain.encode_batch(list(texts))
+        return sum(len(encoding.ids) > self.max_tokens for encoding in encodings)
 
     def words(self, text: str) -> list[str]:
         """Return a caption's word pieces as in its ids, with special tokens, without padding."""
