@@ -30,7 +30,7 @@ from vlp.data.features.store import (
     is_whole,
     shards_sha256,
 )
-from vlp.data.image.decode import JpegImage, levels_of
+from vlp.data.image.decode import JpegImage, pil_to_tensor
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.index import npy_header
 from vlp.data.shards.remote import ShardCache, is_url
@@ -161,7 +161,7 @@ class ViewBlocks(Dataset[Views]):
         raw = index.read(block.shard, sample)
         shard = index.shards[block.shard].name
         image = JpegImage(raw.image, raw.where)
-        levels = [levels_of(self._transform.preprocessing.squash(image.image()))]
+        levels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
         flipped = []
         name = f"{header.sources[block.source].index}:{shard}:{sample}"
         for view in range(1, header.views):

@@ -70,7 +70,7 @@ class Slot(NamedTuple):
     """One row of a `Batch` with its element."""
 
     # (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
-    levels: Tensor | None
+    pixels: Tensor | None
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
@@ -140,13 +140,13 @@ class CaptionedSamples(Dataset[Slot]):
         try:
             if isinstance(raw, BadSample):
                 raise raw
-            slot, levels = self._prepare_slot(epoch, element, raw)
+            slot, load_pixels = self._prepare_slot(epoch, element, raw)
         except BadSample as bad:
             return partial(self._empty_slot, SkippedSample(bad.kind, bad.where))
 
         def finish() -> Slot:
             try:
-                return slot._replace(levels=levels())
+                return slot._replace(pixels=load_pixels())
             except BadSample as bad:
                 return self._empty_slot(SkippedSample(bad.kind, bad.where))
 
@@ -155,7 +155,7 @@ class CaptionedSamples(Dataset[Slot]):
     def _prepare_slot(
         self, epoch: int, element: Element, raw: RawSample | None
     ) -> tuple[Slot, Callable[[], Tensor]]:
-        """Return a slot and a function that decodes its levels; both raise BadSample."""
+        """Return a slot and a function that decodes its pixels; both raise BadSample."""
         source, shard, _, visit = element
         sample, caption_number = self._sample(element)
         if raw is None:
@@ -176,9 +176,9 @@ class CaptionedSamples(Dataset[Slot]):
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
-        levels = self._levels((source, shard, sample), image, caption, raw.where, rng)
+        load_pixels = self._pixel_loader((source, shard, sample), image, caption, raw.where, rng)
         slot = Slot(
-            levels=None,
+            pixels=None,
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=words,
@@ -192,9 +192,9 @@ class CaptionedSamples(Dataset[Slot]):
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
             caption_id=identity("caption", normalised_caption(caption)),
         )
-        return slot, levels
+        return slot, load_pixels
 
-    def _levels(
+    def _pixel_loader(
         self,
         index: tuple[int, int, int],
         image: JpegImage,
@@ -202,7 +202,7 @@ class CaptionedSamples(Dataset[Slot]):
         where: str,
         rng: Callable[[str], np.random.Generator],
     ) -> Callable[[], Tensor]:
-        """Make all choices and return a function that gives the levels or stored features."""
+        """Make all choices and return a function that gives the pixels or stored features."""
         if self.features is None:
             return self.transform.prepare(image, rng("augment"), caption)
         # Stored features replace the pixels; their views were augmented when they were written.
@@ -272,7 +272,7 @@ class CaptionedSamples(Dataset[Slot]):
         tokens = self.text([""])
         ids = tokens.text_ids[0]
         return Slot(
-            levels=None,
+            pixels=None,
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=tokens.word_mask[0],
@@ -310,7 +310,7 @@ class CaptionedSamples(Dataset[Slot]):
     def _pixels(self, slots: Sequence[Slot]) -> Tensor:
         pixels = _empty_tensor((len(slots), *self._blank.shape), self._blank.dtype)
         for slot, row in zip(slots, pixels):
-            row.copy_(self._blank if slot.levels is None else slot.levels)
+            row.copy_(self._blank if slot.pixels is None else slot.pixels)
         return pixels
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import JpegImage, decode_image, levels_of
+from vlp.data.image.decode import JpegImage, decode_image, pil_to_tensor
 from vlp.data.limits import Limits, limits, set_limits
 from vlp.data.shards.sample_files import BadSample
 
@@ -38,11 +38,11 @@ def fully(data):
 
 
 def for_training(data):
-    return JpegImage(data, "x").levels().numpy().tobytes()
+    return JpegImage(data, "x").decode().numpy().tobytes()
 
 
 def reduced(data):
-    return JpegImage(data, "x").levels((1, 1)).numpy().tobytes()
+    return JpegImage(data, "x").decode((1, 1)).numpy().tobytes()
 
 
 def kind_of(data, decode=fully):
@@ -319,7 +319,7 @@ def test_what_is_merely_unusual_decodes(data):
     expected = Image.open(BytesIO(data))
     assert decode_image(data, "x").size == expected.size
     assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
-    assert JpegImage(data, "x").levels().shape[1:] == expected.size[::-1]
+    assert JpegImage(data, "x").decode().shape[1:] == expected.size[::-1]
 
 
 def test_pixels_are_a_key(monkeypatch):
@@ -363,17 +363,17 @@ def test_limits_come_from_the_environment(monkeypatch):
 def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
     image = smooth(91, 67).convert(mode)
     data = saved(image, "jpeg", subsampling=subsampling, progressive=progressive, quality=80)
-    found = JpegImage(data, "x").levels()
+    found = JpegImage(data, "x").decode()
     assert found.dtype == torch.uint8
-    assert torch.equal(found, levels_of(decode_image(data, "x")))
+    assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
 def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
     data = saved(smooth(), kind)
     for least in ((0, 0), (5, 5)):
-        found = JpegImage(data, "x").levels(least)
-        assert torch.equal(found, levels_of(decode_image(data, "x")))
+        found = JpegImage(data, "x").decode(least)
+        assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -387,9 +387,9 @@ def test_size_and_levels_are_of_the_upright_image(orientation):
     assert jpeg.image().tobytes() == upright.tobytes()
     for least in ((0, 0), (4, 4)):
         width, height = upright.size
-        rows, columns = jpeg.levels(least).shape[1:]
+        rows, columns = jpeg.decode(least).shape[1:]
         assert columns / rows == pytest.approx(width / height, rel=0.1)
-    assert torch.equal(jpeg.levels(), levels_of(upright))
+    assert torch.equal(jpeg.decode(), pil_to_tensor(upright))
 
 
 @settings(max_examples=60, deadline=None)
@@ -397,7 +397,7 @@ def test_size_and_levels_are_of_the_upright_image(orientation):
 def test_a_reduced_image_is_never_smaller_than_asked(width, height, across, down):
     least = max(1, int(across * width)), max(1, int(down * height))
     jpeg = JpegImage(saved(smooth(width, height), "jpeg"), "x")
-    rows, columns = jpeg.levels(least).shape[1:]
+    rows, columns = jpeg.decode(least).shape[1:]
     assert columns >= min(least[0], width)
     assert rows >= min(least[1], height)
     assert (columns, rows) in {
@@ -412,7 +412,7 @@ def test_a_reduced_image_is_the_image():
     image = smooth(400, 320)
     jpeg = JpegImage(saved(image, "jpeg", quality=95), "x")
     for size in ((200, 160), (100, 80), (50, 40)):
-        found = jpeg.levels(size).permute(1, 2, 0).numpy()
+        found = jpeg.decode(size).permute(1, 2, 0).numpy()
         expected = np.array(image.resize(size, Image.Resampling.BOX))
         assert found.shape == expected.shape
         assert np.abs(found.astype(int) - expected).mean() < 2
@@ -433,5 +433,5 @@ def test_damaged_images_are_refused_where_pillow_refuses_them(seed):
         except BadSample as bad:
             return bad.kind
 
-    expected = outcome(lambda: levels_of(decode_image(bytes(data), "x")))
-    assert outcome(lambda: JpegImage(bytes(data), "x").levels()) == expected
+    expected = outcome(lambda: pil_to_tensor(decode_image(bytes(data), "x")))
+    assert outcome(lambda: JpegImage(bytes(data), "x").decode()) == expected

@@ -139,7 +139,7 @@ def test_a_crop_is_resized_as_pillow_does():
     for image in (photo(*size), Image.fromarray(noise)):
         for seed in range(10):
             box = random_crop(*size, config.crop_scale, np.random.default_rng(seed))
-            found = train.levels(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
+            found = train.augment(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
             expected = np.array(image.crop(box).resize((48, 48), Image.Resampling.BICUBIC))
             difference = np.abs(found.astype(int) - expected)
             assert difference.mean() < 0.35
@@ -170,7 +170,7 @@ def test_a_reduced_image_shows_the_same_crop():
         full = config.model_copy(update={"quick_decode": False})
         for seed in range(8):
             small, large = (
-                TrainTransform(how, Preprocessing(64)).levels(
+                TrainTransform(how, Preprocessing(64)).augment(
                     encoded, np.random.default_rng(seed), "x"
                 )
                 for how in (config, full)

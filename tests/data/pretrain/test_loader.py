@@ -231,7 +231,7 @@ def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
             raw = ShardIndex.open(folder).read(0, request.element.position)
             rng = make_rng(5, 0, f"0:0:{request.element.position}:None:0", "augment")
             image = Image.open(io.BytesIO(raw.image))
-            levels = samples.transform.levels(image, rng, captions_of(raw.annotation)[0])
+            levels = samples.transform.augment(image, rng, captions_of(raw.annotation)[0])
             assert torch.equal(together.pixels[row], levels)
 
 

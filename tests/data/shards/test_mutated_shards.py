@@ -61,14 +61,14 @@ def outcomes(data):
     found = Counter()
     for shard, slot in slots(data):
         assert slot.valid == (slot.skip is None)
-        assert slot.levels is None or slot.levels.isfinite().all()
+        assert slot.pixels is None or slot.pixels.isfinite().all()
         if slot.skip is None:
             found["good"] += 1
             continue
         assert slot.skip.kind in KINDS, slot.skip
         assert shard in slot.skip.where
         assert slot.skip.where.encode()  # can be printed and written
-        assert slot.levels is None
+        assert slot.pixels is None
         found[slot.skip.kind] += 1
     return found
 

@@ -212,15 +212,15 @@ class JpegImage:
         """Decode with `decode_image`."""
         return decode_image(self._data, self._where)
 
-    def levels(self, min_size: tuple[int, int] | None = None) -> Tensor:
-        """Decode to levels (3, height, width) uint8.
+    def decode(self, min_size: tuple[int, int] | None = None) -> Tensor:
+        """Decode to a tensor (3, height, width) uint8.
 
         With `min_size` (width, height) a JPEG comes by faster transforms at the smallest of 1/2,
         3/8, 1/4 or 1/8 of its size that covers it.
         """
         if self._plain:
             try:
-                # The levels of Pillow's decoder, without its fourth byte per pixel and its copies.
+                # The pixels of Pillow's decoder, without its fourth byte per pixel and its copies.
                 # The faster transforms are 1 level off on average, 3 once the image is resized.
                 # From a factor of 2 on, reduced decoding also saves time.
                 quick = min_size is not None
@@ -238,11 +238,11 @@ class JpegImage:
                 return torch.from_numpy(data).permute(2, 0, 1)
             except ValueError:
                 pass  # damaged somewhere: Pillow decides whether it is bad
-        return levels_of(self.image())
+        return pil_to_tensor(self.image())
 
 
-def levels_of(image: Image.Image) -> Tensor:
-    """Return an RGB image's levels, (3, height, width) uint8."""
+def pil_to_tensor(image: Image.Image) -> Tensor:
+    """Return an RGB image as a tensor (3, height, width) uint8."""
     import torch  # takes a second; data tools read images without it
 
     return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)

@@ -17,7 +17,7 @@ from torch.nn.functional import fold, grid_sample, interpolate, unfold
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.decode import JpegImage, as_image, levels_of, upright_rgb
+from vlp.data.image.decode import JpegImage, as_image, pil_to_tensor, upright_rgb
 from vlp.io import parse_json, write_json
 
 # ALBEF shifts by at most 10 px of 256.
@@ -29,106 +29,106 @@ _FILL = 128.0
 
 # --- RandAugment without operations that change hue, because captions name colours ---
 # torchvision and timm stretch and clip channels one by one, which changes hue. Images are float32
-# levels (3, height, width) in 0..255, so that sums and rotations are not rounded.
+# values (3, height, width) in 0..255, so that sums and rotations are not rounded.
 
 # ALBEF's RandAugment(2, 7): operations for each image, and their magnitude of 10.
 _COUNT, _MAGNITUDE = 2, 7
 
 
-def randaugment(levels: Tensor, rng: np.random.Generator) -> Tensor:
+def randaugment(image: Tensor, rng: np.random.Generator) -> Tensor:
     """Apply operations picked with replacement, of random signs, to (3, height, width) float32."""
     for _ in range(_COUNT):
         operation = OPERATIONS[int(rng.integers(len(OPERATIONS)))]
         sign = 1 if rng.random() < 0.5 else -1
-        levels = operation(levels, _MAGNITUDE / 10, sign)
-    return levels
+        image = operation(image, _MAGNITUDE / 10, sign)
+    return image
 
 
-def _identity(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return levels
+def _identity(image: Tensor, strength: float, sign: int) -> Tensor:
+    return image
 
 
-def _autocontrast(levels: Tensor, strength: float, sign: int) -> Tensor:
+def _autocontrast(image: Tensor, strength: float, sign: int) -> Tensor:
     # One stretch for all channels, from the darkest to the brightest value of any: stretched one by
     # one, or past 255, they would change hue.
-    low, high = map(float, levels.aminmax())
-    return levels if low == high else (levels - low).mul_(255 / (high - low))
+    low, high = map(float, image.aminmax())
+    return image if low == high else (image - low).mul_(255 / (high - low))
 
 
-def _equalize(levels: Tensor, strength: float, sign: int) -> Tensor:
+def _equalize(image: Tensor, strength: float, sign: int) -> Tensor:
     # On the value of HSV alone. All channels times one factor keep hue and saturation.
-    value = levels.amax(0)
+    value = image.amax(0)
     numbers = value.round().int().view(-1)
     counts = torch.bincount(numbers, minlength=256)
     step = (len(numbers) - int(counts[counts.nonzero()[-1]])) // 255
     if step == 0:
-        return levels
+        return image
     below = counts.cumsum(0) - counts
     table = ((below + step // 2) // step).clamp(max=255).float()
-    return levels * (table.index_select(0, numbers).view_as(value) / value.clamp(min=1))
+    return image * (table.index_select(0, numbers).view_as(value) / value.clamp(min=1))
 
 
-def _brightness(levels: Tensor, strength: float, sign: int) -> Tensor:
+def _brightness(image: Tensor, strength: float, sign: int) -> Tensor:
     # On the value alone, up to 255: RGB scaled past 255 turns orange into yellow.
-    return levels * (255 / levels.amax(0)).clamp(max=1 + sign * 0.9 * strength)
+    return image * (255 / image.amax(0)).clamp(max=1 + sign * 0.9 * strength)
 
 
-def _sharpness(levels: Tensor, strength: float, sign: int) -> Tensor:
+def _sharpness(image: Tensor, strength: float, sign: int) -> Tensor:
     # Away from, or towards, a smoothed image: 3 x 3 neighbours, the middle five times (Pillow's
     # filter). The sum over the nine holds the middle once.
     share = sign * 0.9 * strength / 13
-    middle = levels[:, 1:-1, 1:-1]
-    rows = levels[:, :-2] + levels[:, 1:-1] + levels[:, 2:]
+    middle = image[:, 1:-1, 1:-1]
+    rows = image[:, :-2] + image[:, 1:-1] + image[:, 2:]
     nine = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    sharpened = levels.clone()
+    sharpened = image.clone()
     sharpened[:, 1:-1, 1:-1] = nine.mul_(-share).add_(middle, alpha=1 + 9 * share).clamp_(0, 255)
     return sharpened
 
 
-def _shear_x(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _affine(levels, (1, sign * 0.3 * strength, 0), (0, 1, 0))
+def _shear_x(image: Tensor, strength: float, sign: int) -> Tensor:
+    return _affine(image, (1, sign * 0.3 * strength, 0), (0, 1, 0))
 
 
-def _shear_y(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _affine(levels, (1, 0, 0), (sign * 0.3 * strength, 1, 0))
+def _shear_y(image: Tensor, strength: float, sign: int) -> Tensor:
+    return _affine(image, (1, 0, 0), (sign * 0.3 * strength, 1, 0))
 
 
-def _translate_x(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _shift(levels, sign * _SHIFT * strength * levels.shape[2], 2)
+def _translate_x(image: Tensor, strength: float, sign: int) -> Tensor:
+    return _shift(image, sign * _SHIFT * strength * image.shape[2], 2)
 
 
-def _translate_y(levels: Tensor, strength: float, sign: int) -> Tensor:
-    return _shift(levels, sign * _SHIFT * strength * levels.shape[1], 1)
+def _translate_y(image: Tensor, strength: float, sign: int) -> Tensor:
+    return _shift(image, sign * _SHIFT * strength * image.shape[1], 1)
 
 
-def _rotate(levels: Tensor, strength: float, sign: int) -> Tensor:
+def _rotate(image: Tensor, strength: float, sign: int) -> Tensor:
     angle = math.radians(sign * 30 * strength)
     cosine, sine = math.cos(angle), math.sin(angle)
-    x, y = levels.shape[2] / 2, levels.shape[1] / 2
+    x, y = image.shape[2] / 2, image.shape[1] / 2
     across = (cosine, -sine, x - cosine * x + sine * y)
     down = (sine, cosine, y - sine * x - cosine * y)
-    return _affine(levels, across, down)
+    return _affine(image, across, down)
 
 
-def _shift(levels: Tensor, by: float, dim: int) -> Tensor:
+def _shift(image: Tensor, by: float, dim: int) -> Tensor:
     """Shift so that each place takes the value from `by` pixels further on, interpolated."""
-    length = levels.shape[dim]
+    length = image.shape[dim]
     whole = math.floor(by)
     part = by - whole
-    out = torch.full_like(levels, _FILL)
+    out = torch.full_like(image, _FILL)
     for step, weight in ((whole, 1 - part), (whole + 1, part)):
         overlap = length - abs(step)
         if weight and overlap > 0:
-            source = levels.narrow(dim, max(step, 0), overlap)
+            source = image.narrow(dim, max(step, 0), overlap)
             out.narrow(dim, max(-step, 0), overlap).add_(source - _FILL, alpha=weight)
     return out
 
 
 def _affine(
-    levels: Tensor, across: tuple[float, float, float], down: tuple[float, float, float]
+    image: Tensor, across: tuple[float, float, float], down: tuple[float, float, float]
 ) -> Tensor:
     """Take (x, y) from (a x + b y + c, d x + e y + f), bilinear; in pixels."""
-    height, width = levels.shape[1:]
+    height, width = image.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     grid = torch.empty(1, height, width, 2)
     for axis, (by_x, by_y, fixed), size in ((0, across, width), (1, down, height)):
@@ -138,7 +138,7 @@ def _affine(
             y * (2 * by_y / size) + (2 * fixed / size - 1),
             out=grid[0, ..., axis],
         )
-    centred = (levels - _FILL)[None]  # what lies outside counts as zero
+    centred = (image - _FILL)[None]  # what lies outside counts as zero
     return grid_sample(centred, grid, align_corners=False)[0].add_(_FILL)
 
 
@@ -193,9 +193,9 @@ class Preprocessing:
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
     def normalise(self, image: Image.Image | Tensor) -> Tensor:
-        """Convert an RGB image, or its levels (3, height, width) in 0..255, to float32."""
-        levels = image if isinstance(image, Tensor) else levels_of(image)
-        return normalise(levels, self.mean, self.std)
+        """Convert an RGB image, or its tensor (3, height, width) in 0..255, to float32."""
+        pixels = image if isinstance(image, Tensor) else pil_to_tensor(image)
+        return normalise(pixels, self.mean, self.std)
 
     def save(self, folder: str | Path) -> None:
         """Write `processor_config.json`, which transformers' `AutoProcessor` reads, too."""
@@ -225,9 +225,9 @@ class Preprocessing:
             raise ConfigError(f"{path}: not a preprocessing file ({error!r})") from error
 
 
-def normalise(levels: Tensor, mean: RGB = MEAN, std: RGB = STD) -> Tensor:
-    """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device."""
-    pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+def normalise(image: Tensor, mean: RGB = MEAN, std: RGB = STD) -> Tensor:
+    """Return (x / 255 - mean) / std of images (..., 3, height, width): float32, on their device."""
+    pixels = image.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
     # be copied to a GPU, which waits until all that is queued there is done.
     scales = (1 / (255 * torch.tensor(std))).tolist()
@@ -255,31 +255,31 @@ class TrainTransform:
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """Convert to (3, image_size, image_size) float32; `caption` decides about the flip."""
-        return self.preprocessing.normalise(self.levels(image, rng, caption))
+        return self.preprocessing.normalise(self.augment(image, rng, caption))
 
-    def levels(
+    def augment(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """Convert to levels (3, image_size, image_size) uint8, not normalised."""
+        """Convert to pixels (3, image_size, image_size) uint8, not normalised."""
         return self.prepare(image, rng, caption)()
 
     def prepare(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
-        """Choose crop and flip now, and return a function that computes `levels`, once."""
+        """Choose crop and flip now, and return a function that computes `augment`, once."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         may_flip = not mentions_side(caption)
-        return partial(self._levels, image, *self._choices(image.size, rng, may_flip), rng)
+        return partial(self._augment, image, *self._choices(image.size, rng, may_flip), rng)
 
     def view(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, may_flip: bool
     ) -> tuple[Tensor, bool]:
-        """Convert to levels (3, image_size, image_size) uint8, and whether they are flipped."""
+        """Convert to pixels (3, image_size, image_size) uint8, and whether they are flipped."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         box, hflip = self._choices(image.size, rng, may_flip)
-        return self._levels(image, box, hflip, rng), hflip
+        return self._augment(image, box, hflip, rng), hflip
 
     def _choices(
         self, size: tuple[int, int], rng: np.random.Generator, may_flip: bool
@@ -289,35 +289,35 @@ class TrainTransform:
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
         return box, rng.random() < 0.5 and self.config.hflip and may_flip
 
-    def _levels(
+    def _augment(
         self, image: Image.Image | JpegImage, box: Box, hflip: bool, rng: np.random.Generator
     ) -> Tensor:
-        levels = self._crop(image, box)
+        pixels = self._crop(image, box)
         if hflip:
-            levels = levels.flip(2)
+            pixels = pixels.flip(2)
         if self.config.randaugment:
-            levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
-            levels = randaugment(levels, rng)
-            levels = levels.round_().clamp_(0, 255).to(torch.uint8)
-        return levels
+            pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format)
+            pixels = randaugment(pixels, rng)
+            pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
+        return pixels
 
     def _crop(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
         # Without crops images are squashed by Pillow, to the same pixels as in evaluation.
         if self.config.crop_scale[0] >= 1:
             whole = image if isinstance(image, Image.Image) else image.image()
-            return levels_of(self.preprocessing.squash(whole))
+            return pil_to_tensor(self.preprocessing.squash(whole))
         side = self.preprocessing.image_size
         if isinstance(image, Image.Image):
-            levels = levels_of(image)
+            pixels = pil_to_tensor(image)
         elif self.config.quick_decode:
-            levels = image.levels(_min_size(image.size, box, side))
+            pixels = image.decode(_min_size(image.size, box, side))
         else:
-            levels = image.levels()
+            pixels = image.decode()
         # In whole pixels of what was decoded, outwards.
-        (width, height), (rows, columns) = image.size, levels.shape[1:]
+        (width, height), (rows, columns) = image.size, pixels.shape[1:]
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
-        part = levels[None, :, upper:lower, left:right]
+        part = pixels[None, :, upper:lower, left:right]
         # On 8 bits PyTorch's filter is three times as fast as Pillow's, and equal to a level.
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
 
