@@ -12,17 +12,18 @@ from itertools import islice
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 
 SPLIT_NAMES = {
-    "train": ("train", "training", "trainset", "trainval", "restval"),
-    "val": ("val", "valid", "validation", "valset", "dev", "eval"),
-    "test": ("test", "testing", "testset"),
+    "train": ("train", "training", "trainval", "restval"),
+    "val": ("val", "valid", "validation", "dev", "eval", "minival"),
+    "test": ("test", "testing", "testdev", "devtest"),
 }
 
 _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words}
 
 
 def split_of(name: object) -> str | None:
-    """Return train, val or test if a word of a name says so: `cc3m-train-0000.tar`, `val2017`."""
-    words = re.split(r"[-_./\\\s()\d]+", str(name).strip().lower())
+    """Return train, val or test if a word of a name says so: `cc3m-train-0000.tar`, `valImages`."""
+    spaced = re.sub("(?<=[a-z])(?=[A-Z])", " ", str(name).strip())
+    words = re.split(r"(?:set|data|images)?(?:[-+=,&_./\\\s()\d]+|$)", spaced.lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 

@@ -120,6 +120,9 @@ def test_images_without_a_split_beside_others_go_into_train(by, tmp_path, capsys
     [
         ("folders", ["train2017", "val2017"]),
         ("folders", ["cats/train", "cats/valid"]),
+        ("folders", ["trainA", "split=dev"]),
+        ("folders", ["TrainingData", "valimages"]),
+        ("folders", ["train+restval", "minival2014"]),
         ("tars", ["cc3m-train-0000", "cc3m-validation-0000"]),
         ("zips", ["train", "val"]),
         ("files", ["COCO_train2014", "COCO_val2014"]),
