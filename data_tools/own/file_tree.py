@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from posixpath import join, normpath
 from typing import IO
 
 from data_tools.originals import (
@@ -105,7 +106,7 @@ class FileTree(Originals):
             for other, top in self._other_tops
             if name.startswith(other)
         ]
-        for path in (f"{folder}/{name}" if folder else name, name, *alternatives):
+        for path in (normpath(join(folder, name)), name, *alternatives):
             if path in self._files:
                 return path
         return self._names.find(name)

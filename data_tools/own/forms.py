@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -110,10 +111,7 @@ def recognise(
         on_disk = tree.on_disk(path)
         karpathy = _karpathy(on_disk, path, tree, beside, faults)
         if karpathy is not None:
-            others = [name for name in tables if name != path]
-            if others:
-                shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
-                karpathy.took.append(f"{len(others)} other tables are left out: {shown}")
+            karpathy.took.extend(_left_out(tables, [path]))
             return karpathy
         table = open_table(on_disk, path, overrides, faults)
         if table is None:
@@ -132,6 +130,7 @@ def recognise(
         elif len(matches) > 1 and not arrow_files:
             title = f"{len(matches)} tables, the first of them {title}"
         took = [f"{match.path}: {match.columns}" for match in matches[:3]]
+        took += _left_out(tables, [match.path for match in matches])
         rows = _table_images(matches, tree, faults, beside)
         # A table that is named itself may speak of some of the images only.
         is_whole = not is_table and not any(match.table.bytes_columns for match in matches)
@@ -148,6 +147,12 @@ def recognise(
     spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
     hint = "; save a spreadsheet as CSV" if spreadsheet else ""
     raise ConfigError(f"{place}: holds {_by_kind(files) or 'nothing'}{hint}; it should be {FORMS}")
+
+
+def _left_out(tables: Sequence[str], read: Sequence[str]) -> list[str]:
+    others = [path for path in tables if path not in read]
+    shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+    return [f"{len(others)} other tables are left out: {shown}"] if others else []
 
 
 def other_files(tree: FileTree) -> str:
@@ -205,7 +210,8 @@ def _table_images(
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
     """Return an image's path, or the name if missing; BadSample outside the table's folder."""
     # A stranger's table could name private images, which would end in shards that are shared.
-    for path in (name, name.partition("#")[0]):
+    # Flickr numbers the captions of an image: `1.jpg#0`.
+    for path in (name, re.sub(r"(\.\w+)#\d+$", r"\1", name)):
         if beside is None:
             if (tree_path := tree.path_of(path, folder)) is not None:
                 return tree_path
@@ -303,7 +309,7 @@ def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[l
             if path.lower().endswith(".json"):
                 content = parse_json(text)
             else:
-                lines += [line for line in text.split("\n") if line.strip()]
+                lines += [line for line in re.split("[\r\n]", text) if line.strip()]
         except (BadSample, ValueError) as error:
             where = error.where if isinstance(error, BadSample) else f"{path}: {error}"
             faults.append(Refused(BAD_ANNOTATION, where))

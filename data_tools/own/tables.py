@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import re
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -33,7 +33,7 @@ CAPTIONS = (
 SPLITS = ("split", "set", "subset", "partition")
 
 # written by pandas and others for a missing caption
-_MISSING = frozenset(("", "nan", "NaN", "None", "null", "<NA>", "N/A"))
+_MISSING = {"", "nan", "none", "null", "<null>", "na", "<na>", "n/a", "#n/a", "\\n"}
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
 _PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
 _DTYPE = re.compile(r",\s*dtype=\S+\)$")
@@ -129,7 +129,7 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
         except UnicodeDecodeError:
             raise BadSample("caption that is not UTF-8", repr(value[:20])) from None
     text = str(value).strip()
-    if text in _MISSING:
+    if text.lower() in _MISSING:
         return []
     if _BYTES.fullmatch(text):
         with suppress(ValueError, SyntaxError):
@@ -299,10 +299,14 @@ def _delimited(
             names[1 - (image_position or 0)] = "caption"
 
     def rows(columns: Sequence[str]) -> Iterator[Located]:
-        bare = delimiter == "\t" and not (line.startswith('"') or _quotes_end_cells(path))
+        # MySQL writes a backslash before a quote, where others write two quotes.
+        escapes = (mark for mark in (None, "\\") if _quotes_end_cells(path, delimiter, mark))
+        escape = next(escapes, "")
+        bare = delimiter == "\t" and escape == "" and not line.startswith('"')
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
+        options: dict[str, Any] = {"quoting": quoting, "escapechar": escape or None}
         with open(path, **_TEXT) as file:
-            reader = csv.reader(chain(file, [_END]), delimiter=delimiter, quoting=quoting)
+            reader = csv.reader(chain(file, [_END]), delimiter=delimiter, **options)
             try:
                 for number, cells in enumerate(reader):
                     if (not number and not headless) or cells in ([], [_END]):
@@ -316,7 +320,12 @@ def _delimited(
                     elif len(cells) < len(names) or any(cells[len(names) :]):
                         faults.append(Refused("row of another layout", image_position))
                     else:
-                        yield image_position, dict(zip(names, cells))
+                        # Captions may be in several columns of one name.
+                        values: dict[str, Any] = defaultdict(list)
+                        for name, cell in zip(names, cells):
+                            values[name].append(cell)
+                        row = {name: v if len(v) > 1 else v[0] for name, v in values.items()}
+                        yield image_position, row
             except csv.Error as error:
                 raise ConfigError(
                     f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
@@ -333,14 +342,15 @@ def _unquoted(cell: str) -> str:
     return cell[1:-1].replace('""', '"') if enclosed else cell
 
 
-def _quotes_end_cells(path: Path) -> bool:
-    # If not all quotes of a tab separated file enclose cells, they belong to captions.
+def _quotes_end_cells(path: Path, delimiter: str, escape: str | None) -> bool:
+    # If not all quotes of a tab separated file enclose cells, they belong to captions. A cell of
+    # several lines with tabs lies between two such quotes.
     with open(path, **_TEXT) as file:
         try:
-            deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
+            rows = csv.reader(file, delimiter=delimiter, escapechar=escape, strict=True)
+            return not any("\n" in cell and "\t" in cell for row in rows for cell in row)
         except csv.Error:
             return False
-    return True
 
 
 def is_image_name(cell: str) -> bool:

@@ -173,15 +173,36 @@ def test_captions_of_the_json_come_before_those_of_the_text(tmp_path):
 
 def test_a_caption_ends_where_its_line_does(tmp_path):
     """Not at other characters that Unicode calls the end of a line."""
-    texts = ["a dog\u2028on grass\r\ntwo dogs\r\n", "one\x85caption\x0bmore"]
+    texts = ["a dog\u2028on grass\r\ntwo dogs\rthree\r\n", "one\x85caption\x0bmore"]
     files = {}
     for number, text in enumerate(texts):
         files[f"{number}.jpg"] = encoded(photo(number))
         files[f"{number}.txt"] = text.encode()
     assert imported(write(tmp_path / "mine", files)) == [
-        ["a dog on grass", "two dogs"],
+        ["a dog on grass", "two dogs", "three"],
         ["one caption more"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "first"),
+    [
+        ("same names.csv", "image,caption,caption\n0.jpg,a,b\n1.jpg,c,\n", ["a", "b"]),
+        ("escaped.csv", 'image,caption\n0.jpg,"a \\"big\\", dog"\n1.jpg,c\n', ['a "big", dog']),
+        ("open quote.tsv", 'image\tcaption\n0.jpg\t"a\n1.jpg\tc"\n', ['"a']),
+        ("nulls.csv", "image,text_1,text_2\n0.jpg,a,NULL\n1.jpg,\\N,c\n0.jpg,#N/A,n/a\n", ["a"]),
+        (
+            "number sign.csv",
+            "image,caption\n0.jpg#0,a\n1.jpg,c\n0.jpg#1,b\n0#1.jpg,x\n",
+            ["a", "b"],
+        ),
+        ("a/parent.csv", "image,caption\n../0.jpg,a\n../1.jpg,c\n", ["a"]),
+    ],
+)
+def test_a_cell_is_a_caption_of_the_image_that_its_row_names(name, text, first, tmp_path):
+    files = {f"{folder}{n}.jpg": encoded(photo(n)) for folder in ("", "b/") for n in range(2)}
+    write(tmp_path / "mine", {**files, name: text.encode()})
+    assert imported(tmp_path / "mine", "--allow-missing-captions")[0] == first
 
 
 def _both():
