@@ -18,7 +18,6 @@ Members = list[tuple[str, bytes]]
 
 
 def members(folder):
-    """Names and bytes of all files of all shards, in order."""
     found = []
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as archive:
@@ -52,7 +51,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Shards of another maker, with all that may lie in one."""
     long = "a_very_long_key_" * 10
     folder = tmp_path / "foreign"
     write_tar(

@@ -12,7 +12,6 @@ def folder(tmp_path):
 
 
 def report(folder, *options):
-    """The exit code and all damage, kinds and places."""
     path = folder.parent / "report.txt"
     code = run("verify", folder, "--report", path, *options)
     lines = path.read_text(encoding="utf-8").splitlines()

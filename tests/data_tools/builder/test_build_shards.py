@@ -438,7 +438,6 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def command(tmp_path):
-    """A command that takes a second: a few photos, reduced again and again."""
     folder = tmp_path / "images"
     folder.mkdir()
     images = []

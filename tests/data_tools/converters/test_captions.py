@@ -126,7 +126,6 @@ def test_words_of_real_captions_have_the_boxes_that_they_name(shared, tmp_path):
 
 @pytest.fixture
 def karpathy(tmp_path):
-    """COCO in Karpathy's layout, its images in a zip of the official layout."""
     images = [
         {"filename": f"COCO_{folder}_{number:012d}.jpg", "filepath": folder, "split": split,
          "cocoid": number, "sentences": [{"raw": f"image {number}"}]}

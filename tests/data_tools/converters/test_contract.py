@@ -592,18 +592,22 @@ def name(request, case):
     return next(name for name, other in CASES.items() if other is case)
 
 
-@pytest.fixture
-def run(name, case, tmp_path):
-    """Write the raw files; the function runs the command."""
-    for file, content in case.files.items():
-        path = tmp_path / "raw" / file
+def command_of(name, folder):
+    """Write the raw files of a case; returns its command without --out."""
+    for file, content in CASES[name].files.items():
+        path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)
         else:
             (lines_of if path.suffix == ".jsonl" else json_of)(path, content)
-    words = [word.replace("RAW", str(tmp_path / "raw"), 1) for word in case.arguments.split()]
-    return lambda out, *more: main([name, *words, "--out", str(tmp_path / out), *more])
+    return [name, *(word.replace("RAW", str(folder), 1) for word in CASES[name].arguments.split())]
+
+
+@pytest.fixture
+def run(name, tmp_path):
+    command = command_of(name, tmp_path / "raw")
+    return lambda out, *more: main([*command, "--out", str(tmp_path / out), *more])
 
 
 def test_samples_arrive_and_faults_are_named(case, run, tmp_path, capsys):

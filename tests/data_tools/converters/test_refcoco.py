@@ -1,10 +1,11 @@
 import json
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
+from raw_images import files_of
+from test_contract import command_of
 
 from data_tools.__main__ import main
 from data_tools.converters.refcoco import read_proposals
@@ -28,89 +29,16 @@ def python2_pickle(value):
     return written(value) + b"."
 
 
-def reference(number, image, split, *sentences):
-    return {
-        "ref_id": number,
-        "ann_id": 100 + number,
-        "image_id": image,
-        "split": split,
-        "category_id": 1,
-        "file_name": "ignored.jpg",
-        "sent_ids": [identifier for identifier, _ in sentences],
-        "sentences": [
-            {"sent_id": identifier, "sent": text, "raw": text.upper(), "tokens": text.split()}
-            for identifier, text in sentences
-        ],
-    }
-
-
-def name_of(image):
-    return f"COCO_train2014_{image:012d}.jpg"
-
-
-class Raw:
-    """The official files of a small data set."""
-
-    def __init__(self, folder):
-        folder.mkdir()
-        self.refs = [
-            reference(1, 5, "train", (1, "the left dog"), (2, "dog")),
-            reference(2, 5, "train", (3, "cat")),
-            reference(3, 6, "testA", (4, "man")),
-        ]
-        self.instances = {
-            "images": [
-                {"id": image, "file_name": name_of(image), "width": 40, "height": 20}
-                for image in (5, 6, 7)
-            ],
-            "annotations": [
-                {"id": 101, "image_id": 5, "bbox": [1.5, 2, 10, 10], "category_id": 1},
-                {"id": 102, "image_id": 5, "bbox": [20, 0, 20, 20.5]},
-                {"id": 103, "image_id": 6, "bbox": [0, 0, 5, 5]},
-            ],
-        }
-        self.folder = folder
-        tar_of(folder / "train2014.tar", {name_of(image): photo(40, 20) for image in (5, 6)})
-
-    def command(self, out, *more, protocol=2):
-        refs = self.folder / "refs(unc).p"
-        data = python2_pickle(self.refs) if protocol is None else pickle.dumps(self.refs, protocol)
-        refs.write_bytes(data)
-        json_of(self.folder / "instances.json", self.instances)
-        arguments = ["refcoco", "--refs", str(refs), "--processes", "1"]
-        arguments += ["--instances", str(self.folder / "instances.json")]
-        arguments += ["--images", str(self.folder / "train2014.tar"), "--out", str(out)]
-        return [*arguments, *more]
-
-
-@pytest.fixture
-def raw(tmp_path):
-    return Raw(tmp_path / "refcoco+")
-
-
-@pytest.mark.parametrize("protocol", [None, 2, 4])
-def test_the_official_files(raw, tmp_path, protocol):
-    out = tmp_path / "out"
-    raw.refs[0]["sentences"][1]["raw"] = b"\xe9t\xe9" if protocol is None else "été"
-    assert main(raw.command(out, protocol=protocol)) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["testA", "train"]
-    [sample] = samples_of(out / "train").values()
-    assert sample.key == "COCO_train2014_000000000005"
-    ids = {"ref_id": 1, "ann_id": 101, "category_id": 1}
-    assert said_of(sample) == {
-        "version": 1,
-        "source": "coco",
-        "image_id": "5",
-        "expressions": [
-            {"id": "1", "text": "the left dog", "box": [1.5, 2, 10, 10], **ids},
-            {"id": "2", "text": "dog", "box": [1.5, 2, 10, 10], **ids},
-            {"id": "3", "text": "cat", "box": [20, 0, 20, 20], "ref_id": 2, "ann_id": 102,
-             "category_id": 1},
-        ],
-    }  # fmt: skip
-    manifest = json.loads((out / "testA" / "manifest.json").read_text())
-    assert manifest["title"] == "refcoco+, testA"
-    assert manifest["failures"] == {}
+@pytest.mark.parametrize("protocol", [None, 4])
+def test_pickles_of_other_protocols_make_the_same_shards(tmp_path, protocol):
+    command = [*command_of("refcoco", tmp_path / "raw"), "--processes", "1", "--out"]
+    assert main([*command, str(tmp_path / "expected")]) == 0
+    references = pickle.loads((tmp_path / "raw" / "refs.p").read_bytes())
+    references[0]["sentences"][1]["raw"] = b"\xe9t\xe9" if protocol is None else "\u00e9t\u00e9"
+    data = python2_pickle(references) if protocol is None else pickle.dumps(references, protocol)
+    (tmp_path / "raw" / "refs.p").write_bytes(data)
+    assert main([*command, str(tmp_path / "out")]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "expected")
 
 
 class Harmful:
@@ -121,16 +49,17 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_runs_nothing(raw, tmp_path, capsys):
-    command = raw.command(tmp_path / "out")
-    refs = Path(command[2])
+def test_a_pickle_runs_nothing(tmp_path, capsys):
+    command = [*command_of("refcoco", tmp_path / "raw"), "--out", str(tmp_path / "out")]
+    refs = tmp_path / "raw" / "refs.p"
+    references = refs.read_bytes()
     for protocol in (0, 2, 4):
         refs.write_bytes(pickle.dumps([Harmful(tmp_path / "made")], protocol))
         assert main(command) == 2
         assert not (tmp_path / "made").exists()
         assert "mkdir, which plain data does not need" in capsys.readouterr().err
     for data, message in (
-        (pickle.dumps(raw.refs)[:-30], "not a pickle of references"),
+        (references[:-30], "not a pickle of references"),
         (b"{}", "not a pickle of references"),
         (pickle.dumps({"refs": 1}), "holds dict, not the list of references"),
     ):
@@ -139,7 +68,7 @@ def test_a_pickle_runs_nothing(raw, tmp_path, capsys):
         assert message in capsys.readouterr().err
     refs.unlink()
     assert main(command) == 2
-    assert "refs(unc).p: cannot be read" in capsys.readouterr().err
+    assert "refs.p: cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -17,7 +17,6 @@ URL = "http://x.org/{}.jpg"
 
 @pytest.fixture
 def tsv(tmp_path):
-    """Twelve rows in CC3M's layout; 3 holds a URL alone, 5 nothing, and 7 is no row."""
     captions = [f"image &amp; {number}" for number in range(12)]
     captions[3], captions[5] = "www.x.org", " "
     lines = [f"{caption}\t{URL.format(number)}" for number, caption in enumerate(captions)]

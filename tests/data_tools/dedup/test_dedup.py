@@ -160,7 +160,6 @@ def test_the_earlier_one_is_kept(seed):
 
 
 def hashes(seed, count):
-    """Some at random, some a few bits beside others, some equal."""
     rng = np.random.default_rng(seed)
     made = rng.integers(0, 2**64, count, dtype=np.uint64)
     for place in range(count // 2):

@@ -18,7 +18,6 @@ Files = dict[str, bytes]
 
 
 def images():
-    """Images by file name: JPEG, PNG and WebP."""
     return dict(_images(COUNT))
 
 
@@ -64,7 +63,6 @@ def as_zip(path, files):
 
 
 def pairs(json_too=False):
-    """Files of `NAME.jpg` with `NAME.txt`."""
     files = {}
     for name, data in images().items():
         stem = name.rpartition(".")[0]
@@ -77,7 +75,6 @@ def pairs(json_too=False):
 
 
 def rows(image="image", caption="caption"):
-    """One row a caption."""
     return [
         {image: name, "number": number, caption: text}
         for number, name in enumerate(images())
@@ -98,7 +95,6 @@ def as_lines(table):
 
 
 def listed():
-    """One row an image, its captions in a list."""
     return [{"file_name": name, "captions": captions_of(name)} for name in images()]
 
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from made_shards import encoded, photo
+from made_shards import encoded, photo, run
 from own_forms import (
     COUNT,
     FORMS,
@@ -94,13 +94,16 @@ def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
     assert all(batch.valid.all() and not batch.skipped for batch in batches)
 
 
-def imported(place, *options):
-    """The captions of each image, all of them in train."""
+def imported_annotations(place, *options):
     out = place.parent / "out"
-    command = ["import", str(place), "--out", str(out), "--processes", "1"]
-    assert main([*command, "--split", "1", "0", "0", *options]) == 0
+    assert run("import", place, "--out", out, "--split", 1, 0, 0, *options) == 0
     index = ShardIndex.open(out / "train")
-    return [index.read(0, number).annotation.captions or [] for number in range(index.shards.total)]
+    samples = [index.read(0, number) for number in range(index.shards.total)]
+    return {sample.key: sample.annotation for sample in samples}
+
+
+def imported(place, *options):
+    return [about.captions or [] for about in imported_annotations(place, *options).values()]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,6 @@ def test_a_cell_is_a_caption_of_the_image_that_its_row_names(name, text, first, 
 
 
 def _both():
-    """Eight images with a JSON and a text beside each."""
     files = {}
     for number in range(8):
         about = {"alt": f"alt {number}", "long": [f"long {number}"], "caption": "not this"}
@@ -264,11 +266,6 @@ def test_a_byte_that_is_no_text_costs_its_row(name, tmp_path, capsys):
     assert kinds.get(name.partition(".")[2], "") in capsys.readouterr().out
 
 
-def imported_images_inside(out, place, *more):
-    options = ["--out", str(out), "--name", "mine", "--processes", "1"]
-    return main(["import", str(place), *options, *map(str, more)])
-
-
 @pytest.mark.parametrize("named", ["photo", "photos/photo"])
 @pytest.mark.parametrize("where", ["inside", "around", "archive", "twice"])
 def test_images_of_a_table(where, named, tmp_path, capsys):
@@ -282,8 +279,9 @@ def test_images_of_a_table(where, named, tmp_path, capsys):
     else:
         write(place, files | photos)
         inside = {"inside": place / "photos", "around": tmp_path, "twice": place}[where]
-    assert imported_images_inside(tmp_path / "plain" / ".shards", place) == 0
-    assert imported_images_inside(tmp_path / "out" / ".shards", place, "--images", inside) == 0
+    command = ("import", place, "--name", "mine", "--out")
+    assert run(*command, tmp_path / "plain" / ".shards") == 0
+    assert run(*command, tmp_path / "out" / ".shards", "--images", inside) == 0
     assert capsys.readouterr().out.count("  16 images, 22 captions") == 2
     assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
 
@@ -293,7 +291,7 @@ def test_a_name_that_two_folders_have_is_of_the_named_one(tmp_path, capsys):
     files = {f"a/{name}": data for name, data in images().items()} | others
     place = write(tmp_path / "set", {**files, "table.csv": as_csv(rows())})
     more = ("--images", place / "a", "--allow-missing-captions")
-    assert imported_images_inside(tmp_path / "out", place, *more) == 0
+    assert run("import", place, "--out", tmp_path / "out", *more) == 0
     said = "32 images, and 16 of them have no caption (first: b/photo 00.jpg): left out"
     assert said in capsys.readouterr().out
 
@@ -318,18 +316,6 @@ def test_tables_beside_karpathys_json_are_named(tmp_path, capsys):
     assert "1 other tables are left out: dataset_second.json" in capsys.readouterr().out
 
 
-ALL_TRAIN = ["--split", "1", "0", "0"]
-
-
-def imported_own_names(place):
-    """The annotation of each key, all of them in train."""
-    out = place.parent / "out"
-    assert main(["import", str(place), "--out", str(out), "--processes", "1", *ALL_TRAIN]) == 0
-    index = ShardIndex.open(out / "train")
-    samples = [index.read(0, number) for number in range(index.shards.total)]
-    return {sample.key: sample.annotation for sample in samples}
-
-
 def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     """Joiners of emoji and of scripts, and a control character; equal keys get a number."""
     names = ["a\u200db", "a\u200cb", "c\x07d", "\U0001f469\u200d\U0001f373"]
@@ -337,7 +323,7 @@ def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     for number, name in enumerate(names):
         files[f"{name}.jpg"] = encoded(photo(number))
         files[f"{name}.txt"] = f"picture {number}".encode()
-    found = imported_own_names(write(tmp_path / "mine", files))
+    found = imported_annotations(write(tmp_path / "mine", files))
     assert {key: annotation.captions for key, annotation in found.items()} == {
         "a_b-2": ["picture 0"],
         "a_b-1": ["picture 1"],
@@ -359,7 +345,7 @@ def _with_names_that_are_no_text(folder):
 
 
 def test_names_that_are_not_utf_8(tmp_path, capsys):
-    found = imported_own_names(_with_names_that_are_no_text(tmp_path / "mine"))
+    found = imported_annotations(_with_names_that_are_no_text(tmp_path / "mine"))
     assert {key: annotation.captions for key, annotation in found.items()} == {
         "caf0_": ["picture 0"],
         "caf1_": ["picture 1"],
@@ -374,7 +360,6 @@ PARTS = {"train": slice(0, 8), "test": slice(8, 12), "extra": slice(12, 16)}
 
 @pytest.fixture
 def command(tmp_path):
-    """The import of a data set with a split of another name beside train and test."""
     import pyarrow as pa
     from pyarrow import parquet
 

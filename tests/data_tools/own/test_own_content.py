@@ -70,7 +70,6 @@ def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path):
 
 
 def _in_parts(parts):
-    """The image and text number `n` in the folder `parts[n % len(parts)]`."""
     texts = {f"{name.rpartition('.')[0]}.txt": b"a dog" for name in images()}
     return {
         f"{parts[int(name.split()[1][:2]) % len(parts)]}/{name}": data
@@ -240,24 +239,6 @@ def test_a_split_that_is_refused_leaves_the_others_as_they_were(tmp_path, capsys
     assert captions.count(["a cat"]) == 1
 
 
-def test_equal_names_in_several_folders(tmp_path):
-    """Each keeps its own caption, and a table's folder decides."""
-    files, table = {}, []
-    for seed in range(8):
-        for suffix in ("jpg", "png"):
-            name = f"{seed % 4}/deep/er.v1/{seed // 4}.{suffix}"
-            files[name] = encoded(
-                photo(seed + 100 * (suffix == "png")), suffix.replace("jpg", "jpeg")
-            )
-            table.append({"file_name": name, "text": f"{name} is here"})
-    place = write(tmp_path / "mine", {**files, "metadata.csv": as_csv(table)})
-    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
-    found = stored(tmp_path / "out")
-    assert {data: annotation.captions for data, (_, annotation) in found.items()} == {
-        data: [f"{name} is here"] for name, data in files.items()
-    }
-
-
 SPLITS = ("train", "val", "test")
 
 
@@ -279,7 +260,6 @@ def shards(out):
 
 
 def sides(out):
-    """The split of each key."""
     return {
         sample.key: split
         for split in SPLITS
