@@ -108,13 +108,6 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(places, tmp_pa
         assert shard["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-def test_the_number_of_processes_does_not_change_a_byte(places, tmp_path):
-    for processes in (1, 2, 3):
-        build(places, tmp_path / str(processes), replace(FOUR, processes=processes))
-    assert files_of(tmp_path / "2") == files_of(tmp_path / "1")
-    assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
-
-
 @pytest.mark.parametrize("stop", [1, 4, 5, 11])
 def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
     build(places, tmp_path / "whole")

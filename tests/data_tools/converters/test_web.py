@@ -42,13 +42,6 @@ def downloaded(folder, numbers, url=True):
                 "url": URL.format(number),
                 "key": key,
                 "status": "success",
-                "error_message": None,
-                "width": 24,
-                "height": 16,
-                "original_width": 24,
-                "original_height": 16,
-                "exif": "{}",
-                "sha256": hashlib.sha256(data).hexdigest(),
             }
             if not url:
                 del about["url"]

@@ -296,32 +296,10 @@ def karpathy(root):
     return [str(root / "dataset_own.json"), "--images", str(root / "photos")]
 
 
-FORMS = [
-    folder,
-    imagefolder_jsonl,
-    imagefolder_csv,
-    csv_file,
-    csv_in_folder,
-    csv_gz_with_windows_paths,
-    tar_of_a_table,
-    csv_of_lists,
-    csv_of_arrays,
-    tsv_named,
-    tokens,
-    jsonl,
-    json_list,
-    json_mapping,
-    json_under_a_key,
-    json_by_column,
-    parquet_paths,
-    parquet_bytes,
-    parquet_structs,
-    saved,
-    streamed,
-    img2dataset_tars,
-    img2dataset_files,
-    tar_gz,
-    zip_of_imagefolder,
-    unsorted_tar,
-    karpathy,
-]
+FORMS = (
+    *(folder, imagefolder_jsonl, imagefolder_csv, csv_file, csv_in_folder, tar_of_a_table),
+    *(csv_gz_with_windows_paths, csv_of_lists, csv_of_arrays, tsv_named, tokens, jsonl, json_list),
+    *(json_mapping, json_under_a_key, json_by_column, parquet_paths, parquet_bytes),
+    *(parquet_structs, saved, streamed, img2dataset_tars, img2dataset_files, tar_gz),
+    *(zip_of_imagefolder, unsorted_tar, karpathy),
+)
