@@ -194,9 +194,9 @@ def _in_flight(
             yield ready.result()
             del waiting[ready]
     except lost as error:
-        place = shorten(str(next(iter(waiting.values()), "its start")), 200)
+        label = shorten(str(next(iter(waiting.values()), "its start")), 200)
         raise ConfigError(
-            f"a process died at {place}, or soon after it: out of memory, or a crash in a decoder? "
+            f"a process died at {label}, or soon after it: out of memory, or a crash in a decoder? "
             "Finished shards stay; run the same command again to go on, perhaps with fewer "
             "--processes; --executor local --processes 1 shows where"
         ) from error
@@ -205,18 +205,18 @@ def _in_flight(
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
     # A pool that is half started cannot be shut down.
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
         # Another language handles it, or the main thread will.
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
+        signal.signal(signal.SIGINT, handler)
+        if signals:
             signal.raise_signal(signal.SIGINT)
 
 

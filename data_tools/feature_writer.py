@@ -216,7 +216,7 @@ class FeatureWriter:
     def _write(self, missing: Sequence[ShardPlace], batch: int, workers: int) -> Written:
         shards_of_rank = missing[distributed.rank() :: distributed.world_size()]
         step = max(1, batch // self.header.views)
-        shards = [self._blocks(*place, step) for place in shards_of_rank]
+        shards = [self._blocks(*pair, step) for pair in shards_of_rank]
         blocks = [block for shard in shards for block in shard]
         loader = DataLoader(
             ViewBlocks(self.header, self.sources, blocks, self.transform),
@@ -230,8 +230,8 @@ class FeatureWriter:
                 total=total, unit="image", disable=None if distributed.rank() == 0 else True
             ) as bar,
         ):
-            for place, shard in zip(shards_of_rank, shards):
-                bad += self._write_shard(*place, islice(views, len(shard)), bar)
+            for pair, shard in zip(shards_of_rank, shards):
+                bad += self._write_shard(*pair, islice(views, len(shard)), bar)
         counts = distributed.gather_to_all(Written(total, bad))
         return Written(*map(sum, zip(*counts)))
 

@@ -36,8 +36,7 @@ class WorkerOptions:
         int, Option(metavar="N", help="shards that are worked on at the same time")
     ] = os.cpu_count() or 1
     executor: Annotated[
-        str,
-        Option(metavar="WHERE", envvar="VLP_EXECUTOR", help="local, ray or ray://HOST:PORT"),
+        str, Option(metavar="WHERE", envvar="VLP_EXECUTOR", help="local, ray or ray://HOST:PORT")
     ] = "local"
 
     def workers(self) -> Executor:

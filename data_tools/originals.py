@@ -32,10 +32,10 @@ _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 
 @contextmanager
-def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
+def unpacked(paths: Sequence[Path], room: Path) -> Iterator[list[Path]]:
     """Yield the places with compressed tars replaced by plain ones, unpacked into `room`."""
     with unpacking_room(room) as folder:
-        yield list(_plain(places, folder))
+        yield list(_plain(paths, folder))
 
 
 @contextmanager
@@ -49,12 +49,12 @@ def unpacking_room(room: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
-    for place in places:
-        candidates = [place]
-        if place.is_dir():
-            yield place
-            candidates = sorted(path for path in place.iterdir() if path.name.endswith(SUFFIXES))
+def _plain(paths: Sequence[Path], folder: Path) -> Iterator[Path]:
+    for path in paths:
+        candidates = [path]
+        if path.is_dir():
+            yield path
+            candidates = sorted(entry for entry in path.iterdir() if entry.name.endswith(SUFFIXES))
         for candidate in candidates:
             yield plain_file(candidate, folder, f"{candidate.name}.tar")
 
@@ -172,7 +172,7 @@ class FileEntry(NamedTuple):
     size: int
 
 
-_Place = tuple[str, FileEntry]  # name, place
+_Match = tuple[str, FileEntry]  # name, place
 
 
 class Originals:
@@ -182,22 +182,22 @@ class Originals:
     folder is nowhere.
     """
 
-    def __init__(self, places: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path]) -> None:
         self.problems: list[str] = []
         self._containers: list[Path] = []
         self._by_name: dict[str, FileEntry] = {}
-        self._more: dict[str, dict[tuple[int, str], FileEntry]] = {}
-        self._by_part: dict[str, dict[str, list[_Place]]] = {}
-        self._alone: dict[_Place, str] = {}
+        self._duplicates: dict[str, dict[tuple[int, str], FileEntry]] = {}
+        self._by_part: dict[str, dict[str, list[_Match]]] = {}
+        self._alone: dict[_Match, str] = {}
         self._folded: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()
-        for place in places:
-            if place.is_dir():
-                self._add_folder(place)
-            elif place.is_file():
-                self._add_archive(place)
+        for root in roots:
+            if root.is_dir():
+                self._add_folder(root)
+            elif root.is_file():
+                self._add_archive(root)
             else:
-                raise ConfigError(f"{place}: no such folder, tar or zip of images")
+                raise ConfigError(f"{root}: no such folder, tar or zip of images")
 
     def find(self, name: str) -> ImageLocation | None:
         """Find an image by file name, perhaps with folders; None if missing."""
@@ -206,71 +206,71 @@ class Originals:
         if folder and (entry := self._exact(base, folder)) is not None:
             return self._location(base, entry)
         # Case and accents count where they distinguish files.
-        located = self._chosen([base], folder, str)
-        located = located or self._chosen(self._alike(base), folder, fold_case)
+        located = self._select([base], folder, str)
+        located = located or self._select(self._variants(base), folder, fold_case)
         return None if located is None else self._location(*located)
 
     def _exact(self, base: str, folder: str) -> FileEntry | None:
         """Return the file of a whole path in the first place that has it."""
-        first, more = self._by_name.get(base), self._more.get(base, {})
+        first, more = self._by_name.get(base), self._duplicates.get(base, {})
         if first is not None and first.folder == folder:
             return first
         positions = ((number, folder) for number in range(len(self._containers)) if more)
         return next((more[position] for position in positions if position in more), None)
 
-    def _chosen(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Place | None:
+    def _select(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Match | None:
         """Return the place with the same end of its folder, else the only one."""
         if folder:
-            near = (place for name in names for place in self._of_folder(name, folder))
-            agreeing = [place for place in near if self._agrees(place[1], form(folder), form)]
+            near = (match for name in names for match in self._of_folder(name, folder))
+            agreeing = [match for match in near if self._agrees(match[1], form(folder), form)]
             if agreeing:
-                return self._only(agreeing)
+                return self._unique(agreeing)
             if not names or self._holds_folder(folder):
                 return None
-        places = [place for name in names for place in self._of_name(name)]
+        matches = [match for name in names for match in self._of_name(name)]
         if not folder:
-            return self._only([place for place in places if not place[1].folder] or places)
+            return self._unique([match for match in matches if not match[1].folder] or matches)
         # Two names with folders of their own are two files, of which one alone is there.
-        place, folder = self._only(places), composed(folder)
-        if place is None or not ends_alike(self._alone.setdefault(place, folder), folder):
+        match, folder = self._unique(matches), composed(folder)
+        if match is None or not ends_alike(self._alone.setdefault(match, folder), folder):
             return None
-        return place
+        return match
 
-    def _only(self, places: list[_Place]) -> _Place | None:
+    def _unique(self, matches: list[_Match]) -> _Match | None:
         # Copies of one image may lie in several folders.
-        if len(places) < 2:
-            return places[0] if places else None
-        first = self._location(*places[0])
+        if len(matches) < 2:
+            return matches[0] if matches else None
+        first = self._location(*matches[0])
         with suppress(BadSample):
-            if all(first.read() == self._location(*other).read() for other in places[1:]):
-                return places[0]
-        problem = f"{first}: the list does not tell which of several {places[0][0]} it means"
+            if all(first.read() == self._location(*other).read() for other in matches[1:]):
+                return matches[0]
+        problem = f"{first}: the list does not tell which of several {matches[0][0]} it means"
         if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
         return None
 
-    def _of_name(self, base: str) -> list[_Place]:
-        first, more = self._by_name.get(base), self._more.get(base, {})
+    def _of_name(self, base: str) -> list[_Match]:
+        first, more = self._by_name.get(base), self._duplicates.get(base, {})
         return [] if first is None else [(base, entry) for entry in (first, *more.values())]
 
-    def _of_folder(self, base: str, folder: str) -> list[_Place]:
+    def _of_folder(self, base: str, folder: str) -> list[_Match]:
         # A data set of thousands of folders may have a `0.jpg` in each.
-        if len(self._more.get(base, ())) < _MANY:
+        if len(self._duplicates.get(base, ())) < _MANY:
             return self._of_name(base)
         if base not in self._by_part:
             self._by_part[base] = self._index(self._of_name(base))
         return self._with_last_part(self._by_part[base], folder)
 
-    def _index(self, places: Iterable[_Place]) -> dict[str, list[_Place]]:
+    def _index(self, matches: Iterable[_Match]) -> dict[str, list[_Match]]:
         """Return places by each folded part of their folder, and all of them under `""`."""
         index = defaultdict(list)
-        for place in places:
-            folder = place[1].folder or self._containers[place[1].container].stem
+        for match in matches:
+            folder = match[1].folder or self._containers[match[1].container].stem
             for part in {"", *fold_case(folder).split("/")}:
-                index[part].append(place)
+                index[part].append(match)
         return index
 
-    def _with_last_part(self, index: dict[str, list[_Place]], folder: str) -> list[_Place]:
+    def _with_last_part(self, index: dict[str, list[_Match]], folder: str) -> list[_Match]:
         # A folder may also agree with parts of the container's own path.
         last = fold_case(folder).rpartition("/")[2]
         return index.get("" if last in self._container_parts else last, [])
@@ -281,10 +281,10 @@ class Originals:
         return {part for path in paths for part in path.split("/")}
 
     @cached_property
-    def _folder_index(self) -> dict[str, list[_Place]]:
+    def _folder_index(self) -> dict[str, list[_Match]]:
         return self._index(("", FileEntry(*pair, 0, 0)) for pair in self._folders)
 
-    def _alike(self, base: str) -> list[str]:
+    def _variants(self, base: str) -> list[str]:
         # Most names are in lower case, and need no entry.
         if self._folded is None:
             self._folded = defaultdict(list)
@@ -305,16 +305,16 @@ class Originals:
 
     def _holds_folder(self, folder: str) -> bool:
         # However its case and accents: a folder that lacks the image is not another one.
-        places = self._with_last_part(self._folder_index, folder)
-        return any(self._agrees(place, fold_case(folder), fold_case) for _, place in places)
+        matches = self._with_last_part(self._folder_index, folder)
+        return any(self._agrees(entry, fold_case(folder), fold_case) for _, entry in matches)
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, None if missing; raises BadSample."""
-        place = self.find(name)
-        return None if place is None else place.read()
+        location = self.find(name)
+        return None if location is None else location.read()
 
     def __len__(self) -> int:
-        return len(self._by_name) + sum(map(len, self._more.values()))
+        return len(self._by_name) + sum(map(len, self._duplicates.values()))
 
     def _location(self, name: str, entry: FileEntry) -> ImageLocation:
         path = self._containers[entry.container]
@@ -375,7 +375,7 @@ class Originals:
         if name not in self._by_name or self._by_name[name][:2] == entry[:2]:
             self._by_name[name] = entry
         else:
-            self._more.setdefault(name, {})[entry[:2]] = entry
+            self._duplicates.setdefault(name, {})[entry[:2]] = entry
 
 
 _MOST_PROBLEMS = 20

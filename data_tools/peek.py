@@ -58,12 +58,12 @@ def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, i
     """Choose shards and sample numbers, in order, each once; the first ones without a seed."""
     count = min(count, table.total)
     if seed is None:
-        places = np.arange(count)
+        indices = np.arange(count)
     else:
-        places = np.sort(np.random.default_rng(seed).choice(table.total, count, replace=False))
+        indices = np.sort(np.random.default_rng(seed).choice(table.total, count, replace=False))
     ends = np.cumsum(table.samples)
-    shards = np.searchsorted(ends, places, side="right")
-    numbers = places - (ends - table.samples)[shards]
+    shards = np.searchsorted(ends, indices, side="right")
+    numbers = indices - (ends - table.samples)[shards]
     return list(zip(shards.tolist(), numbers.tolist()))
 
 
@@ -143,11 +143,11 @@ def _draw_card(card: Card, axes: Axes) -> None:
     below = [(shorten(card.title, 36), "black"), *lines]
     for number, (line, colour) in enumerate(below):
         weight = "normal" if number else "bold"
-        place = (3, -11 * number - 3)  # points from the image's lower left corner
+        offset = (3, -11 * number - 3)  # points from the image's lower left corner
         axes.annotate(
             line,
             (0, 0),
-            place,
+            offset,
             xycoords="axes fraction",
             textcoords="offset points",
             va="top",
@@ -178,7 +178,7 @@ def _frames(annotation: Annotation) -> list[Frame]:
 
 def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
     height = max(first.height, second.height)
-    both = Image.new("RGB", (first.width + second.width + height // 20, height), "white")
-    both.paste(first, (0, 0))
-    both.paste(second, (both.width - second.width, 0))
-    return both
+    canvas = Image.new("RGB", (first.width + second.width + height // 20, height), "white")
+    canvas.paste(first, (0, 0))
+    canvas.paste(second, (canvas.width - second.width, 0))
+    return canvas

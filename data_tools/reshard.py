@@ -142,9 +142,9 @@ def survey(
             counts.append(len(surveyed.rows))
             keys.append(surveyed.keys)
             file.write(surveyed.rows.tobytes())
-    twice = repeated(keys).values
-    if len(twice):
-        raise ConfigError(_say_repeated(repeated_keys(shards, twice, executor)))
+    duplicates = repeated(keys).values
+    if len(duplicates):
+        raise ConfigError(_say_repeated(repeated_keys(shards, duplicates, executor)))
     return problems, np.array(counts, dtype=np.int64)
 
 
@@ -164,9 +164,9 @@ class Order:
         start = number * self._per_shard
         end = min(start + self._per_shard, self._total)
         samples = np.arange(start, end) if self._order is None else self._order[start:end]
-        places = np.searchsorted(np.cumsum(counts), samples, side="right")
-        used, source = np.unique(places, return_inverse=True)
-        return Piece(number, samples, [shards[place] for place in used], source)
+        shard_numbers = np.searchsorted(np.cumsum(counts), samples, side="right")
+        used, source = np.unique(shard_numbers, return_inverse=True)
+        return Piece(number, samples, [shards[index] for index in used], source)
 
 
 def write_shard(piece: Piece, out: Path, plan: Path) -> None:
@@ -218,9 +218,9 @@ def _digest(shards: Sequence[Shard]) -> str:
     return sources.hexdigest()
 
 
-def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
+def _say_repeated(occurrences: Iterable[tuple[Shard, str]]) -> str:
     shards_by_key: dict[str, list[Shard]] = {}
-    for shard, key in places:
+    for shard, key in occurrences:
         shards_by_key.setdefault(key, []).append(shard)
     shards_by_key = {key: shards for key, shards in shards_by_key.items() if len(shards) > 1}
     examples = [

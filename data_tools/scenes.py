@@ -103,8 +103,8 @@ class SceneOptions:
     samples_per_shard: Annotated[int, N(help="in one tar")] = 1000
 
     def __post_init__(self) -> None:
-        least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1}
-        for name, smallest in least.items():
+        minimums = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1}
+        for name, smallest in minimums.items():
             number = getattr(self, name)
             if number < smallest:
                 option = name.replace("_", "-")

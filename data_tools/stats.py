@@ -68,7 +68,7 @@ def stats(
                 words.update(shard_tally.words.tolist())
                 keys.append(shard_tally.keys)
             repeated_keys += len(repeated(keys).values)
-    distinct, several = repeated(names)
+    distinct, copies = repeated(names)
     counts = ("samples", "captions", "images", "bytes of images", "samples without caption")
     summary = {
         "folders": [str(folder) for folder in folders],
@@ -77,7 +77,7 @@ def stats(
         **dict.fromkeys((*counts, "captions that are too long"), 0),
         **tally.summary(),
         "vocabulary size": len(words),
-        "repeated": {"keys": repeated_keys, "named images": distinct, "images": len(several)},
+        "repeated": {"keys": repeated_keys, "named images": distinct, "images": len(copies)},
     }
     write_json(out, summary, indent=1, error=ConfigError, ensure_ascii=False)
     print_summary(summary)
@@ -101,10 +101,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         low, middle, high = (percentiles[share] for share in ("5", "50", "95"))
         print(f"  {name}: {low:g} to {high:g}, median {middle:g} {quantity['unit']}")
     print(f"  different words: {summary['vocabulary size']}")
-    for what in ("formats", "sources", "bad samples"):
-        shown = list(summary[what].items())
+    for kind in ("formats", "sources", "bad samples"):
+        shown = list(summary[kind].items())
         more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        print(f"  {what}: {', '.join(f'{name} {count}' for name, count in shown[:8])}{more}")
+        print(f"  {kind}: {', '.join(f'{name} {count}' for name, count in shown[:8])}{more}")
     repeated = summary["repeated"]
     print(
         f"  keys that a folder has more than once: {repeated['keys']}; images (source and "
@@ -218,13 +218,13 @@ def describe(histogram: Counter[float]) -> dict[str, Any]:
     values = np.array(sorted(histogram), dtype=float)
     counts = np.array([histogram[value] for value in sorted(histogram)], dtype=np.int64)
     below = np.cumsum(counts)
-    places = [np.searchsorted(below, below[-1] * share / 100) for share in _PERCENTILES]
+    indices = [np.searchsorted(below, below[-1] * share / 100) for share in _PERCENTILES]
     return {
         "count": int(below[-1]),
         "mean": float((values * counts).sum() / below[-1]),
         "min": values[0],
         "max": values[-1],
-        "percentiles": {str(share): values[p] for share, p in zip(_PERCENTILES, places)},
+        "percentiles": {str(share): values[p] for share, p in zip(_PERCENTILES, indices)},
         "histogram": [[value, int(count)] for value, count in zip(values.tolist(), counts)],
     }
 

@@ -147,9 +147,9 @@ def check(
     if manifest is not None:
         damage += against_manifest(folder, manifest, contents)
     yield Examined(damage)
-    twice = repeated(keys).values
-    if len(twice):
-        yield Examined(list(_duplicates(shards, twice, executor)))
+    duplicates = repeated(keys).values
+    if len(duplicates):
+        yield Examined(list(_duplicates(shards, duplicates, executor)))
 
 
 def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined:
@@ -163,9 +163,9 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
             look = _structure if quick else _content
             damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, sample))
             captions.append(0 if quick else _captions(opened, sample))
-        places, rows = _digests(sample_rows(opened.samples, captions))
+        locations, rows = _digests(sample_rows(opened.samples, captions))
         keys = numbers_of(keys_in(opened))
-        contents = ShardContents(len(opened), shard.path.stat().st_size, places)
+        contents = ShardContents(len(opened), shard.path.stat().st_size, locations)
         if not quick:
             contents = contents._replace(captions=sum(captions), rows=rows)
         if hashed:
@@ -173,9 +173,11 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
         return Examined(damage, contents, images, keys)
 
 
-def _duplicates(shards: Sequence[Shard], twice: Numbers, executor: Executor) -> Iterator[Damage]:
+def _duplicates(
+    shards: Sequence[Shard], duplicates: Numbers, executor: Executor
+) -> Iterator[Damage]:
     keys: set[str] = set()
-    for shard, key in repeated_keys(shards, twice, executor):
+    for shard, key in repeated_keys(shards, duplicates, executor):
         if key in keys:
             yield Damage("duplicate key", f"{shard}, {key} (came before)")
         keys.add(key)
@@ -270,11 +272,11 @@ class Damage(NamedTuple):
 
 
 class ShardContents(NamedTuple):
-    """Contents of a shard, None if not read; `rows` and `places` digest its part of the index."""
+    """Contents of a shard, None if not read; `rows` and `locations` are digests of its index."""
 
     samples: int
     bytes: int
-    places: str
+    locations: str
     captions: int | None = None
     rows: str | None = None
     sha256: str | None = None
@@ -323,8 +325,8 @@ def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[D
             continue
         difference = _difference(entry, actual, ("samples", "bytes", "captions"))
         if difference is None and rows is not None:
-            places, whole = _digests(rows[start : start + entry.samples])
-            if places != actual.places or actual.rows not in (None, whole):
+            locations, whole = _digests(rows[start : start + entry.samples])
+            if locations != actual.locations or actual.rows not in (None, whole):
                 difference = "its samples lie elsewhere, or have other captions"
         if difference is not None:
             damage.append(Damage("index differs", f"{folder / entry.name}: {difference}"))
@@ -370,5 +372,5 @@ def _difference(entry: object, contents: ShardContents, fields: Sequence[str]) -
 
 
 def _digests(rows: NDArray[np.void]) -> tuple[str, str]:
-    places = np.stack((rows["start"], rows["blocks"]))
-    return tuple(blake2b(part.tobytes(), digest_size=8).hexdigest() for part in (places, rows))  # type: ignore[return-value]
+    locations = np.stack((rows["start"], rows["blocks"]))
+    return tuple(blake2b(part.tobytes(), digest_size=8).hexdigest() for part in (locations, rows))  # type: ignore[return-value]

@@ -64,8 +64,8 @@ def build_in_steps(
         "max_side": options.max_side,
         "quality": options.quality,
     }
-    about = {**settings, **(arguments or {})}
-    build_settings = json.loads(json.dumps({"data_set": title, **about}))
+    all_settings = {**settings, **(arguments or {})}
+    build_settings = json.loads(json.dumps({"data_set": title, **all_settings}))
     take_down = TakeDown.read(options.take_down, out)
     total = total or length_hint(specs) or None
     try:
@@ -92,7 +92,7 @@ def build_in_steps(
                     bar.update(record.wanted)
                 bar.update(pieces.unchanged - initial)
             journal.finish(pieces.shards)
-            manifest = make_manifest(pieces, title, about)
+            manifest = make_manifest(pieces, title, all_settings)
             _write_index(out, manifest)
             write_manifest(out / MANIFEST_NAME, manifest)
             # What was there goes only when the new shards are whole, and not for nothing.
@@ -127,16 +127,16 @@ def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
 
 
 def _publish(journal: Journal, record: Record, process: int) -> None:
-    written = temporary(journal.folder, record.number, process)
-    place = journal.folder / record.name
+    temporary_path = temporary(journal.folder, record.number, process)
+    path = journal.folder / record.name
     # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
     (journal.folder / INDEX_NAME).unlink(missing_ok=True)
     journal.add(record)
     if record.samples:
-        written.rename(place)
+        temporary_path.rename(path)
     else:
-        written.unlink()
-        place.unlink(missing_ok=True)
+        temporary_path.unlink()
+        path.unlink(missing_ok=True)
     sync_path(journal.folder)
 
 
@@ -182,7 +182,7 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
             failures.setdefault(kind, []).extend(ids)
         if record.taken_down:
             failures.setdefault("taken down", []).extend(record.taken_down)
-    unmet = sorted(pieces.take_down.lines - pieces.take_down.met)
+    unmatched = sorted(pieces.take_down.lines - pieces.take_down.matched)
     return {
         "title": title,
         "licence": pieces.options.licence,
@@ -203,7 +203,7 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
         "failures": {
             kind: {"count": len(ids), "ids": ids} for kind, ids in sorted(failures.items())
         },
-        "take_down_without_a_sample": unmet,
+        "take_down_without_a_sample": unmatched,
         "problems": pieces.originals.problems,
         "versions": {"pillow": PIL.__version__, "libjpeg_turbo": features.version("libjpeg_turbo")},
     }
@@ -224,9 +224,9 @@ def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
     )
     for kind, failed in manifest["failures"].items():
         print(f"  {kind}: {failed['count']} (first: {failed['ids'][0]})")
-    unmet = manifest["take_down_without_a_sample"]
-    if unmet:
-        print(f"  take-down lines that name no sample here: {len(unmet)} (first: {unmet[0]})")
+    keys = manifest["take_down_without_a_sample"]
+    if keys:
+        print(f"  take-down lines that name no sample here: {len(keys)} (first: {keys[0]})")
     for problem in manifest["problems"]:
         print(f"  damaged: {problem}")
     if manifest["failures"]:

@@ -115,11 +115,11 @@ class Line(NamedTuple):
 
 
 class TakeDown:
-    """Take-down list, and its lines that matched so far (`met`)."""
+    """Take-down list, and its lines that matched so far."""
 
     def __init__(self, lines: frozenset[str] = frozenset()) -> None:
         self.lines = lines
-        self.met: set[str] = set()
+        self.matched: set[str] = set()
 
     @classmethod
     def read(cls, path: Path | None, out: Path | None = None) -> TakeDown:
@@ -149,7 +149,7 @@ class TakeDown:
         matches = self.lines.intersection(
             name for name in (key, annotation.image_id, url) if isinstance(name, str)
         )
-        self.met |= matches
+        self.matched |= matches
         return bool(matches)
 
 

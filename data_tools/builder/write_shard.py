@@ -173,12 +173,12 @@ class ShardItem(NamedTuple):
     key: str
     annotation: Annotation
     size: tuple[int, int] | None
-    places: tuple[ImageLocation | None, ...]
+    locations: tuple[ImageLocation | None, ...]
     names: tuple[str, ...]
 
 
 class ShardJob(NamedTuple):
-    """One shard to build; `inputs` is its items' sha256, `before` the earlier run's record."""
+    """One shard to build; `inputs` is its items' sha256, `previous` the earlier run's record."""
 
     number: int
     folder: Path
@@ -187,7 +187,7 @@ class ShardJob(NamedTuple):
     removed: frozenset[str]
     max_side: int | None
     quality: int
-    before: Record | None = None
+    previous: Record | None = None
     retry: bool = False
 
     def __str__(self) -> str:
@@ -250,18 +250,18 @@ class _Stored:
         self._samples: dict[str, tuple[list[Member], int]] = {}
         self._boxes: dict[str, list[tuple[str, str]]] = defaultdict(list)
         self._data: Path | None = None
-        before = job.before
-        if before is None:
+        previous = job.previous
+        if previous is None:
             return
-        for kind, names in before.failures.items():
+        for kind, names in previous.failures.items():
             for name in names:
                 key, slash, _ = name.partition("/")
                 if slash:
                     self._boxes[key].append((kind, name))
                 elif not (job.retry and kind in RETRIED):
                     self._failed[key] = kind
-        if before.samples:
-            self._load(job.folder / before.name, before.sha256)
+        if previous.samples:
+            self._load(job.folder / previous.name, previous.sha256)
 
     def copy(self, key: str, file: IO[bytes], failures: dict[str, list[str]]) -> int | None:
         """Copy a sample's files and return its number of captions; None if missing."""
@@ -293,10 +293,10 @@ class _Stored:
 def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]) -> int:
     """Write one sample and return its number of captions; raises BadSample."""
     images = []
-    for place, name in zip(item.places, item.names, strict=True):
-        if place is None:
+    for location, name in zip(item.locations, item.names, strict=True):
+        if location is None:
             raise BadSample("missing image", name)
-        images.append(prepare_image(place.read(), name, job.max_side, job.quality))
+        images.append(prepare_image(location.read(), name, job.max_side, job.quality))
     annotation, faults = fit_boxes(item.annotation, images[0], item.size)
     for kind, names in faults.items():
         failures[kind].extend(f"{item.key}/{name}" for name in names)
@@ -392,7 +392,7 @@ class Journal:
         """Read the records; return whether a build began."""
         lines = self._path.read_bytes().split(b"\n")
         whole = 0
-        last, before = None, None
+        last, previous = None, None
         for number, line in enumerate(lines[:-1], 1):
             try:
                 content = parse_json(line)
@@ -400,7 +400,7 @@ class Journal:
                     self._compare(content["settings"])
                 else:
                     last = Record.model_validate(content)
-                    before = self.records.get(last.number)
+                    previous = self.records.get(last.number)
                     self.records[last.number] = last
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if isinstance(error, ConfigError):
@@ -411,10 +411,10 @@ class Journal:
                     "to build every shard again"
                 ) from error
             whole += len(line) + 1
-        if last is not None and before is not None:
+        if last is not None and previous is not None:
             path = self.folder / last.name
-            if not _holds(path, last) and _holds(path, before):
-                self.records[before.number] = before
+            if not _holds(path, last) and _holds(path, previous):
+                self.records[previous.number] = previous
                 whole -= len(lines[-2]) + 1
         # Behind the last line break lies the line a kill cut off.
         self._file.truncate(whole)
@@ -500,15 +500,15 @@ class Pieces:
         last = max(self.journal.records, default=-1)
         pending = self._stored_keys(last) if self.options.retry else {}
         for item in samples:
-            places = tuple(map(self.originals.find, item.images))
-            piece.append(ShardItem(item.key, item.annotation, item.size, places, item.images))
-            present += None not in places
-            before = self.journal.records.get(number)
-            cut_before = before is not None and len(piece) == before.wanted
+            locations = tuple(map(self.originals.find, item.images))
+            piece.append(ShardItem(item.key, item.annotation, item.size, locations, item.images))
+            present += None not in locations
+            previous = self.journal.records.get(number)
+            cut_previously = previous is not None and len(piece) == previous.wanted
             pending.pop(item.key, None)
             # The last piece of an earlier run holds all that was not downloaded yet.
-            may_cut = before is None or (self.options.retry and number == last and not pending)
-            if cut_before or (may_cut and present >= self.options.samples_per_shard):
+            may_cut = previous is None or (self.options.retry and number == last and not pending)
+            if cut_previously or (may_cut and present >= self.options.samples_per_shard):
                 yield piece
                 piece, present, number = [], 0, number + 1
         if piece:
@@ -519,15 +519,15 @@ class Pieces:
         removed = frozenset(
             item.key for item in piece if self.take_down.names(item.key, item.annotation)
         )
-        before = self.journal.records.get(number)
-        if before is None or before.inputs != inputs:
+        stored = self.journal.records.get(number)
+        if stored is None or stored.inputs != inputs:
             self._require_superset(number, piece)
-            before = None
+            stored = None
         # The size tells enough here; `make_shard` compares the sha256 before it copies.
-        elif not self._is_there(before):
-            before = None
-        retry = self.options.retry and before is not None and bool(before.failures.keys() & RETRIED)
-        if before is not None and set(before.taken_down) == removed and not retry:
+        elif not self._is_there(stored):
+            stored = None
+        retry = self.options.retry and stored is not None and bool(stored.failures.keys() & RETRIED)
+        if stored is not None and set(stored.taken_down) == removed and not retry:
             return None
         return ShardJob(
             number,
@@ -537,7 +537,7 @@ class Pieces:
             removed,
             self.options.max_side,
             self.options.quality,
-            before,
+            stored,
             self.options.retry,
         )
 

@@ -255,10 +255,10 @@ def visual_genome(
             row.id: row for row in parsed(streamed_list(image_data, faults), _GenomeData, faults)
         }
     part = CorpusPart("", _genome_samples(regions, data, faults, limits), len(data) or None)
-    how = {"max_words": max_words, "min_words": min_words, "min_area": min_area}
+    settings = {"max_words": max_words, "min_words": min_words, "min_area": min_area}
     if excluded:
-        how["excluded"] = len(excluded)
-    target = Target(out, build, "Visual Genome regions", VISUAL_GENOME, how)
+        settings["excluded"] = len(excluded)
+    target = Target(out, build, "Visual Genome regions", VISUAL_GENOME, settings)
     return make_corpus(target, images, [part])
 
 
@@ -367,12 +367,12 @@ def _official_part(
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
     # Of an id of several files nobody knows which one the captions are of.
-    others = {image.id for image in images if names[image.id] != image.file_name}
+    ambiguous_ids = {image.id for image in images if names[image.id] != image.file_name}
 
     def samples() -> Iterator[SampleSpec | Refused]:
         for image in images:
             key = key_of_image(stems[image.file_name])
-            if image.id in others:
+            if image.id in ambiguous_ids:
                 yield Refused("image id of several files", f"{image.id} ({image.file_name})")
                 continue
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
@@ -427,8 +427,8 @@ def _genome_samples(
             reason = why_dropped(phrase, limits.max_words)
             if reason is None and len(phrase.split()) < limits.min_words:
                 reason = "shorter than --min-words"
-            least = limits.min_area * data.width * data.height if data else 0
-            if reason is None and least and region.width * region.height < least:
+            min_pixels = limits.min_area * data.width * data.height if data else 0
+            if reason is None and min_pixels and region.width * region.height < min_pixels:
                 reason = "region smaller than --min-area"
             if reason is not None:
                 yield Refused(reason, f"{key}/region {region.region_id}")

@@ -307,7 +307,7 @@ def _fits(row: Any) -> bool:
 
 
 def _write(
-    target: Target, places: Sequence[Path], entries: Sequence[ImageQuestions], faults: Faults
+    target: Target, image_paths: Sequence[Path], entries: Sequence[ImageQuestions], faults: Faults
 ) -> int:
     """Build the shards of some images with their questions; returns the exit code."""
     samples = (
@@ -322,4 +322,4 @@ def _write(
         )
         for entry in entries
     )
-    return convert_rows(target, places, samples, faults, len(entries))
+    return convert_rows(target, image_paths, samples, faults, len(entries))

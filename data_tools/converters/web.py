@@ -190,9 +190,9 @@ def image_id_of(url: str) -> str:
 class Downloads(Originals):
     """Images by URL in folders of img2dataset's tars, in 24 bytes an image."""
 
-    def __init__(self, places: Sequence[Path], executor: Executor | None = None) -> None:
+    def __init__(self, folders: Sequence[Path], executor: Executor | None = None) -> None:
         super().__init__(())
-        self._tars = [tar for place in places for tar in _tars(place)]
+        self._tars = [tar for folder in folders for tar in _tars(folder)]
         tables = []
         bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
         surveys = (executor or Executor(1)).map(survey, self._tars)
@@ -212,10 +212,10 @@ class Downloads(Originals):
     def find(self, name: str) -> ImageLocation | None:
         """Find the image of a URL; None if missing."""
         number = _url_number(name)
-        place = int(np.searchsorted(self._entries["url"], number))
-        if place == len(self._entries) or self._entries["url"][place] != number:
+        position = int(np.searchsorted(self._entries["url"], number))
+        if position == len(self._entries) or self._entries["url"][position] != number:
             return None
-        _, tar, size, offset = self._entries[place].tolist()
+        _, tar, size, offset = self._entries[position].tolist()
         return ImageLocation(self._tars[tar], offset, size)
 
     def __len__(self) -> int:
@@ -244,13 +244,13 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
         return np.array(entries, _ENTRY), without, shard.problem
 
 
-def _tars(place: Path) -> list[Path]:
-    if not place.is_dir():
-        raise ConfigError(f"{place}: no such folder")
-    tars = sorted(place.glob("*.tar"))
+def _tars(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    tars = sorted(folder.glob("*.tar"))
     if not tars:
         raise ConfigError(
-            f"{place}: holds no tars; img2dataset writes them with --output_format webdataset"
+            f"{folder}: holds no tars; img2dataset writes them with --output_format webdataset"
         )
     return tars
 

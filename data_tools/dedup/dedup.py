@@ -75,8 +75,8 @@ def _lines(
     used = np.union1d(drops.dropped, drops.originals)
     keys = dict(zip(used.tolist(), images.keys(used, near.workers())))
     for dropped, original, equal, count in zip(drops.dropped, drops.originals, same, bits):
-        how = "the same bytes as" if equal else f"like ({count} bits of 64)"
-        reason = f"{how} {keys[original]} of {images.shards[images.shard[original]]}"
+        relation = "the same bytes as" if equal else f"like ({count} bits of 64)"
+        reason = f"{relation} {keys[original]} of {images.shards[images.shard[original]]}"
         yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
 
 
@@ -142,9 +142,9 @@ def find_matches(
         fine = fine_distance(ours["fine"][alike["ours"]], theirs["fine"][alike["theirs"]])
         parts.append(alike[fine <= FINE_DISTANCE])
     every = np.concatenate(parts)
-    _, first, place = np.unique(every[["ours", "theirs"]], return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(every[["ours", "theirs"]], return_index=True, return_inverse=True)
     matches = every[first]
-    np.bitwise_or.at(matches["ways"], place.reshape(-1), every["ways"])
+    np.bitwise_or.at(matches["ways"], inverse.reshape(-1), every["ways"])
     their_hashes = theirs["coarse"][matches["theirs"]]
     matches["bits"] = differing_bits(ours["coarse"][matches["ours"]], their_hashes)
     return matches
@@ -197,14 +197,14 @@ def _print_counts(matches: NDArray[np.void], ours: HashedImages, theirs: HashedI
     folders = list(dict.fromkeys(shard.folder for shard in theirs.shards))
     of_shard = np.array([folders.index(shard.folder) for shard in theirs.shards])
     of_image = of_shard[theirs.shard]
-    for place, folder in enumerate(folders):
-        here = matches[of_image[matches["theirs"]] == place]
-        images = int((of_image == place).sum())
+    for number, folder in enumerate(folders):
+        part = matches[of_image[matches["theirs"]] == number]
+        images = int((of_image == number).sum())
         print(
-            f"  {folder}: {len(np.unique(here['theirs']))} of {images} images are shown in "
+            f"  {folder}: {len(np.unique(part['theirs']))} of {images} images are shown in "
             "pretraining"
         )
         for way, text in WAYS.items():
-            by_way = here[(here["ways"] & way) != 0]
+            by_way = part[(part["ways"] & way) != 0]
             samples = len(np.unique(_samples(ours)[by_way["ours"]]))
             print(f"    {text}: {len(np.unique(by_way['theirs']))}, by {samples} samples")

@@ -221,8 +221,8 @@ def _signs(block: NDArray[np.float64]) -> Hashes:
 @cache
 def _cosines() -> NDArray[np.float64]:
     """Return the lowest rows of the orthonormal DCT-II, (coefficients, pixels)."""
-    frequency, place = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
-    waves = np.cos(np.pi * frequency * (2 * place + 1) / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
+    frequency, pixel = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
+    waves = np.cos(np.pi * frequency * (2 * pixel + 1) / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
     waves[0] /= np.sqrt(2)
     return waves
 

@@ -44,12 +44,12 @@ class FileTree(Originals):
     Hidden files and the folder `left_out` are skipped; a place inside another is listed once.
     """
 
-    def __init__(self, places: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
+    def __init__(self, roots: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
         super().__init__(())
         self._room = room
         self._left_out = None if left_out is None else left_out.resolve()
         self._files: dict[str, FileEntry] = {}
-        self._places: dict[int, Path] = {}
+        self._roots: dict[int, Path] = {}
         self._in_both: set[str] = set()
         self._placed: set[str] = set()
         self._prefix = ""
@@ -57,20 +57,20 @@ class FileTree(Originals):
         self._other_tops: list[tuple[str, str]] = []
         self._embedded: IO[bytes] | None = None
         self._digests: dict[bytes, str] = {}
-        for place in places:
-            self._place = place.resolve()
-            if place.is_file():
-                self._place = self._place.with_name(place.name.partition(".")[0])
-            if place.is_dir():
-                self._add_folder(place)
-            elif not place.is_file():
-                raise ConfigError(f"{place}: there is no such file or folder")
-            elif self._is_duplicate(place, ""):
+        for root in roots:
+            self._root = root.resolve()
+            if root.is_file():
+                self._root = self._root.with_name(root.name.partition(".")[0])
+            if root.is_dir():
+                self._add_folder(root)
+            elif not root.is_file():
+                raise ConfigError(f"{root}: there is no such file or folder")
+            elif self._is_duplicate(root, ""):
                 continue
-            elif is_archive(path := self._plain(place)):
+            elif is_archive(path := self._plain(root)):
                 self._add_archive(path)
             else:
-                self.add_file(path, without_gz(place.name))
+                self.add_file(path, without_gz(root.name))
 
     @property
     def files(self) -> Sequence[str]:
@@ -87,7 +87,7 @@ class FileTree(Originals):
         entry = self._files.get(path)
         if entry is not None and entry.offset == _ALONE:
             return self._containers[entry.container].resolve().as_posix()
-        root = None if entry is None else self._places.get(entry.container)
+        root = None if entry is None else self._roots.get(entry.container)
         if root is None:
             return path
         return f"{root.parent if path in self._placed else root}/{path}"
@@ -207,17 +207,17 @@ class FileTree(Originals):
             return
         if len(self._files) >= MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
-        self._places[entry.container] = self._place
+        self._roots[entry.container] = self._root
         previous = self._files.get(path)
-        root = self._place if previous is None else self._places.get(previous.container)
-        if root != self._place:
+        root = self._root if previous is None else self._roots.get(previous.container)
+        if root != self._root:
             # Files of two places have one path: the name of each place goes before it.
             self._in_both.add(path)
             if root is not None:
                 self._placed.add(moved := f"{root.name}/{path}")
                 self._files[moved] = self._files.pop(path)
         if path in self._in_both:
-            self._placed.add(path := f"{self._place.name}/{path}")
+            self._placed.add(path := f"{self._root.name}/{path}")
         self._files[path] = entry
 
     def _add_folder(self, folder: Path) -> None:
@@ -247,9 +247,9 @@ class FileTree(Originals):
             for name in sorted(names):
                 yield inside, name
 
-    def _is_duplicate(self, place: Path, top: str) -> bool:
+    def _is_duplicate(self, path: Path, top: str) -> bool:
         # A table may name files from the top of either place.
-        real_path = os.path.realpath(place)
+        real_path = os.path.realpath(path)
         if real_path in self._tops:
             self._other_tops.append((top, self._tops[real_path]))
             return True

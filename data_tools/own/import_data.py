@@ -160,10 +160,10 @@ def _opened(options: ImportOptions, room: Path, faults: Faults) -> tuple[FileTre
     if options.place.startswith(PREFIX):
         tree = FileTree(images, room, options.out)
         return tree, hub_form(options.place, tree, overrides, faults, options.splits)
-    place = Path(options.place)
-    tree = FileTree([place, *images], room, options.out)
-    is_single = place.is_file() and len(tree) == 1 and not images
-    return tree, recognise(tree, overrides, faults, place, place.parent if is_single else None)
+    path = Path(options.place)
+    tree = FileTree([path, *images], room, options.out)
+    is_single = path.is_file() and len(tree) == 1 and not images
+    return tree, recognise(tree, overrides, faults, path, path.parent if is_single else None)
 
 
 def _cleaned(
