@@ -155,6 +155,16 @@ def test_words_of_weights_are_held_against_the_vocabulary(text, tmp_path):
         other.require_words_of(str(tmp_path))
 
 
+def test_words_of_a_cased_vocabulary_keep_their_case(tmp_path):
+    words = [*SPECIALS, "Dog", "dog"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    text = TextProcessor.load(tmp_path, 8)
+    assert text.words("Dog dog") == ["[CLS]", "Dog", "dog", "[SEP]"]
+    lower_cased = bert_tokenizer({word: number for number, word in enumerate(words)})
+    with pytest.raises(ConfigError, match="changes case or accents"):
+        TextProcessor(lower_cased, 8).require_words_of(str(tmp_path))
+
+
 def test_a_vocabulary_without_the_special_tokens(tmp_path):
     with pytest.raises(ConfigError, match=r"no \[MASK\]"):
         bert_tokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "dog": 4})

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
-from transformers import DeiTConfig, DeiTModel, ViTConfig, ViTModel
+from transformers import DeiTConfig, DeiTModel, ViTConfig, ViTImageProcessor, ViTModel
 
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
@@ -16,6 +16,7 @@ from vlp.models.pretrained.load import load_public_weights, load_vit
 from vlp.models.pretrained.published import timm_names
 from vlp.models.vlp import VLPModel
 
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 TRUSTED = "the source does not tell its heads: taken as 3"
 
 
@@ -116,7 +117,7 @@ def test_every_source_gives_timm_s_own_features(tmp_path, monkeypatch, form, cla
     name = "deit_tiny_patch16_224"
     vit = random_vit(name, num_classes=classes)
     source = form(vit, tmp_path)
-    encoder, report = loaded(source, image_size=384, layers=2)
+    encoder, report = loaded(source, image_size=384, layers=2, normalisation=[MEAN, STD])
     file = tmp_path / "reference.safetensors"
     save_file(vit.state_dict(), file)
     reference = at_384(name, file, num_classes=classes)
@@ -157,6 +158,23 @@ def test_other_heads_are_refused_by_name(tiny):
 def test_another_function_with_the_same_names_is_refused(folder, changes, message):
     with pytest.raises(ConfigError, match=message):
         loaded(folder(**changes))
+
+
+def test_pixels_are_normalised_as_the_weights_expect(folder, tmp_path_factory):
+    changed = folder(pretrained_cfg={"mean": MEAN, "std": STD})
+    other = tmp_path_factory.mktemp("transformers")
+    ViTModel(ViTConfig(**SIZES, num_hidden_layers=1)).save_pretrained(other)
+    ViTImageProcessor(image_mean=MEAN, image_std=STD).save_pretrained(other)
+    for weights in (changed, other):
+        with pytest.raises(ConfigError, match=r"set image.normalisation=\[\[0.485,0.456,0.406\],"):
+            loaded(weights, layers=1)
+
+
+def test_averaged_weights_that_are_not_read_are_named(tiny, tmp_path, caplog):
+    state = tiny[0].state_dict()
+    torch.save({"model": state, "model_ema": state}, tmp_path / "deit.pth")
+    loaded(tmp_path / "deit.pth", layers=1)
+    assert "its model_ema, averaged weights, is not read" in caplog.text
 
 
 def test_what_a_folder_lacks_is_named(folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -139,6 +140,12 @@ class TextProcessor:
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return
         other = TextProcessor.load(folder, self.max_tokens)
+        ours, theirs = (parse_json(text._plain.to_str()) for text in (self, other))
+        if ours["normalizer"] != theirs["normalizer"]:
+            raise ConfigError(
+                f"data.vocabulary changes case or accents otherwise than {folder}, whose weights "
+                f"know other words: set data.vocabulary={folder}"
+            )
         if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(
                 f"data.vocabulary has other words, or in another order, than {folder}, whose "
@@ -156,7 +163,8 @@ class TextProcessor:
                 return processor
             if (folder / "vocab.txt").is_file():
                 vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
-                return cls(bert_tokenizer(vocabulary, _bert_normalizer(folder)), max_tokens)
+                normalizer = _bert_normalizer(folder, vocabulary)
+                return cls(bert_tokenizer(vocabulary, normalizer), max_tokens)
         except ConfigError:
             raise
         except BaseException as error:  # the library raises bare Exception, and what Rust panics
@@ -250,10 +258,14 @@ def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
     return names
 
 
-def _bert_normalizer(folder: Path) -> normalizers.BertNormalizer:
-    """Return the normalizer of a folder's `tokenizer_config.json`, by default lower-casing."""
+def _bert_normalizer(folder: Path, vocabulary: Iterable[str]) -> normalizers.BertNormalizer:
+    """Return the normalizer of a folder's `tokenizer_config.json`, by default of its words."""
     file = folder / "tokenizer_config.json"
-    settings = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if file.is_file():
+        settings = parse_json(file.read_text(encoding="utf-8"))
+    else:
+        # Some folders of cased models have no configuration.
+        settings = {"do_lower_case": not any(re.match("(##)?[A-Z]", word) for word in vocabulary)}
     return normalizers.BertNormalizer(
         handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
         strip_accents=settings.get("strip_accents"),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vlp.config import ConfigError
 from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.blocks import NORM_EPS
-from vlp.models.config import ModelConfig
+from vlp.models.config import ImageConfig, ModelConfig
 from vlp.models.pretrained.published import (
     Published,
     network_settings,
@@ -148,6 +148,20 @@ def check_image_tower(
         [(f"vit.{key}", theirs[key], ours[key]) for key in theirs.keys() & ours.keys()], source
     )
     return []
+
+
+def check_pixels(
+    settings: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
+) -> None:
+    """Check the normalisation of pixels that weights were trained with."""
+    # What the user sets is meant.
+    values = getattr(settings, "pretrained_cfg", settings) or {}
+    theirs = tuple(tuple(values.get(key) or ()) for key in ("mean", "std"))
+    if config.normalisation is None and all(theirs) and theirs != config.statistics:
+        raise ConfigError(
+            f"{source} was trained with other mean and deviation of pixels than "
+            f"{config.statistics}: set image.normalisation={json.dumps(theirs).replace(' ', '')}"
+        )
 
 
 # All other settings of transformers change what a model computes.
@@ -310,6 +324,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
     """Initialise the image tower from public weights; positions are resampled as timm does."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     state, settings = read_vit(name)
+    check_pixels(settings, model.config.image, source)
     notes = check_image_tower(settings, encoder.vit, state, source)
     fitted = fit_image_tower(encoder.vit, state)
     target = encoder.vit.state_dict()
@@ -537,6 +552,7 @@ def load_vit(
 ) -> LoadReport:
     """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
     config, weights, unused, notes = model.config.image, {}, [], []
+    check_pixels(settings, config, source)
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
     if len(blocks) < config.layers:
         raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")

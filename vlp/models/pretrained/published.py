@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import zipfile
@@ -17,6 +18,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.io import check_hub, may_be_on_hub, parse_json
+
+logger = logging.getLogger(__name__)
 
 _OUTER = {
     "embeddings.cls_token": "cls_token",
@@ -111,6 +114,8 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
     state = None
     if isinstance(loaded, Mapping):
         state = next((loaded[key] for key in KEYS if key in loaded), loaded)
+        if averaged := [key for key in loaded if str(key).endswith("_ema")]:
+            logger.warning("%s: its %s, averaged weights, is not read", path, averaged[0])
     if not isinstance(state, Mapping) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
@@ -159,7 +164,11 @@ def read_vit(name: str) -> Published:
     if "architecture" in config:
         return Published(state, _network_of_folder(config_file.parent))
     if config.get("model_type") in ("vit", "deit"):
-        return Published(timm_names(state, name), timm_settings(config))
+        settings = timm_settings(config)
+        if (file := config_file.with_name("preprocessor_config.json")).is_file():
+            images = _read_config(file)
+            settings |= {"mean": images.get("image_mean"), "std": images.get("image_std")}
+        return Published(timm_names(state, name), settings)
     raise ValueError(
         f"{config_file}: names neither a timm architecture nor model_type vit or deit "
         f"(model_type is {config.get('model_type')!r})"
