@@ -25,10 +25,12 @@ LAUNCHERS = {
     "vlp": [sys.executable, "-m", "launch", "train", "--ranks", "2"],
     "torchrun": [PROGRAMS / "torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"],
 }
-# A shell between launcher and rank, which tells how the rank ended.
+# A shell between launcher and rank, which writes the rank's exit code and passes it on.
 RANK = """#!/bin/bash
 "{python}" "{command}" "$@"
-echo $? > "{folder}/code.$RANK"
+code=$?
+echo $code > "{folder}/code.$RANK"
+exit $code
 """
 
 
