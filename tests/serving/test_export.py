@@ -113,8 +113,8 @@ def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
         *({"position": position, "layout": layout}
           for position in (["anchor"], []) for layout in ("text", "albef")),
         ace(groups=2, mode="bias"),
-        {"anchor": {"groups": 2, "tau": 10}},
-        {"anchor": {"groups": 2, "text_window": None, "patch_window": None}},
+        ace(groups=2, tau=10),
+        ace(groups=2, text_window=None, patch_window=None),
     ],
     ids=str,
 )  # fmt: skip
