@@ -127,7 +127,10 @@ def test_no_process_outlives_an_exception_of_the_caller():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_an_interrupted_command(number):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, __file__], start_new_session=True, **pipes)
+    # pytest's own paths, of the modules in tests/support, reach no other process.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__]
+    process = subprocess.Popen(command, start_new_session=True, env=environment, **pipes)
     assert process.stdout.readline() == "started\n"
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
