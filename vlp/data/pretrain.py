@@ -190,7 +190,7 @@ class CaptionedSamples(Dataset[Slot]):
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
-            caption_id=identity("caption", normalised_caption(caption)),
+            caption_id=identity("caption", normalised_caption(self._text_read(caption, ids))),
         )
         return slot, load_pixels
 
@@ -210,6 +210,12 @@ class CaptionedSamples(Dataset[Slot]):
         stored = self.features[source]
         views = stored.views(shard, sample, not mentions_side(caption), where)
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
+
+    def _text_read(self, caption: str, ids: Tensor) -> str:
+        """Return the caption as far as the model reads it: cut, and without unknown words."""
+        if ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any():
+            return caption
+        return " ".join(self.text.words(caption))
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
         """Return the numbers of an element's sample in its shard and of its caption, if fixed."""

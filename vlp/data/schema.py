@@ -129,7 +129,12 @@ def captions_of(annotation: Annotation) -> list[str]:
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
 
 
-_MARKS = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
+_MARKS = str.maketrans("-/", "  ", ",.'!?\"()*#:;~") | {  # as ALBEF prepares captions
+    # Typographic quotes and dashes, marks of other scripts, and characters that are not seen.
+    code: 32 if category == "Pd" else None
+    for code in range(128, 1 << 16)
+    if (category := unicodedata.category(chr(code))) == "Cf" or category[0] == "P"
+}
 
 
 def normalised_caption(text: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_shards import encoded, photo
 from PIL import Image
 from shard_server import serve
 
@@ -45,6 +46,24 @@ def joined(parts):
     *tensors, skipped, statistics = zip(*parts)
     whole = (None if field[0] is None else torch.cat(field) for field in tensors)
     return Batch(*whole, tuple(sum(skipped, ())), statistics[0])
+
+
+@pytest.mark.parametrize(
+    ("texts", "equal"),
+    [
+        (("Two dogs\u2019 den \u2013 \u201chere\u201d.", 'two dogs\' den - "here"'), True),
+        (("a " * 20 + "b", "a " * 20 + "c"), True),
+        (("\u0177", "\u0436"), True),
+        (("a red dog", "a red cat"), False),
+    ],
+    ids=["marks", "cut", "unknown", "others"],
+)
+def test_captions_that_a_model_reads_alike_are_equal(texts, equal, tmp_path, make_data):
+    with ShardWriter(tmp_path / "pair", 2) as writer:
+        for number, text in enumerate(texts):
+            writer.write(str(number), encoded(photo(number)), "jpg", Annotation(captions=[text]))
+    [(batch, _)] = make_data(tmp_path / "pair", batch=2, canonical_streams=1).batches(stop_after=1)
+    assert (batch.caption_ids[0] == batch.caption_ids[1]) == equal
 
 
 def test_fields_shapes_and_values(make_shards, make_data):
