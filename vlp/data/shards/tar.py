@@ -125,6 +125,8 @@ def members_in(
             end = archive.offset
     except OSError:
         raise
+    except RecursionError:  # its message depends on the depth of the stack
+        return members, "not a readable tar from here on (headers nested too deeply)"
     except Exception as error:  # fields that are no numbers fail in a dozen ways
         return members, f"not a readable tar from here on ({error})"
     return members, _trailing_damage(file, end)  # `tarfile` takes a damaged header for the end
