@@ -417,7 +417,8 @@ def make_originals(folder):
 def read_originals(folder, before, target):
     with unpacked([folder / "own", folder / target], folder / "room") as places:
         originals = Originals(places)
-        assert originals.read("good.png") == IMAGES["png"]
+        # A mutant that has another good.png makes the name ambiguous, which is said.
+        assert originals.read("good.png") == IMAGES["png"] or originals.problems
         for name in ("a.png", "b.png", "c.png"):
             with contextlib.suppress(BadSample):
                 data = originals.read(name)
