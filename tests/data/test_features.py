@@ -34,7 +34,7 @@ from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Batch
-from vlp.data.stream.rng import identity, make_rng
+from vlp.data.stream.rng import make_rng
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
 
@@ -123,8 +123,8 @@ def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_f
                 row = stored.read(shard, sample, view).numpy().tobytes()
                 codes.setdefault(row, set()).add(int(rows[sample, view]))
     flipped = {True: 0, False: 0}
-    places = ((f"shard-{number // 7:06d}.tar", f"k{number}") for number in range(33))
-    numbers = [identity("place", 0, *place) for place in places]
+    samples = (data.sources[0].read(*divmod(number, 7)) for number in range(33))
+    numbers = [data.captioned._image_id(0, sample) for sample in samples]
     for batch, _ in data.batches(stop_after=40):
         for row, image in zip(batch.pixels[batch.valid], batch.image_ids[batch.valid].tolist()):
             has_side = numbers.index(image) % 3 != 2

@@ -185,7 +185,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_ids=masked,
             mlm_labels=labels,
             mim_mask=self._mask_patches(rng),
-            image_id=self._image_id(source, shard, raw),
+            image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
@@ -226,11 +226,11 @@ class CaptionedSamples(Dataset[Slot]):
         sample = int(np.searchsorted(ends, element.position, side="right"))
         return sample, element.position - (int(ends[sample - 1]) if sample else 0)
 
-    def _image_id(self, source: int, shard: int, raw: RawSample) -> int:
+    def _image_id(self, source: int, raw: RawSample) -> int:
         annotation = raw.annotation
         if annotation.image_id is None:
-            name = self.sources[source].shards[shard].name
-            return identity("place", source, name, raw.key)
+            # Crawls hold one image under many names.
+            return identity("bytes", hashlib.blake2b(raw.image, digest_size=16).hexdigest())
         # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
         # (The word is hashed: another one would give every image another number.)
