@@ -34,8 +34,8 @@ from vlp.scenes.nlvr2 import sample_statement
 from vlp.scenes.nlvr_v1 import render_boxes, sample_box_statement
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import (
-    FULL,
-    LEAST,
+    MAX_VARIETY,
+    MIN_VARIETY,
     Split,
     Variety,
     ambiguous_share,
@@ -93,9 +93,9 @@ class SceneOptions:
         int, N(help="the same, whose false images need not hold a true one's items: easier")
     ] = 0
     image_size: Annotated[int, N(help="side in pixels")] = 64
-    colours: Annotated[int, N(help="at most so many")] = FULL.colours
-    shapes: Annotated[int, N(help="at most so many")] = FULL.shapes
-    objects: Annotated[int, N(help="at most so many")] = FULL.objects
+    colours: Annotated[int, N(help="at most so many")] = MAX_VARIETY.colours
+    shapes: Annotated[int, N(help="at most so many")] = MAX_VARIETY.shapes
+    objects: Annotated[int, N(help="at most so many")] = MAX_VARIETY.objects
     kinds: Annotated[
         list[str] | None, Option(help="of swaps and twins (default: all but distance)")
     ] = None
@@ -109,7 +109,8 @@ class SceneOptions:
             if number < smallest:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} is {number}, at least {smallest}")
-        for name, value, fewest, most in zip(Variety._fields, self.variety, LEAST, FULL):
+        limits = zip(Variety._fields, self.variety, MIN_VARIETY, MAX_VARIETY)
+        for name, value, fewest, most in limits:
             if not fewest <= value <= most:
                 raise ConfigError(f"--{name} is {value}, {fewest} to {most} are possible")
         unknown = [kind for kind in self.kinds or () if kind not in SWAP_KINDS]
@@ -149,7 +150,7 @@ def make_sample(
     seed: int,
     image_size: int,
     job: int | Scene,
-    variety: Variety = FULL,
+    variety: Variety = MAX_VARIETY,
     kinds: Sequence[SwapKind] | None = None,
 ) -> SceneFiles:
     """Generate one sample of a part from its index or scene; `kinds` alternate."""

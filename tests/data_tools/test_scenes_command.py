@@ -10,7 +10,7 @@ from vlp.data.schema import captions_of
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.text.word_boxes import words_with_boxes
 from vlp.scenes.negatives import sample_swap, swap_kinds
-from vlp.scenes.sample import FULL, sample_scene
+from vlp.scenes.sample import MAX_VARIETY, sample_scene
 
 
 def _run(out, *options):
@@ -48,7 +48,7 @@ def test_twins_follow_each_other(tmp_path):
     _run(tmp_path, "--train", "0", "--val", "0", "--twins", "12")
     index = ShardIndex.open(tmp_path / "twins")
     samples = [index.read(*divmod(number, 8)) for number in range(12)]
-    kinds = swap_kinds(FULL)
+    kinds = swap_kinds(MAX_VARIETY)
     for number, (scene, twin) in enumerate(zip(samples[::2], samples[1::2])):
         pair = sample_swap(0, number, kinds[number % len(kinds)], "train")
         assert captions_of(scene.annotation) == [pair.caption.text]

@@ -197,7 +197,7 @@ def test_a_match_score_that_was_never_trained_is_named(name, evaluate, folder, s
     case = CASES[name]
     if case.matches is None:
         pytest.skip("does not use it")
-    words = ("never trained", "says nothing")
+    words = ("never trained", "is meaningless")
     for trained in (True, False):
         monkeypatch.setattr(type(vlp.load(folder).model), "match_is_trained", trained)
         notes = str(evaluate(shards[case.data][:1], case.matches, limit=4).table())

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlp.layers.blocks import BERT_DEVIATION, TextEmbedding
+from vlp.layers.blocks import INIT_STD, TextEmbedding
 
 
 @pytest.mark.parametrize("sines", [3.0, 0.5])
@@ -23,7 +23,7 @@ def test_words_start_as_berts_and_positions_do_without_sines():
     torch.manual_seed(0)
     embedding = TextEmbedding(2000, 64, 500, 0.0)
     for table in (embedding.word.weight, embedding.position.weight):
-        assert table.std().item() == pytest.approx(BERT_DEVIATION, rel=0.02)
+        assert table.std().item() == pytest.approx(INIT_STD, rel=0.02)
 
 
 def test_refuses_long_texts_and_odd_widths():

@@ -135,11 +135,11 @@ def test_pairing_rows_late_equals_pairing_them_first(layout):
 def test_of_several_images_each_has_the_positions_of_one(layout, name):
     model = tiny(layout=layout, position=("anchor", name))
     image, text = encoded(model)
-    twice = model.cross_several([image, image], text, torch.zeros(2, 16)).text
+    twice = model.cross_multi_image([image, image], text, torch.zeros(2, 16)).text
     torch.testing.assert_close(twice, model.cross(image, text).text)
     other = image.select(torch.tensor([1, 2, 0]))
-    there = model.cross_several([image, other], text, torch.zeros(2, 16)).text
-    back = model.cross_several([other, image], text, torch.zeros(2, 16)).text
+    there = model.cross_multi_image([image, other], text, torch.zeros(2, 16)).text
+    back = model.cross_multi_image([other, image], text, torch.zeros(2, 16)).text
     torch.testing.assert_close(there, back)
     assert not torch.allclose(there, twice)
 

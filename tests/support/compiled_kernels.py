@@ -56,15 +56,15 @@ def anchor_kernel(kernel, asking, mode="contextual", width=64, arch=90):
 
     queries, keys = TOKENS[asking]
     options: dict[str, Any] = dict(block_sizes(queries, keys, 8, width, kernel == "forward"))
-    single = options["KEYS"] >= keys
+    single = options["BLOCK_K"] >= keys
     options |= {"SINGLE_BLOCK": single, "HAS_RESIDUAL": not single, "MASKED": asking == "image"}
-    options |= {"GROUPS": 8, "BLOCK_G": 8, "DOT_G": 16, "CHANNELS": width, "BLOCK_C": width}
-    options |= {"CONTEXTUAL": mode == "contextual", "PRECISION": "ieee", "path_key": 1}
+    options |= {"GROUPS": 8, "BLOCK_G": 8, "DOT_G": 16, "HEAD_DIM": width, "BLOCK_C": width}
+    options |= {"CONTEXTUAL": mode == "contextual", "PRECISION": "ieee", "stride_pk": 1}
     half = ["query", "key", "value", "path", "query_mean", "key_mean", "out", "residual"]
     half += ["out_grad", "query_grad", "key_grad", "value_grad", "path_grad"]
-    full = ["statistics", "term_grads", "query_sum", "terms"]
+    full = ["row_statistics", "term_grads", "query_sum", "terms"]
     types = dict.fromkeys(half, "*bf16") | dict.fromkeys(full, "*fp32")
     types |= {"mask": "*u8", "scale": "fp32"}
-    even = ("query_pair", "key_pair", "value_pair", "path_pair", "path_query", "path_group")
+    even = ("stride_qb", "stride_kb", "stride_vb", "stride_pb", "stride_pq", "stride_pg")
     function = getattr(anchor_attention_triton, f"{kernel}_kernel")
-    return compile_kernel(function, options, types, arch, (*even, "readable"))
+    return compile_kernel(function, options, types, arch, (*even, "readable_keys"))

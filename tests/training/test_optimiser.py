@@ -86,7 +86,7 @@ def test_encodings_declare_their_tables_and_vectors(name, options):
 class Slope(PositionEncoding):
     """An encoding from outside, whose parameter no rule of names could know."""
 
-    UNDECAYED = ("slope",)
+    NO_WEIGHT_DECAY = ("slope",)
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
         return contract(self.expand(x), self.activation, self.contract)
 
 
-def pick(states: Tensor, index: Tensor) -> Tensor:
+def gather_tokens(states: Tensor, index: Tensor) -> Tensor:
     """Return tokens `index` (B, Q) int64 of states (B, T, width)."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[2]))
 
@@ -123,11 +123,11 @@ class CrossLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
-        """Run `attend_self`, `attend_other`, `project` or `kernel_terms` by name."""
-        # ZeRO-3 and other wrappers gather its weights there.
+        """Run `self_attend`, `cross_attend`, `project` or `kernel_terms` by name."""
+        # ZeRO-3 and other wrappers gather a module's weights around its call.
         return getattr(self, step)(*arguments)
 
-    def attend_self(
+    def self_attend(
         self,
         states: Tensor,
         mask: Tensor | None,
@@ -138,11 +138,11 @@ class CrossLayer(nn.Module):
         if index is None:
             attended = self.attention(states, mask=mask, context=context)
         else:
-            source, states = states, pick(states, index)
+            source, states = states, gather_tokens(states, index)
             attended = self.attention(states, source, mask=mask, context=context)
         return self.attention_norm(states + self.dropout(attended))
 
-    def attend_other(
+    def cross_attend(
         self,
         states: Tensor,
         other: Tensor | None,
@@ -151,26 +151,26 @@ class CrossLayer(nn.Module):
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run steps two and three: (B, Q, width) attends to (B, K, width) or its `projected`."""
-        crossed = self.cross_attention(
+        attended = self.cross_attention(
             states, other, mask=mask, context=context, projected=projected
         )
-        return self.add_crossed(states, crossed)
+        return self.add_cross_attention(states, attended)
 
     def project(self, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of (B, K, width) for `attend_other`."""
+        """Return keys and values of (B, K, width) for `cross_attend`."""
         return self.cross_attention.project(other)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
         """Return the terms that cross-attention shares in both directions."""
         return self.cross_attention.kernel_terms(states)
 
-    def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
+    def add_cross_attention(self, states: Tensor, attended: Tensor) -> Tensor:
         """Add a cross-attention's output to states, both (B, T, width); then the third step."""
-        states = self.cross_norm(states + self.dropout(crossed))
+        states = self.cross_norm(states + self.dropout(attended))
         return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
 
-BERT_DEVIATION = 0.02
+INIT_STD = 0.02
 SINE_BASE = 100.0
 
 
@@ -190,7 +190,7 @@ class TextEmbedding(nn.Module):
         self.token_type = nn.Embedding(types, width)
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         for table in (self.word, self.token_type):
-            nn.init.normal_(table.weight, std=BERT_DEVIATION)
+            nn.init.normal_(table.weight, std=INIT_STD)
         self._start_positions(sines)
 
     def no_weight_decay(self) -> set[str]:
@@ -200,14 +200,14 @@ class TextEmbedding(nn.Module):
     @torch.no_grad()
     def _start_positions(self, strength: float) -> None:
         if not strength:
-            nn.init.normal_(self.position.weight, std=BERT_DEVIATION)
+            nn.init.normal_(self.position.weight, std=INIT_STD)
             return
         # From small positions word order is learned last; strong sines hide the texts' differences
         # at first (docs/results/anchors.md).
         sines = sinusoid(
             torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
         )
-        self.position.weight.copy_(strength * BERT_DEVIATION * 2**0.5 * sines)
+        self.position.weight.copy_(strength * INIT_STD * 2**0.5 * sines)
 
     def forward(self, text_ids: Tensor) -> Tensor:
         """Embed (B, N) int64 -> (B, N, width)."""

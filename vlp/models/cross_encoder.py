@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vlp.compilation import on_gpu
 from vlp.layers.attention import Attention
-from vlp.layers.blocks import CrossLayer, pick
+from vlp.layers.blocks import CrossLayer, gather_tokens
 from vlp.models.config import SHORTHANDS, CrossConfig
 from vlp.positions import (
     CROSS_MODAL,
@@ -23,12 +23,11 @@ from vlp.positions import (
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.base import ByModality, through_call
 
-# Initial standard deviation of learned positions; the states they are added to have 1.
-APE_DEVIATION = 0.5
-
+# Initial standard deviation of learned positions, which are added to states of deviation 1.
+APE_STD = 0.5
 
 # Keys and values (I, 1 + M, width) of I images for each layer's cross-attention.
-ImageKeys = tuple[tuple[Tensor, Tensor], ...]
+ImageKeyValues = tuple[tuple[Tensor, Tensor], ...]
 
 
 class PairIndices(NamedTuple):
@@ -61,7 +60,7 @@ class CrossEncoder(nn.Module):
                 config.intermediate,
                 cross_output=config.layout == "albef",
                 positions=[_cross_modal(name, config, width) for name in names["cross_attention"]],
-                self_positions=[streams.create(name) for name in names["attention"]],
+                self_positions=[streams.create(name) for name in names["self_attention"]],
                 dropout=config.dropout,
             )
             for _ in range(config.layers)
@@ -75,24 +74,25 @@ class CrossEncoder(nn.Module):
         anchors: AnchorField | None,
         pairs: PairIndices | None = None,
         need_image: bool = True,
-        keys: ImageKeys | None = None,
-        queries: Tensor | None = None,
+        image_kv: ImageKeyValues | None = None,
+        query_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute cross-modal states of pairs: text (B, N, width), image (B, 1 + M, width) or None.
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width), or (I, P (1 + M), width) of P images side by side: texts
-                attend to all of them, the tokens of an image to their own.
+            image: (I, 1 + M, width), or (I, P (1 + M), width) of P images concatenated along
+                tokens; self-attention stays within an image.
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, for ACE-RPE.
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips computations for the image output of the last layer.
-            keys: `image_keys` of the I images, for several passes over the same images.
-            queries: (B, Q) int64; outputs then have Q for N (only with `shares_images`).
+            image_kv: `image_key_values` of the I images, for several passes over the same images.
+            query_indices: text tokens to output, (B, Q) int64 (both only with `shares_images`).
         """
-        if (keys is not None or queries is not None) and not self.shares_images(text):
-            raise ValueError("keys and queries are for encoders that share images")
+        needs_shared = image_kv is not None or query_indices is not None
+        if needs_shared and not self.shares_images(text):
+            raise ValueError("image_kv, query_indices need layout text or albef on a CPU")
         two_streams = self.config.layout == "ace"
         per_image = (-1, 1 + self.grid[0] * self.grid[1])
         text_grid = (1, text.shape[1] - 1)
@@ -100,65 +100,64 @@ class CrossEncoder(nn.Module):
         image_context = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = through_call(encoding, PositionEncoding.tokens, text, text_context)
-        # Layouts without an image stream read keys, or else project images pair by pair, which is
-        # less work where pairs share no image.
-        image_states = self._with_positions(image) if keys is None else None
+        # Without `image_kv`, images are projected per pair: cheaper if no pairs share one.
+        image_states = self._with_positions(image) if image_kv is None else None
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            selection = queries if last else None
-            # Before pairing, every text is computed whole.
+            selection = query_indices if last else None
+            # A text of several pairs may need other queries in each: compute all its tokens.
             self_queries = selection if number > 0 or pairs is None else None
             text = through_call(
-                layer, CrossLayer.attend_self, text, text_mask, text_context, self_queries
+                layer, CrossLayer.self_attend, text, text_mask, text_context, self_queries
             )
             if two_streams and image_states is not None:
                 images = image_states.unflatten(1, per_image).flatten(0, 1)
                 image_states = through_call(
-                    layer, CrossLayer.attend_self, images, None, image_context
+                    layer, CrossLayer.self_attend, images, None, image_context
                 ).reshape_as(image_states)
             # The first self-attention runs once per text and per image, before pairing.
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
-                text = text if selection is None else pick(text, selection)
+                text = text if selection is None else gather_tokens(text, selection)
                 image_states = None if image_states is None else image_states[pairs.images]
             if selection is not None and anchors is not None:
                 text_context = replace(text_context, anchors=anchors.select_text(selection))
-            layer_keys = None if keys is None else keys[number]
-            if layer_keys is not None and pairs is not None:
-                key, value = (states.index_select(0, pairs.images) for states in layer_keys)
-                layer_keys = key, value
+            layer_kv = None if image_kv is None else image_kv[number]
+            if layer_kv is not None and pairs is not None:
+                key, value = (states.index_select(0, pairs.images) for states in layer_kv)
+                layer_kv = key, value
             terms = through_call(layer, CrossLayer.kernel_terms, text)
             text_context = replace(text_context, kernel_terms=terms)
             image_context = replace(image_context, kernel_terms=terms)
             text_output = through_call(
-                layer, CrossLayer.attend_other, text, image_states, None, text_context, layer_keys
+                layer, CrossLayer.cross_attend, text, image_states, None, text_context, layer_kv
             )
             if two_streams and image_states is not None and (need_image or not last):
                 image_states = through_call(
-                    layer, CrossLayer.attend_other, image_states, text, text_mask, image_context
+                    layer, CrossLayer.cross_attend, image_states, text, text_mask, image_context
                 )
             text = text_output
         return text, image_states if two_streams and need_image else None
 
     def shares_images(self, states: Tensor) -> bool:
-        """Return whether only texts send queries, to keys and values shared by pairs of an image.
+        """Return whether pairs of one image share its projected keys and values.
 
         True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)).
         """
-        # On a GPU a kernel reads the projections of each pair.
+        # On a GPU the kernel needs keys and values per pair.
         if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
         # Custom encodings may change keys and values by pair.
         return all(attention.shares_keys for attention in attentions)
 
-    def image_keys(self, image: Tensor) -> ImageKeys:
-        """Compute keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
+    def image_key_values(self, image: Tensor) -> ImageKeyValues:
+        """Compute each layer's keys and values of images (I, 1 + M, width), of that shape each."""
         image = self._with_positions(image)
         return tuple(through_call(layer, CrossLayer.project, image) for layer in self.layers)
 
     def _with_positions(self, image: Tensor) -> Tensor:
-        """Apply the token encodings to images (I, 1 + M, width), or to several side by side."""
+        """Apply the token encodings to images (I, 1 + M, width), or concatenated ones."""
         context = PositionContext(self.grid, 1, text_queries=False)
         per_image = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
@@ -170,20 +169,20 @@ class CrossEncoder(nn.Module):
 
 
 def encodings_by_module(config: CrossConfig) -> dict[str, tuple[str, ...]]:
-    """Return encoding names in module order: on the `tokens`, and in a layer's two attentions."""
-    of_streams = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
-    on_tokens = [name for name in of_streams if acts_on_tokens(name)]
-    in_attention = [name for name in of_streams if not acts_on_tokens(name)]
+    """Return encoding names in module order: on the tokens, and in a layer's two attentions."""
+    stream_names = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
+    token_names = [name for name in stream_names if acts_on_tokens(name)]
+    attention_names = [name for name in stream_names if not acts_on_tokens(name)]
     shorthands = {name for name in SHORTHANDS if name in config.position}
     return {
-        "tokens": (*on_tokens, *({"ape"} & shorthands)),
-        "attention": (*in_attention, *({"rpe"} & shorthands)),
+        "tokens": (*token_names, *({"ape"} & shorthands)),
+        "self_attention": (*attention_names, *({"rpe"} & shorthands)),
         "cross_attention": tuple(name for name in config.position if name in CROSS_MODAL),
     }
 
 
 def _cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding:
-    """Create ACE-RPE, the same module with constant paths, or the bias by similarities."""
+    """Create ACE-RPE, `uniform` (constant paths), or another encoding such as AlignmentBias."""
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
         return create_fitting_position(name, sizes, **config.options.get(name, {}))
@@ -214,7 +213,7 @@ class StreamEncodings:
     def create(self, name: str) -> ByModality:
         """Create an encoding by its name in the configuration."""
         if name == "ape":
-            return self._create("learned-1d", deviation=APE_DEVIATION)
+            return self._create("learned-1d", deviation=APE_STD)
         if name == "rpe":
             return self._create("irpe-product", roles=("query", "key"))
         return self._create(name)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from vlp.config import Config, ConfigError
 from vlp.data.text.tokenizer import predicted_positions
 from vlp.layers.attention import attend, mask_bias
-from vlp.layers.blocks import BERT_DEVIATION, NORM_EPS, FeedForward, TextEmbedding
+from vlp.layers.blocks import INIT_STD, NORM_EPS, FeedForward, TextEmbedding
 from vlp.layers.causal import CausalAttention, Past
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
@@ -24,7 +24,7 @@ from vlp.models.pretrained.load import (
     bert_state,
     copy_weights,
 )
-from vlp.models.vlp import BERT_WIDTH, VLPModel
+from vlp.models.vlp import REFERENCE_WIDTH, VLPModel
 
 
 class AnswerDecoderConfig(Config):
@@ -128,10 +128,10 @@ class AnswerDecoder(nn.Module):
         self.layers = nn.ModuleList(
             AnswerLayer(text.width, heads, intermediate) for _ in range(config.layers)
         )
-        deviation = BERT_DEVIATION * (BERT_WIDTH / text.width) ** 0.5
+        std = INIT_STD * (REFERENCE_WIDTH / text.width) ** 0.5
         for part in self.layers.modules():
             if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=deviation)
+                nn.init.normal_(part.weight, std=std)
                 nn.init.zeros_(part.bias)
         self.head = head
 

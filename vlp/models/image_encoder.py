@@ -62,8 +62,8 @@ class ImageEncoder(TrainableTower):
         """Encode pixels (B, 3, height, width), normalised, or a stored output of `tower`.
 
         Returns (B, 1 + M + S, width): [CLS], patches, and the S summary tokens of
-        `image.pooled_layers`, which `on_grid` drops and `project` reads. Stored outputs have any
-        float type and may be pooled.
+        `image.pooled_layers`, which `project` reads. Stored outputs have any float type and may be
+        pooled.
         """
         self._require(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
@@ -139,7 +139,7 @@ class ImageEncoder(TrainableTower):
                 f"tokens of a {rows} x {columns} grid after {prefix} prefix tokens"
             )
         if isinstance(norm := getattr(vit, "fc_norm", None), nn.Module):
-            # Some towers normalise after pooling alone.
+            # Some towers normalise only after pooling.
             states = norm(states)
         patches = states[:, prefix:]
         if getattr(vit, "cls_token", None) is None:
@@ -174,7 +174,7 @@ class ImageEncoder(TrainableTower):
         squares = patches.unflatten(1, (rows, pool, columns, pool))
         return torch.cat([cls, squares.mean((2, 4)).flatten(1, 2), summaries], dim=1)
 
-    def on_grid(self, states: Tensor) -> Tensor:
+    def drop_summary(self, states: Tensor) -> Tensor:
         """Drop the summary tokens: (B, 1 + M + S, width) -> (B, 1 + M, width)."""
         return states[:, : states.shape[1] - self.config.summary_tokens]
 
@@ -183,13 +183,13 @@ class ImageEncoder(TrainableTower):
 
         Earlier blocks come first, the last one's [CLS], mean, or both last.
         """
-        last = pool_states(self.on_grid(states), self.config.pooling)
+        last = pool_states(self.drop_summary(states), self.config.pooling)
         if not self.config.summary_tokens:
             return last
         return torch.cat([states[:, -self.config.summary_tokens :].flatten(1), last], dim=-1)
 
     def project(self, states: Tensor) -> Tensor:
-        """Pool and project states (B, 1 + M + S, width) -> (B, embed_dim), of any length."""
+        """Pool and project states (B, 1 + M + S, width) -> (B, embed_dim), not normalised."""
         return self.projection(self.pool(states))
 
 

@@ -67,7 +67,7 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
     """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
     attention = layer.attention
     if attention.positions:
-        return through_call(layer, CrossLayer.attend_self, image, None, context)
+        return through_call(layer, CrossLayer.self_attend, image, None, context)
     query, key, value = (
         attention.by_head(project(image))
         for project in (attention.query, attention.key, attention.value)
@@ -83,7 +83,7 @@ def text_self_attention(
     if first and not layer.attention.positions:
         attended = layer.attention(text[:, :1], text, mask, context)
         return layer.attention_norm(text[:, :1] + attended)
-    return through_call(layer, CrossLayer.attend_self, text, mask, context)
+    return through_call(layer, CrossLayer.self_attend, text, mask, context)
 
 
 def attend_shared_image(
@@ -273,7 +273,7 @@ class ITMScorer:
         for encoding in self.model.cross_encoder.positions:
             states = through_call(encoding, PositionEncoding.tokens, states, context)
         states = through_call(
-            self.layers[0], CrossLayer.attend_self, states, text.attention_mask, context
+            self.layers[0], CrossLayer.self_attend, states, text.attention_mask, context
         )
         tokens = text.states if self.model.anchor_options.features == "encoder" else text.tokens
         return PreparedTexts(states, tokens, text.attention_mask, text.word_mask)
@@ -330,27 +330,27 @@ class ITMScorer:
                 text, text_context = text[:, :1], _first_query(text_context)
             if number < len(prepared.keys):
                 shared = prepared.keys[number], prepared.values[number]
-                crossed = attend_shared_image(attention, text, *shared, text_context, shift)
+                attended = attend_shared_image(attention, text, *shared, text_context, shift)
             elif last and cls_only:
-                crossed = attend_once(attention, text, image, text_context, shift)
+                attended = attend_once(attention, text, image, text_context, shift)
             else:
-                crossed = attention(text, image, None, text_context)
+                attended = attention(text, image, None, text_context)
             if self.two_streams and not last:
                 if number or prepared.query is None:
-                    image_crossed = attention(image, text, mask, image_context)
+                    image_attended = attention(image, text, mask, image_context)
                 else:
-                    image_crossed = attend_texts(
+                    image_attended = attend_texts(
                         attention, prepared.query, text, mask, image_context, shift
                     )
-                image = layer.add_crossed(image, image_crossed)
-            text = layer.add_crossed(text, crossed)
+                image = layer.add_cross_attention(image, image_attended)
+            text = layer.add_cross_attention(text, attended)
         pooled = pool_states(text, self.config.pooling, None if cls_only else mask)
         logits = self.model.match_head(pooled).float()
-        odds = logits[:, 1] - logits[:, 0]
+        log_odds = logits[:, 1] - logits[:, 0]
         if self.config.token_score:
             score = self.model.token_score(prepared.tokens, texts.tokens, texts.word_mask)
-            odds = odds + score.float()
-        return odds
+            log_odds = log_odds + score.float()
+        return log_odds
 
     def _text_context(self, tokens: int, field: AnchorField | None) -> PositionContext:
         return PositionContext((1, tokens - 1), 1, anchors=field, text_queries=True)
@@ -390,7 +390,7 @@ def _first_query(context: PositionContext) -> PositionContext:
     return PositionContext(context.grid, 1, anchors=field, text_queries=True)
 
 
-def _padded(field: Tensor, tokens: int) -> Tensor:
+def _padded(states: Tensor, tokens: int) -> Tensor:
     """Pad (T, N) or (T, N, channels) to N = tokens with zeros, in masks False."""
-    short = tokens - field.shape[1]
-    return functional.pad(field, (0, 0, 0, short) if field.ndim == 3 else (0, short))
+    missing = tokens - states.shape[1]
+    return functional.pad(states, (0, 0, 0, missing) if states.ndim == 3 else (0, missing))

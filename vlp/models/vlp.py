@@ -11,14 +11,14 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from vlp.data.text.tokenizer import TextTokens
-from vlp.layers.blocks import BERT_DEVIATION, pool_states, pooled_width
+from vlp.layers.blocks import INIT_STD, pool_states, pooled_width
 from vlp.layers.temperature import Temperature
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import (
     CrossEncoder,
     CrossFeatures,
     ImageFeatures,
-    ImageKeys,
+    ImageKeyValues,
     PairIndices,
     TextFeatures,
 )
@@ -34,24 +34,22 @@ from vlp.positions.anchor_field import (
     uniform_field,
 )
 
-# BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
-# so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
-# spends hundreds of steps on leaving zero; the image's positions, added to wider patches, start
-# with as much. The text encoder keeps 0.02 at every width: from a stronger start its tokens mix at
-# once, and a word no longer points to what it names.
-BERT_WIDTH = 768
+# INIT_STD is meant for this width. Image and cross-modal encoders scale it by sqrt(768 / width) to
+# keep the scale of activations: with 0.02 at width 128 a model spends hundreds of steps near zero.
+# The text encoder keeps 0.02, as larger values mix its tokens too early.
+REFERENCE_WIDTH = 768
 
 
 class TokenScore(nn.Module):
-    """A learned multiple of the mean over words of the best patch's cosine.
+    """FILIP score: mean over words of the maximum patch cosine, times a learned factor.
 
-    A part of the match score (FILIP, Yao et al. 2021, section 3.1, text to image) that reads the
-    token projections. start is the initial factor.
+    A part of the match score (Yao et al. 2021, section 3.1, text to image) that reads the token
+    projections. start is the initial factor.
     """
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        # A unit of the parameter is the factor it starts with: Adam moves both by like shares.
+        # Relative to `start`, so that Adam's step is proportional to it.
         self.start = start
         self.factor = nn.Parameter(torch.ones(()))
 
@@ -93,13 +91,13 @@ class VLPModel(nn.Module):
             self.token_score = TokenScore(config.cross.token_score)
         self.temperature = Temperature(config.temperature)
         if config.text.architecture is None:
-            _initialise(BERT_DEVIATION, self.text_encoder.layers)
-        _initialise(BERT_DEVIATION, self.match_head)
-        wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
+            _initialise(INIT_STD, self.text_encoder.layers)
+        _initialise(INIT_STD, self.match_head)
+        scaled_std = INIT_STD * (REFERENCE_WIDTH / width) ** 0.5
         # A tower keeps timm's initialisation.
         if config.image.architecture is None:
-            _initialise(wider, self.image_encoder.vit.get_submodule("blocks"))
-        _initialise(wider, self.cross_encoder)
+            _initialise(scaled_std, self.image_encoder.vit.get_submodule("blocks"))
+        _initialise(scaled_std, self.cross_encoder)
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
             if projection.bias is not None:
@@ -115,7 +113,7 @@ class VLPModel(nn.Module):
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:
-        """Freeze modules without a loss; missing ones are skipped."""
+        """Freeze the named modules, which no loss trains; unknown names are skipped."""
         # Weight decay would shrink them otherwise.
         modules, untrained = dict(self.named_modules()), {*parts}
         options, trained = self.anchor_options, set[nn.Module]()
@@ -136,7 +134,7 @@ class VLPModel(nn.Module):
         """
         encoder = self.image_encoder
         output = encoder(pixels, edit_patches)
-        states = encoder.on_grid(output)
+        states = encoder.drop_summary(output)
         return ImageFeatures(
             states=states,
             feature=_unit(self.feature_dropout(encoder.project(output))),
@@ -158,7 +156,7 @@ class VLPModel(nn.Module):
         if isinstance(text_ids, TextTokens):
             text_ids, attention_mask, word_mask = text_ids
         if attention_mask is None or word_mask is None:
-            raise ValueError("give what the tokenizer of vlp.load returns, or ids and both masks")
+            raise ValueError("encode_text needs TextTokens, or text_ids with both masks")
         states = self.text_encoder(require_ids(text_ids), attention_mask)
         return TextFeatures(
             states=states,
@@ -169,7 +167,7 @@ class VLPModel(nn.Module):
         )
 
     def project_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), of any length."""
+        """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), not normalised."""
         pooled = pool_states(states, self.config.text.pooling, attention_mask)
         return self.text_encoder.projection(pooled)
 
@@ -221,8 +219,8 @@ class VLPModel(nn.Module):
         text: TextFeatures,
         pairs: PairIndices | None = None,
         need_image: bool = True,
-        keys: ImageKeys | None = None,
-        queries: Tensor | None = None,
+        image_kv: ImageKeyValues | None = None,
+        query_indices: Tensor | None = None,
     ) -> CrossFeatures:
         """Compute cross-modal states of B pairs, with arguments of `CrossEncoder.forward`."""
         anchors = self.anchors(image, text, pairs)
@@ -233,8 +231,8 @@ class VLPModel(nn.Module):
             anchors,
             pairs,
             need_image,
-            keys,
-            queries,
+            image_kv,
+            query_indices,
         )
         mask, score = text.attention_mask, None
         if self.config.cross.token_score:
@@ -243,19 +241,20 @@ class VLPModel(nn.Module):
             mask = mask[pairs.texts]
         return CrossFeatures(text_states, image_states, anchors, mask, score)
 
-    def cross_several(
-        self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
+    def cross_multi_image(
+        self, images: Sequence[ImageFeatures], text: TextFeatures, image_type_embeddings: Tensor
     ) -> CrossFeatures:
         """Compute cross-modal states of texts that each describe several images, in one pass.
 
-        Tokens of all images are concatenated before the words; paths, positions and image
-        self-attention stay within each image. images: features of each row's first, second, ...
-        image; text: B texts; tags: (images, width), added to every token of its image.
+        Tokens of all images are concatenated as keys of the text's cross-attention; paths,
+        positions and image self-attention stay within each image. images: features of each row's
+        first, second, ... image; image_type_embeddings: (images, width), added to all its tokens.
         """
-        states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
+        typed = zip(images, image_type_embeddings)
+        states = torch.cat([image.states + embedding for image, embedding in typed], dim=1)
         fields = [self.anchors(image, text) for image in images]
-        with_paths = [field for field in fields if field is not None]
-        anchors = join_fields(with_paths) if with_paths else None
+        present = [field for field in fields if field is not None]
+        anchors = join_fields(present) if present else None
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, anchors, need_image=False
         )
@@ -268,19 +267,19 @@ class VLPModel(nn.Module):
         """
         if not self.match_is_trained:
             warnings.warn(
-                "the match score was never trained (no ITM), so it says nothing", stacklevel=2
+                "the match score was never trained (no ITM), so it is meaningless", stacklevel=2
             )
-        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         logits = self.match_logits(self.cross(image, text, pairs, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]
 
-    def match_logits(self, crossed: CrossFeatures) -> Tensor:
+    def match_logits(self, features: CrossFeatures) -> Tensor:
         """Compute ITM logits (B, 2), not matched and matched, from pooled text-stream states."""
-        pooled = pool_states(crossed.text, self.config.cross.pooling, crossed.attention_mask)
+        pooled = pool_states(features.text, self.config.cross.pooling, features.attention_mask)
         logits = self.match_head(pooled)
-        if crossed.token_score is None:
+        if features.token_score is None:
             return logits
-        return logits.float() + functional.pad(crossed.token_score[:, None], (1, 0))
+        return logits.float() + functional.pad(features.token_score[:, None], (1, 0))
 
     def _token_scores(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None
@@ -305,14 +304,14 @@ class VLPModel(nn.Module):
         return features + tokens
 
 
-def pairs_of(images: int, texts: int, device: torch.device | None = None) -> PairIndices | None:
+def broadcast_pairs(images: int, texts: int, device: torch.device) -> PairIndices | None:
     """Return the pairs of one image with all texts, or the reverse; None pairs row by row."""
     if images == texts:
         return None
     if 1 not in (images, texts):
         raise ValueError(
-            f"{images} images and {texts} texts make no pairs: give as many of both, or one of "
-            "either"
+            f"{images} images and {texts} texts cannot be paired: counts must be equal or one of "
+            "them 1"
         )
     rows = torch.arange(max(images, texts), device=device)
     zeros = torch.zeros_like(rows)
@@ -324,13 +323,13 @@ def _unit(x: Tensor) -> Tensor:
     return functional.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
 
 
-def _initialise(deviation: float, *modules: nn.Module) -> None:
+def _initialise(std: float, *modules: nn.Module) -> None:
     """Initialise linear layers as BERT and ViT do, with normal weights and zero biases."""
     # Position encodings keep their initialisation.
     for module in modules:
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=deviation)
+            nn.init.normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         if not isinstance(module, PositionEncoding):
-            _initialise(deviation, *module.children())
+            _initialise(std, *module.children())

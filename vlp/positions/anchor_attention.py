@@ -27,10 +27,10 @@ def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
     """Return tokens of a block and compiler options, chosen so that numbers stay in registers."""
-    largest = {"QUERIES": BLOCK if groups <= 8 else BLOCK // 2, "KEYS": BLOCK}
+    largest = {"BLOCK_Q": BLOCK if groups <= 8 else BLOCK // 2, "BLOCK_K": BLOCK}
     options = {
         name: min(largest[name], max(16, power_of_two(tokens)))
-        for name, tokens in (("QUERIES", queries), ("KEYS", keys))
+        for name, tokens in (("BLOCK_Q", queries), ("BLOCK_K", keys))
     }
     # In blocks of 32 by 32 tokens eight warps hold the same numbers twice, and half as many
     # programs run at a time; wider heads need them for their registers. Blocks that load ahead
@@ -75,7 +75,7 @@ def contextual_terms(
     value_weight: Tensor,
     pooled: bool = True,
 ) -> Tensor:
-    """Return the terms of `anchored_attention` in contextual mode: (4, G, width), float32.
+    """Return the terms of `anchor_attention` in contextual mode: (4, G, width), float32.
 
     A mean path of 1 in a group adds them to the projections of query, key and value; the last is W
     of the value.
@@ -266,14 +266,14 @@ class _Inputs:
         self.sizes = [*strides, readable_keys(path), queries, keys, heads]
         channels = width // heads
         blocks = block_sizes(queries, keys, groups, channels, forward)
-        self.query_blocks = -(-queries // blocks["QUERIES"])
-        self.key_blocks = -(-keys // blocks["KEYS"])
+        self.query_blocks = -(-queries // blocks["BLOCK_Q"])
+        self.key_blocks = -(-keys // blocks["BLOCK_K"])
         exact = torch.get_float32_matmul_precision() == "highest"
         self.options = {
             "GROUPS": groups,
             "BLOCK_G": max(8, power_of_two(groups)),
             "DOT_G": max(16, power_of_two(groups)),
-            "CHANNELS": channels,
+            "HEAD_DIM": channels,
             "BLOCK_C": max(16, power_of_two(channels)),
             "CONTEXTUAL": query_mean is not None,
             "MASKED": mask is not None,

@@ -28,13 +28,13 @@ class AnchorPosition(PositionEncoding):
         groups: G, the channel groups of Eq. 3.
         roles: which of query, key, value carry the position (contextual mode).
         mode: "contextual" or "bias".
-        shared_heads: E has the channels of one head and all heads use it (papers.md#ace-a24; W_E
-            then is one vector too); otherwise each head owns its part of W.
+        shared_heads: one table of head width, used by all heads (papers.md#ace-a24; W_E then is one
+            vector too); otherwise each head has its own columns of W.
         scale: factor of the path before it is embedded (papers.md#ace-a16: 1, the path as it is).
         value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (papers.md#ace-a22).
     """
 
-    UNDECAYED = ("table", "bias_table", "tables")
+    NO_WEIGHT_DECAY = ("table", "bias_table", "tables")
     shares_keys = has_kernel = True
 
     def __init__(
@@ -59,8 +59,8 @@ class AnchorPosition(PositionEncoding):
         self.heads, self.mode, self.roles = heads, mode, tuple(roles)
         self.shared_heads, self.scale, self.value_pooled = shared_heads, scale, value_pooled
         channels = width // heads if shared_heads else width
-        # Zero tables leave a trained layer as it was. In bias mode W_E starts above zero, as else
-        # neither factor of their product would move.
+        # Zero tables leave a trained layer as it was. In bias mode W_E starts at 0.02: with both
+        # factors at zero neither gets a gradient.
         if mode == "bias":
             self.table = nn.Parameter(torch.zeros(groups, channels))
             vectors = 1 if shared_heads else heads
@@ -82,13 +82,13 @@ class AnchorPosition(PositionEncoding):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add mean(P) W of each side to the projections' inputs (Eq. 10)."""
         # By linearity mean(E) = mean(P) W: the embedding E = P W of all pairs is never built.
-        # Projected keys and values get the term through their projected table.
+        # Where key and value are already projected, project the table instead.
         query_mean, key_mean = _means(context)
-        of_key, of_value = context.projections or (None, None)
+        key_weight, value_weight = context.projections or (None, None)
         return (
             self._add_mean("query", query, query_mean),
-            self._add_mean("key", key, key_mean, of_key),
-            self._add_mean("value", value, key_mean, of_value) if self.value_pooled else value,
+            self._add_mean("key", key, key_mean, key_weight),
+            self._add_mean("value", value, key_mean, value_weight) if self.value_pooled else value,
         )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
@@ -101,8 +101,8 @@ class AnchorPosition(PositionEncoding):
         """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
         # By linearity sum_j a_ij E_ij = (sum_j a_ij P_ij) W.
         path = _paths(context).to(attention.dtype)  # (B, Q, K, G)
-        # Flattened and back: the gradient of a flattened tensor is copied into the order of the
-        # other gradient of the attention. Summed in two orders, they cost as much as the layer.
+        # This reshape does nothing forward; backward it gives both gradients of `attention` one
+        # memory layout, as adding two layouts costs as much as the layer.
         attention = attention.flatten(2).unflatten(2, attention.shape[2:])
         path_sum = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
@@ -118,7 +118,7 @@ class AnchorPosition(PositionEncoding):
         context: PositionContext,
         scale: float | None = None,
     ) -> Tensor:
-        """Compute Eqs 8-12 in one kernel (`anchored_attention`)."""
+        """Compute Eqs 8-12 in one kernel (`anchor_attention`)."""
         terms = context.kernel_terms
         terms = self.kernel_terms(weights) if terms is None else terms
         means = _means(context) if self.mode == "contextual" else None
@@ -126,7 +126,7 @@ class AnchorPosition(PositionEncoding):
         return anchor_attention(query, key, value, path, terms, heads, means, mask, scale)
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Compute the terms of `anchored_attention`, which both directions share."""
+        """Project the layer's tables for `anchor_attention`; the same for both directions."""
         if self.mode == "bias":
             return self._slopes().expand(-1, self.heads)
         value = self._table("value")
@@ -150,7 +150,7 @@ class AnchorPosition(PositionEncoding):
         table = self._table(role)
         if weight is not None:
             table = functional.linear(table, weight)
-        # One call: a sum of float32 states and a bf16 product costs ten times as much on a CPU.
+        # addmm: adding a bf16 product to float32 states takes ten times as long on a CPU.
         mean = mean.to(states.dtype).flatten(0, 1)
         return torch.addmm(states.flatten(0, 1), mean, table).view(states.shape)
 
@@ -164,7 +164,7 @@ class AnchorPosition(PositionEncoding):
 
 def _field(context: PositionContext) -> AnchorField:
     if context.anchors is None:
-        raise ValueError("ACE-RPE needs anchor paths in its context; it is a cross-attention code")
+        raise ValueError("ACE-RPE needs anchor paths in its context (cross-attention only)")
     return context.anchors
 
 
@@ -181,21 +181,20 @@ def _paths(context: PositionContext) -> Tensor:
     return field.text_path if context.text_queries else field.path
 
 
-# Logits of a factor of 1 where a word's cosine with a patch is 1.
-SCALE = 10.0
+# Logit at factor 1 and cosine 1.
+LOGIT_SCALE = 10.0
 
 
 class AlignmentBias(PositionEncoding):
     """A learned multiple of the cosine of word and patch on the logits of cross-attention.
 
-    Logit (i, j) of head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7:
-    from this pass, without a gradient unless the path has one), [CLS] and tokens that are no words
-    nothing. ACE-RPE's contextual mode has no term that joins one word and one patch.
+    Adds 10 f_h mean_g S_ij to logit (i, j) of head h, S of Eq. 3 (papers.md#ace-a7: computed in
+    this forward pass and detached unless `path_gradient`); 0 for [CLS] and non-word tokens.
+    ACE-RPE's contextual mode has no term that joins one word and one patch.
 
     Args:
         heads: attention heads.
-        start: of the factor of every second head, the others start at 0; 0 leaves a trained layer
-            as it was.
+        start: initial factor of even heads; odd heads start at 0. 0 keeps a trained layer's output.
     """
 
     shares_keys = True
@@ -210,9 +209,9 @@ class AlignmentBias(PositionEncoding):
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return 10 f_h mean_g S_ij, (B, heads, queries, keys)."""
         if context.anchors is None or context.anchors.alignment is None:
-            raise ValueError("alignment needs similarities in its context; it is cross-attention's")
+            raise ValueError("alignment needs similarities in its context (cross-attention only)")
         alignment = context.anchors.alignment  # (B, 1 + M, N)
         if context.text_queries:
             alignment = alignment.mT
-        factors = (SCALE * self.factors).to(alignment.dtype)
+        factors = (LOGIT_SCALE * self.factors).to(alignment.dtype)
         return factors[:, None, None] * alignment[:, None]

@@ -93,10 +93,7 @@ def _select_columns(alignment: Tensor, index: Tensor) -> Tensor:
 
 @region
 def anchor_field(
-    image_tokens: Tensor,
-    text_tokens: Tensor,
-    word_mask: Tensor,
-    settings: PathSettings,
+    image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, settings: PathSettings
 ) -> AnchorField:
     """Compute Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 

@@ -1,6 +1,7 @@
 """Triton kernels of ACE-RPE: the windowed path (Eq. 7), and cross-attention with paths.
 
-`TRITON_INTERPRET=1`, set before this module is imported, runs them on a CPU, for tests.
+`TRITON_INTERPRET=1`, set before this module is imported, runs them on a CPU, for tests. Strides are
+named by tensor and axis: `stride_pq` is that of axis Q of the path (B, Q, K, G).
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def _length(down: int, right: int, metric: str) -> float:
 def path_forward_kernel(
     distance: tl.tensor, words: tl.tensor,
     path: tl.tensor, reachable: tl.tensor, winner: tl.tensor,
-    distance_pair: tl.tensor, distance_patch: tl.tensor, distance_token: tl.tensor,
-    distance_group: tl.tensor,
-    path_pair: tl.tensor, path_patch: tl.tensor, path_token: tl.tensor, path_group: tl.tensor,
+    stride_db: tl.tensor, stride_dm: tl.tensor, stride_dn: tl.tensor, stride_dg: tl.tensor,
+    stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
     tokens: tl.tensor, groups: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
@@ -60,8 +60,8 @@ def path_forward_kernel(
     if MASKED:
         words += pair * tokens
         target = inside & (tl.load(words + token, mask=inside, other=0) != 0)
-    source = distance + pair * distance_pair
-    source += patch * distance_patch + token * distance_token + group * distance_group
+    source = distance + pair * stride_db
+    source += patch * stride_dm + token * stride_dn + group * stride_dg
     best = tl.full((BLOCK,), float("inf"), TYPE)
     winning_step = tl.full((BLOCK,), STEPS, tl.int32)
     side: tl.constexpr = 2 * PATCH + 1
@@ -75,7 +75,7 @@ def path_forward_kernel(
             in_rows = is_word & (row + down >= 0) & (row + down < ROWS)
             for right in tl.static_range(-PATCH, PATCH + 1):
                 in_window = in_rows & (column + right >= 0) & (column + right < COLUMNS)
-                offset = (down * COLUMNS + right) * distance_patch + text_step * distance_token
+                offset = (down * COLUMNS + right) * stride_dm + text_step * stride_dn
                 value = tl.load(source + offset, mask=in_window, other=float("inf")).to(TYPE)
                 value = (value + text_distance) + _length(down, right, METRIC)
                 is_nearer = value < best
@@ -84,7 +84,7 @@ def path_forward_kernel(
                     step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
                     winning_step = tl.where(is_nearer, step, winning_step)
     has_path = best < float("inf")
-    address = pair * path_pair + patch * path_patch + token * path_token + group * path_group
+    address = pair * stride_pb + patch * stride_pm + token * stride_pn + group * stride_pg
     tl.store(path + address, tl.where(has_path, best, 0.0), mask=inside)
     tl.store(reachable + address, has_path, mask=inside)
     if SAVE_WINNER:
@@ -94,9 +94,9 @@ def path_forward_kernel(
 @triton.jit
 def path_backward_kernel(
     path_gradient: tl.tensor, winner: tl.tensor, gradient: tl.tensor,
-    path_pair: tl.tensor, path_patch: tl.tensor, path_token: tl.tensor, path_group: tl.tensor,
-    gradient_pair: tl.tensor, gradient_patch: tl.tensor, gradient_token: tl.tensor,
-    gradient_group: tl.tensor, tokens: tl.tensor, groups: tl.tensor,
+    stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
+    stride_gb: tl.tensor, stride_gm: tl.tensor, stride_gn: tl.tensor, stride_gg: tl.tensor,
+    tokens: tl.tensor, groups: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -106,10 +106,10 @@ def path_backward_kernel(
     # around it for the step that leads back.
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
-    address = pair * gradient_pair
-    address += patch * gradient_patch + token * gradient_token + group * gradient_group
-    upstream = path_gradient + pair * path_pair
-    upstream += patch * path_patch + token * path_token + group * path_group
+    address = pair * stride_gb
+    address += patch * stride_gm + token * stride_gn + group * stride_gg
+    upstream = path_gradient + pair * stride_pb
+    upstream += patch * stride_pm + token * stride_pn + group * stride_pg
     total = tl.full((BLOCK,), 0.0, TYPE)
     side: tl.constexpr = 2 * PATCH + 1
     for text_step in range(-TEXT, TEXT + 1):
@@ -119,13 +119,11 @@ def path_backward_kernel(
             for right in tl.static_range(-PATCH, PATCH + 1):
                 in_window = in_rows & (column - right >= 0) & (column - right < COLUMNS)
                 patch_step = down * COLUMNS + right
-                winner_address = (
-                    winner + address - (patch_step * gradient_patch + text_step * gradient_token)
-                )
+                winner_address = winner + address - (patch_step * stride_gm + text_step * stride_gn)
                 winning_step = tl.load(winner_address, mask=in_window, other=STEPS).to(tl.int32)
                 step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
                 is_source = in_window & (winning_step == step)
-                offset = patch_step * path_patch + text_step * path_token
+                offset = patch_step * stride_pm + text_step * stride_pn
                 total += tl.load(upstream - offset, mask=is_source, other=0.0).to(TYPE)
     tl.store(gradient + address, total, mask=inside)
 
@@ -247,17 +245,17 @@ def _residual(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def _delta(
     weight: tl.tensor, weight_grad: tl.tensor, out: tl.tensor, residual: tl.tensor,
     out_grad: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mean gradient of each row's weights, (QUERIES,)."""
+    """Return the mean gradient of each row's weights, (BLOCK_Q,)."""
     # A block without all keys takes it from the output times its gradient.
     if SINGLE_BLOCK:
         delta = tl.sum(weight * weight_grad, 1)
     else:
-        output = _load(out, token, tokens, width, CHANNELS, BLOCK_C).to(tl.float32)
+        output = _load(out, token, tokens, width, HEAD_DIM, BLOCK_C).to(tl.float32)
         if HAS_RESIDUAL:
-            output += _load(residual, token, tokens, width, CHANNELS, BLOCK_C).to(tl.float32)
+            output += _load(residual, token, tokens, width, HEAD_DIM, BLOCK_C).to(tl.float32)
         delta = tl.sum(out_grad.to(tl.float32) * output, 1)
     return delta
 
@@ -265,19 +263,19 @@ def _delta(
 @triton.jit
 def _load_paths(
     path: tl.tensor, first_query: tl.tensor, k_ids: tl.tensor, queries: tl.tensor,
-    keys: tl.tensor, readable: tl.tensor,
-    path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    keys: tl.tensor, readable_keys: tl.tensor,
+    stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the paths of a block in all groups, 0 outside: (BLOCK_G, QUERIES, KEYS)."""
-    # Wide loads of keys side by side may pass the last key, up to `readable`. In this order of
+    """Load the paths of a block in all groups, 0 outside: (BLOCK_G, BLOCK_Q, BLOCK_K)."""
+    # Wide loads of keys side by side may pass the last key, up to `readable_keys`. In this order of
     # rows a thread holds all groups of its keys.
-    row = tl.arange(0, BLOCK_G * QUERIES)[:, None]
-    q_ids, group, k_ids = first_query + row % QUERIES, row // QUERIES, k_ids[None, :]
-    inside = (group < GROUPS) & (q_ids < queries) & (k_ids < readable)
-    address = group * path_group + q_ids * path_query + k_ids * path_key
+    row = tl.arange(0, BLOCK_G * BLOCK_Q)[:, None]
+    q_ids, group, k_ids = first_query + row % BLOCK_Q, row // BLOCK_Q, k_ids[None, :]
+    inside = (group < GROUPS) & (q_ids < queries) & (k_ids < readable_keys)
+    address = group * stride_pg + q_ids * stride_pq + k_ids * stride_pk
     paths = tl.load(path + address, mask=inside, other=0.0)
-    return tl.where(k_ids < keys, paths, 0.0).reshape(BLOCK_G, QUERIES, KEYS)
+    return tl.where(k_ids < keys, paths, 0.0).reshape(BLOCK_G, BLOCK_Q, BLOCK_K)
 
 
 @triton.jit
@@ -303,12 +301,12 @@ def _logits(
 def forward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor,
-    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
-    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor,
+    stride_qb: tl.tensor, stride_kb: tl.tensor, stride_vb: tl.tensor, stride_pb: tl.tensor,
+    stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor, readable_keys: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
@@ -316,46 +314,47 @@ def forward_kernel(
     With `HAS_RESIDUAL`, write the output's rounding error, too, and sum with unrounded weights.
     """
     head = tl.program_id(0) % heads
-    block = (tl.program_id(0) // heads) % tl.cdiv(queries, QUERIES)
-    pair = (tl.program_id(0) // heads // tl.cdiv(queries, QUERIES)).to(tl.int64)
-    width = heads * CHANNELS
-    column = head * CHANNELS
-    q_ids = block * QUERIES + tl.arange(0, QUERIES)
+    block = (tl.program_id(0) // heads) % tl.cdiv(queries, BLOCK_Q)
+    pair = (tl.program_id(0) // heads // tl.cdiv(queries, BLOCK_Q)).to(tl.int64)
+    width = heads * HEAD_DIM
+    column = head * HEAD_DIM
+    q_ids = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     groups = tl.arange(0, DOT_G)
-    key += pair * key_pair + column
-    value += pair * value_pair + column
-    path += pair * path_pair
-    q = _load(query + pair * query_pair + column, q_ids, queries, width, CHANNELS, BLOCK_C)
+    key += pair * stride_kb + column
+    value += pair * stride_vb + column
+    path += pair * stride_pb
+    q = _load(query + pair * stride_qb + column, q_ids, queries, width, HEAD_DIM, BLOCK_C)
     dtype = q.dtype
+    slopes = terms + head  # in bias mode
     if CONTEXTUAL:
         query_mean += pair * queries * GROUPS
         key_mean += pair * keys * GROUPS
         terms += column
-        shift = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+        query_terms = _load(terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
         query_means = _load(query_mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
-        q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(dtype)
+        q = (q + tl.dot(query_means, query_terms, input_precision=PRECISION)).to(dtype)
         terms += GROUPS * width
-        key_terms = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+        key_terms = _load(terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
         terms += GROUPS * width
-        value_terms = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
-    row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((QUERIES,), tl.float32)
-    accumulator = tl.zeros((QUERIES, BLOCK_C), tl.float32)
-    path_sum = tl.zeros((BLOCK_G, QUERIES), tl.float32)  # sum_j a_ij P_ij
-    for start in range(0, keys, KEYS):
-        k_ids = start + tl.arange(0, KEYS)
-        k = _load(key, k_ids, keys, width, CHANNELS, BLOCK_C)
-        v = _load(value, k_ids, keys, width, CHANNELS, BLOCK_C)
+        value_terms = _load(terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
+    row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    accumulator = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
+    path_sum = tl.zeros((BLOCK_G, BLOCK_Q), tl.float32)  # sum_j a_ij P_ij
+    for start in range(0, keys, BLOCK_K):
+        k_ids = start + tl.arange(0, BLOCK_K)
+        k = _load(key, k_ids, keys, width, HEAD_DIM, BLOCK_C)
+        v = _load(value, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
             k = (k + tl.dot(key_means, key_terms, input_precision=PRECISION)).to(dtype)
             v = (v + tl.dot(key_means, value_terms, input_precision=PRECISION)).to(dtype)
         paths = _load_paths(
-            path, block * QUERIES, k_ids, queries, keys, readable,
-            path_query, path_key, path_group, GROUPS, BLOCK_G, QUERIES, KEYS,
+            path, block * BLOCK_Q, k_ids, queries, keys, readable_keys,
+            stride_pq, stride_pk, stride_pg, GROUPS, BLOCK_G, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         logits = _logits(
-            q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
+            q, k, paths, slopes, mask + pair * keys, k_ids, keys, heads, scale,
             GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(logits, 1))
@@ -373,45 +372,38 @@ def forward_kernel(
     accumulator /= row_sum[:, None]
     if CONTEXTUAL:
         path_sum /= row_sum[None, :]
-        embed = _load(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
-        # `tl.dot` adds up over at least 16.
+        table = _load(terms + GROUPS * width, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
+        # `tl.dot` needs an inner dimension of at least 16.
         if DOT_G > BLOCK_G:
-            padding = tl.zeros((BLOCK_G, QUERIES), tl.float32)
-            path_sum = tl.join(path_sum, padding).trans(2, 0, 1).reshape(DOT_G, QUERIES)
-        accumulator += tl.dot(tl.trans(path_sum).to(dtype), embed, input_precision=PRECISION)
+            padding = tl.zeros((BLOCK_G, BLOCK_Q), tl.float32)
+            path_sum = tl.join(path_sum, padding).trans(2, 0, 1).reshape(DOT_G, BLOCK_Q)
+        accumulator += tl.dot(tl.trans(path_sum).to(dtype), table, input_precision=PRECISION)
         if HAS_RESIDUAL:
             accumulator += tl.dot(
-                tl.trans(_residual(path_sum, dtype)), embed, input_precision=PRECISION
+                tl.trans(_residual(path_sum, dtype)), table, input_precision=PRECISION
             )
     offset = pair * queries * width + column
-    _store(out + offset, accumulator.to(dtype), q_ids, queries, width, CHANNELS, BLOCK_C)
+    _store(out + offset, accumulator.to(dtype), q_ids, queries, width, HEAD_DIM, BLOCK_C)
     if HAS_RESIDUAL:
-        _store(
-            residual + offset,
-            _residual(accumulator, dtype),
-            q_ids,
-            queries,
-            width,
-            CHANNELS,
-            BLOCK_C,
-        )
-    statistics += (pair * heads + head) * 2 * queries + q_ids
-    tl.store(statistics, row_max, mask=q_ids < queries)
-    tl.store(statistics + queries, row_sum, mask=q_ids < queries)
+        rounding = _residual(accumulator, dtype)
+        _store(residual + offset, rounding, q_ids, queries, width, HEAD_DIM, BLOCK_C)
+    row_statistics += (pair * heads + head) * 2 * queries + q_ids
+    tl.store(row_statistics, row_max, mask=q_ids < queries)
+    tl.store(row_statistics + queries, row_sum, mask=q_ids < queries)
 
 
 @triton.jit
 def backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor, out_grad: tl.tensor,
+    out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor, out_grad: tl.tensor,
     query_grad: tl.tensor, key_grad: tl.tensor, value_grad: tl.tensor,
     query_sum: tl.tensor, term_grads: tl.tensor,
-    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
-    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    stride_qb: tl.tensor, stride_kb: tl.tensor, stride_vb: tl.tensor, stride_pb: tl.tensor,
+    stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor, readable_keys: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -423,15 +415,15 @@ def backward_kernel(
     # float32, which this program alone touches.
     head = tl.program_id(0) % heads
     pair = (tl.program_id(0) // heads).to(tl.int64)
-    width = heads * CHANNELS
-    column = head * CHANNELS
+    width = heads * HEAD_DIM
+    column = head * HEAD_DIM
     groups, group_ids = tl.arange(0, DOT_G), tl.arange(0, BLOCK_G)
-    query += pair * query_pair + column
-    key += pair * key_pair + column
-    value += pair * value_pair + column
-    path += pair * path_pair
+    query += pair * stride_qb + column
+    key += pair * stride_kb + column
+    value += pair * stride_vb + column
+    path += pair * stride_pb
     offset = pair * queries * width + column
-    statistics += (pair * heads + head) * 2 * queries
+    row_statistics += (pair * heads + head) * 2 * queries
     dtype = query.dtype.element_ty
     if CONTEXTUAL:
         query_mean += pair * queries * GROUPS
@@ -442,55 +434,55 @@ def backward_kernel(
         table_sum = tl.zeros((BLOCK_G, BLOCK_C), tl.float32)
     else:
         slope_sum = tl.zeros((BLOCK_G,), tl.float32)
-    for key_start in tl.range(0, keys, KEYS, disable_licm=True):
-        k_ids = key_start + tl.arange(0, KEYS)
-        k = _load(key, k_ids, keys, width, CHANNELS, BLOCK_C)
-        v = _load(value, k_ids, keys, width, CHANNELS, BLOCK_C)
+    for key_start in tl.range(0, keys, BLOCK_K, disable_licm=True):
+        k_ids = key_start + tl.arange(0, BLOCK_K)
+        k = _load(key, k_ids, keys, width, HEAD_DIM, BLOCK_C)
+        v = _load(value, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
             # Read when needed, as there are few registers to spare.
             key_terms = terms + GROUPS * width
-            shift = _load(key_terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
-            k = (k + tl.dot(key_means, shift, input_precision=PRECISION)).to(dtype)
-            shift = _load(key_terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(
-                dtype
-            )
-            v = (v + tl.dot(key_means, shift, input_precision=PRECISION)).to(dtype)
-        k_grad = tl.zeros((KEYS, BLOCK_C), tl.float32)
-        v_grad = tl.zeros((KEYS, BLOCK_C), tl.float32)
-        for start in tl.range(0, queries, QUERIES, disable_licm=True):
-            q_ids = start + tl.arange(0, QUERIES)
+            term_tile = _load(key_terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
+            k = (k + tl.dot(key_means, term_tile, input_precision=PRECISION)).to(dtype)
+            term_tile = _load(
+                key_terms + GROUPS * width, groups, GROUPS, width, HEAD_DIM, BLOCK_C
+            ).to(dtype)
+            v = (v + tl.dot(key_means, term_tile, input_precision=PRECISION)).to(dtype)
+        k_grad = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+        v_grad = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
+        for start in tl.range(0, queries, BLOCK_Q, disable_licm=True):
+            q_ids = start + tl.arange(0, BLOCK_Q)
             paths = _load_paths(
-                path, start, k_ids, queries, keys, readable, path_query, path_key, path_group,
-                GROUPS, BLOCK_G, QUERIES, KEYS,
+                path, start, k_ids, queries, keys, readable_keys, stride_pq, stride_pk, stride_pg,
+                GROUPS, BLOCK_G, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
-            q = _load(query, q_ids, queries, width, CHANNELS, BLOCK_C)
+            q = _load(query, q_ids, queries, width, HEAD_DIM, BLOCK_C)
             if CONTEXTUAL:
                 query_means = _load(query_mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
-                shift = _load(terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
-                q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(dtype)
-            row_max = tl.load(statistics + q_ids, mask=q_ids < queries, other=0.0)
-            row_sum = tl.load(statistics + queries + q_ids, mask=q_ids < queries, other=1.0)
+                term_tile = _load(terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
+                q = (q + tl.dot(query_means, term_tile, input_precision=PRECISION)).to(dtype)
+            row_max = tl.load(row_statistics + q_ids, mask=q_ids < queries, other=0.0)
+            row_sum = tl.load(row_statistics + queries + q_ids, mask=q_ids < queries, other=1.0)
             logits = _logits(
                 q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
                 GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
             )  # fmt: skip
             weight = tl.exp(logits - row_max[:, None]) * (1 / row_sum)[:, None]
-            out_tile = _load(out_grad + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
+            out_tile = _load(out_grad + offset, q_ids, queries, width, HEAD_DIM, BLOCK_C)
             v_grad += tl.dot(tl.trans(weight.to(dtype)), out_tile, input_precision=PRECISION)
             weight_grad = tl.dot(out_tile, tl.trans(v), input_precision=PRECISION)
             if CONTEXTUAL:
-                embed = _load(
-                    terms + 3 * GROUPS * width, group_ids, GROUPS, width, CHANNELS, BLOCK_C
+                table = _load(
+                    terms + 3 * GROUPS * width, group_ids, GROUPS, width, HEAD_DIM, BLOCK_C
                 )
-                slopes = tl.dot(embed.to(dtype), tl.trans(out_tile), input_precision=PRECISION)
+                sum_grad = tl.dot(table.to(dtype), tl.trans(out_tile), input_precision=PRECISION)
                 path_tile = paths.to(tl.float32)
                 path_sum = tl.sum(path_tile * weight[None, :, :], 2).to(dtype)
-                weight_grad += tl.sum(path_tile * slopes[:, :, None], 0)
+                weight_grad += tl.sum(path_tile * sum_grad[:, :, None], 0)
                 table_sum += tl.dot(path_sum, out_tile, input_precision=PRECISION)
             delta = _delta(
                 weight, weight_grad, out + offset, residual + offset, out_tile, q_ids,
-                queries, width, CHANNELS, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
+                queries, width, HEAD_DIM, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
             )  # fmt: skip
             logits_grad = weight * (weight_grad - delta[:, None])
             if not CONTEXTUAL:
@@ -500,18 +492,18 @@ def backward_kernel(
             q_sum = tl.dot(product_grad, k, input_precision=PRECISION)
             if not SINGLE_BLOCK:
                 if key_start > 0:
-                    q_sum += _load(query_sum + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
-                _store(query_sum + offset, q_sum, q_ids, queries, width, CHANNELS, BLOCK_C)
-            if SINGLE_BLOCK or key_start + KEYS >= keys:
+                    q_sum += _load(query_sum + offset, q_ids, queries, width, HEAD_DIM, BLOCK_C)
+                _store(query_sum + offset, q_sum, q_ids, queries, width, HEAD_DIM, BLOCK_C)
+            if SINGLE_BLOCK or key_start + BLOCK_K >= keys:
                 q_grad = q_sum.to(dtype)
-                _store(query_grad + offset, q_grad, q_ids, queries, width, CHANNELS, BLOCK_C)
+                _store(query_grad + offset, q_grad, q_ids, queries, width, HEAD_DIM, BLOCK_C)
                 if CONTEXTUAL:
                     means = tl.trans(query_means)
                     query_terms_sum += tl.dot(means, q_grad, input_precision=PRECISION)
         k_grad, v_grad = k_grad.to(dtype), v_grad.to(dtype)
         key_offset = pair * keys * width + column
-        _store(key_grad + key_offset, k_grad, k_ids, keys, width, CHANNELS, BLOCK_C)
-        _store(value_grad + key_offset, v_grad, k_ids, keys, width, CHANNELS, BLOCK_C)
+        _store(key_grad + key_offset, k_grad, k_ids, keys, width, HEAD_DIM, BLOCK_C)
+        _store(value_grad + key_offset, v_grad, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             key_means = tl.trans(key_means)
             k_grad = tl.dot(key_means, k_grad, input_precision=PRECISION)
@@ -519,17 +511,17 @@ def backward_kernel(
             key_terms_grad = term_grads + GROUPS * width
             value_terms_grad = key_terms_grad + GROUPS * width
             if key_start > 0:
-                k_grad += _load(key_terms_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
-                v_grad += _load(value_terms_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
-            _store(key_terms_grad, k_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
-            _store(value_terms_grad, v_grad, groups, GROUPS, width, CHANNELS, BLOCK_C)
+                k_grad += _load(key_terms_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
+                v_grad += _load(value_terms_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
+            _store(key_terms_grad, k_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
+            _store(value_terms_grad, v_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
         if not SINGLE_BLOCK:
             # Another thread may add to what a thread has stored.
             tl.debug_barrier()
     if CONTEXTUAL:
-        _store(term_grads, query_terms_sum, groups, GROUPS, width, CHANNELS, BLOCK_C)
+        _store(term_grads, query_terms_sum, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
         _store(
-            term_grads + 3 * GROUPS * width, table_sum, group_ids, GROUPS, width, CHANNELS, BLOCK_C
+            term_grads + 3 * GROUPS * width, table_sum, group_ids, GROUPS, width, HEAD_DIM, BLOCK_C
         )
     else:
         term_grads += (pair * GROUPS + group_ids) * heads + head
@@ -540,72 +532,72 @@ def backward_kernel(
 def path_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, residual: tl.tensor, statistics: tl.tensor,
+    out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor,
     out_grad: tl.tensor, path_grad: tl.tensor,
-    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
-    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    readable: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    stride_qb: tl.tensor, stride_kb: tl.tensor, stride_vb: tl.tensor, stride_pb: tl.tensor,
+    stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor, readable_keys: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, DOT_G: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads."""
     # A program owns a block of one pair's paths and computes the weights anew for each head.
-    program, key_blocks = tl.program_id(0), tl.cdiv(keys, KEYS)
+    program, key_blocks = tl.program_id(0), tl.cdiv(keys, BLOCK_K)
     group = program % GROUPS
     key_block, block = (program // GROUPS) % key_blocks, program // GROUPS // key_blocks
-    first_query = (block % tl.cdiv(queries, QUERIES)) * QUERIES
-    q_ids = first_query + tl.arange(0, QUERIES)
-    pair = (block // tl.cdiv(queries, QUERIES)).to(tl.int64)
-    k_ids = key_block * KEYS + tl.arange(0, KEYS)
+    first_query = (block % tl.cdiv(queries, BLOCK_Q)) * BLOCK_Q
+    q_ids = first_query + tl.arange(0, BLOCK_Q)
+    pair = (block // tl.cdiv(queries, BLOCK_Q)).to(tl.int64)
+    k_ids = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (q_ids[:, None] < queries) & (k_ids[None, :] < keys)
-    path += pair * path_pair
+    path += pair * stride_pb
     paths = _load_paths(
-        path, first_query, k_ids, queries, keys, readable, path_query, path_key, path_group,
-        GROUPS, BLOCK_G, QUERIES, KEYS,
+        path, first_query, k_ids, queries, keys, readable_keys, stride_pq, stride_pk, stride_pg,
+        GROUPS, BLOCK_G, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
-    width = heads * CHANNELS
+    width = heads * HEAD_DIM
     groups, channel = tl.arange(0, DOT_G), tl.arange(0, BLOCK_C)
     dtype = query.dtype.element_ty
-    sum_of_heads = tl.zeros((QUERIES, KEYS), tl.float32)
+    sum_of_heads = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
     for head in range(0, heads):
-        column = head * CHANNELS
-        q = _load(query + pair * query_pair + column, q_ids, queries, width, CHANNELS, BLOCK_C)
-        k = _load(key + pair * key_pair + column, k_ids, keys, width, CHANNELS, BLOCK_C)
+        column = head * HEAD_DIM
+        q = _load(query + pair * stride_qb + column, q_ids, queries, width, HEAD_DIM, BLOCK_C)
+        k = _load(key + pair * stride_kb + column, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             head_terms = terms + column
-            shift = _load(head_terms, groups, GROUPS, width, CHANNELS, BLOCK_C).to(dtype)
+            term_tile = _load(head_terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
             mean = query_mean + pair * queries * GROUPS
             mean = _load(mean, q_ids, queries, GROUPS, GROUPS, DOT_G).to(dtype)
-            q = (q + tl.dot(mean, shift, input_precision=PRECISION)).to(dtype)
-            shift = _load(head_terms + GROUPS * width, groups, GROUPS, width, CHANNELS, BLOCK_C).to(
-                dtype
-            )
+            q = (q + tl.dot(mean, term_tile, input_precision=PRECISION)).to(dtype)
+            term_tile = _load(
+                head_terms + GROUPS * width, groups, GROUPS, width, HEAD_DIM, BLOCK_C
+            ).to(dtype)
             mean = key_mean + pair * keys * GROUPS
             mean = _load(mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
-            k = (k + tl.dot(mean, shift, input_precision=PRECISION)).to(dtype)
+            k = (k + tl.dot(mean, term_tile, input_precision=PRECISION)).to(dtype)
         logits = _logits(
             q, k, paths, terms + head, mask + pair * keys, k_ids, keys, heads, scale,
             GROUPS, BLOCK_G, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
-        row = statistics + (pair * heads + head) * 2 * queries + q_ids
+        row = row_statistics + (pair * heads + head) * 2 * queries + q_ids
         row_max = tl.load(row, mask=q_ids < queries, other=0.0)
         row_sum = tl.load(row + queries, mask=q_ids < queries, other=1.0)
         weight = tl.exp(logits - row_max[:, None]) / row_sum[:, None]
         offset = pair * queries * width + column
-        out_tile = _load(out_grad + offset, q_ids, queries, width, CHANNELS, BLOCK_C)
+        out_tile = _load(out_grad + offset, q_ids, queries, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
-            embed = terms + (3 * GROUPS + group) * width + column + channel
-            embed = tl.load(embed, mask=channel < CHANNELS, other=0.0).to(tl.float32)
-            slope = tl.sum(out_tile.to(tl.float32) * embed[None, :], 1)
+            table_row = terms + (3 * GROUPS + group) * width + column + channel
+            table_row = tl.load(table_row, mask=channel < HEAD_DIM, other=0.0).to(tl.float32)
+            slope = tl.sum(out_tile.to(tl.float32) * table_row[None, :], 1)
             sum_of_heads += weight * slope[:, None]
         else:
-            v = _load(value + pair * value_pair + column, k_ids, keys, width, CHANNELS, BLOCK_C)
+            v = _load(value + pair * stride_vb + column, k_ids, keys, width, HEAD_DIM, BLOCK_C)
             weight_grad = tl.dot(out_tile, tl.trans(v), input_precision=PRECISION)
             delta = _delta(
                 weight, weight_grad, out + offset, residual + offset, out_tile, q_ids,
-                queries, width, CHANNELS, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
+                queries, width, HEAD_DIM, BLOCK_C, HAS_RESIDUAL, SINGLE_BLOCK,
             )  # fmt: skip
             weight_grad -= delta[:, None]
             slope = tl.load(terms + group * heads + head).to(tl.float32)

@@ -65,7 +65,7 @@ class PositionEncoding(nn.Module):
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
-    UNDECAYED: ClassVar[tuple[str, ...]] = ()
+    NO_WEIGHT_DECAY: ClassVar[tuple[str, ...]] = ()
     """Attributes with parameters exempt from weight decay, such as tables of positions."""
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
@@ -96,9 +96,8 @@ class PositionEncoding(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters exempt from weight decay, as timm's models do."""
         # Decay of tables pulls all positions together; iRPE's authors (supplement 2) exempt theirs.
-        return {
-            name for name, _ in self.named_parameters() if name.partition(".")[0] in self.UNDECAYED
-        }
+        names = (name for name, _ in self.named_parameters())
+        return {name for name in names if name.partition(".")[0] in self.NO_WEIGHT_DECAY}
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Run a method by name, for `through_call`."""

@@ -77,7 +77,7 @@ class ContextualPosition(PositionEncoding):
         gate_scale, bias_scale: see `cope_bias`.
     """
 
-    UNDECAYED = ("table",)
+    NO_WEIGHT_DECAY = ("table",)
     causal = True
 
     def __init__(

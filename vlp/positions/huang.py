@@ -48,7 +48,7 @@ class HuangPosition(ClippedPosition):
         prefix_bucket: whether the table has a row for pairs with prefix tokens.
     """
 
-    UNDECAYED = ("table",)
+    NO_WEIGHT_DECAY = ("table",)
     causal = True
 
     def __init__(

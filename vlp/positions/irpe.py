@@ -45,7 +45,7 @@ class RelativePosition(LookupPosition):
         pre_round, variant, universe: see `bucket_ids`.
     """
 
-    UNDECAYED = ("tables",)
+    NO_WEIGHT_DECAY = ("tables",)
     causal = True
 
     def __init__(

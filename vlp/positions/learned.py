@@ -33,7 +33,7 @@ class LearnedPosition(TokenEncoding):
         mixer: see `TokenEncoding`.
     """
 
-    UNDECAYED = ("table",)
+    NO_WEIGHT_DECAY = ("table",)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LearnedGridPosition(TokenEncoding):
         mixer: see `TokenEncoding`.
     """
 
-    UNDECAYED = ("table_rows", "table_columns")
+    NO_WEIGHT_DECAY = ("table_rows", "table_columns")
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class LearnedBoxPosition(TokenEncoding):
         mixer: see `TokenEncoding`.
     """
 
-    UNDECAYED = ("table_top", "table_left", "table_bottom", "table_right")
+    NO_WEIGHT_DECAY = ("table_top", "table_left", "table_bottom", "table_right")
 
     def __init__(
         self,

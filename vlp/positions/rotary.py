@@ -339,7 +339,7 @@ class RotaryMixed(_GridRotary):
     """
 
     # As its authors do.
-    UNDECAYED = ("frequency_table",)
+    NO_WEIGHT_DECAY = ("frequency_table",)
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class SasaPosition(ClippedPosition):
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
     """
 
-    UNDECAYED = ("table_x", "table_y")
+    NO_WEIGHT_DECAY = ("table_x", "table_y")
     causal = True
 
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("axes",)

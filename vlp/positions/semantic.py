@@ -113,7 +113,7 @@ class SemanticPosition(PositionEncoding):
         gate_scale, bias_scale, summation: see `sape_bias`.
     """
 
-    UNDECAYED = ("tables_x", "tables_y")
+    NO_WEIGHT_DECAY = ("tables_x", "tables_y")
 
     def __init__(
         self,

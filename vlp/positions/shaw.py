@@ -37,7 +37,7 @@ class ShawPosition(ClippedPosition):
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
     """
 
-    UNDECAYED = ("tables",)
+    NO_WEIGHT_DECAY = ("tables",)
     causal = True
 
     def __init__(

@@ -63,7 +63,7 @@ class TransformerXLPosition(ClippedPosition):
         layout: "halves" or "interleaved", see the same.
     """
 
-    UNDECAYED = ("u", "v", "prefix")
+    NO_WEIGHT_DECAY = ("u", "v", "prefix")
     causal = True
 
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "axes", "raster")

@@ -27,7 +27,7 @@ def zero_start(module: nn.Module) -> None:
         elif isinstance(part, FourierPosition) and isinstance(part.modulator, nn.Linear):
             _silence(part.modulator)
         elif isinstance(part, LearnedPosition | LearnedGridPosition | LearnedBoxPosition):
-            for table in part.UNDECAYED:
+            for table in part.NO_WEIGHT_DECAY:
                 nn.init.zeros_(getattr(part, table))
         elif isinstance(part, RotaryMixed):
             part.frequency_table.zero_()

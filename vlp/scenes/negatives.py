@@ -15,7 +15,7 @@ from vlp.data.stream.rng import make_rng
 from vlp.scenes.captions import SceneCaption, draw_style, fill
 from vlp.scenes.graph import LATTICE, Scene, gap, nearness, truth
 from vlp.scenes.sample import (
-    FULL,
+    MAX_VARIETY,
     Variety,
     held_out_pairs,
     moved,
@@ -80,7 +80,7 @@ def sample_swap(
     kind: SwapKind,
     split: Literal["swaps", "unseen", "train"] = "swaps",
     image_size: int = 64,
-    variety: Variety = FULL,
+    variety: Variety = MAX_VARIETY,
 ) -> SwapPair:
     """Draw pair `index`, with held-out objects for `swaps` and `unseen`, without for `train`."""
     # A `place` swap has one object, nothing of which is held out: `swaps` has new images of trained

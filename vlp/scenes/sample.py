@@ -99,8 +99,8 @@ def _in_share(share: int, *words: str) -> bool:
     return int.from_bytes(digest, "big") % share == 0
 
 
-# Scenes with one, two and three objects.
-OBJECT_SHARES = (0.08, 0.4, 0.52)
+# Of one, two and three objects.
+OBJECT_COUNT_PROBABILITIES = (0.08, 0.4, 0.52)
 # Lets two objects share a colour, so that there is something to count.
 SAME_COLOUR_SHARE = 0.25
 # Shortest and longest side in 64ths of the image's.
@@ -122,7 +122,7 @@ PALETTE = {
     "white": (246, 246, 244),
 }
 TINT = 9
-LEAST_SIDE = 16  # pixels
+MIN_SIDE = 16  # pixels
 BACKGROUND = (146, 186)
 
 _MAX_ATTEMPTS = 10_000
@@ -135,11 +135,11 @@ class Variety(NamedTuple):
 
     colours: int = len(COLOURS)
     shapes: int = len(SHAPES)
-    objects: int = len(OBJECT_SHARES)
+    objects: int = len(OBJECT_COUNT_PROBABILITIES)
 
 
-FULL = Variety()
-LEAST = Variety(2, 2, 1)
+MAX_VARIETY = Variety()
+MIN_VARIETY = Variety(2, 2, 1)
 
 
 def sample_scene(
@@ -149,22 +149,24 @@ def sample_scene(
     image_size: int = 64,
     attempt: int = 0,
     min_objects: int = 1,
-    variety: Variety = FULL,
+    variety: Variety = MAX_VARIETY,
 ) -> Scene:
     """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    `attempt` draws another scene with as many objects; `min_objects` is a lower bound.
+    `attempt` draws another scene with as many objects; `min_objects` is a lower bound (ignored by
+    `swaps` and `unseen`, which have at least 2).
     """
-    if not all(low <= number <= high for low, number, high in zip(LEAST, variety, FULL)):
-        raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
-    if index < 0 or image_size < LEAST_SIDE:
+    bounds = zip(MIN_VARIETY, variety, MAX_VARIETY)
+    if not all(low <= number <= high for low, number, high in bounds):
+        raise ValueError(f"{variety} is not between {MIN_VARIETY} and {MAX_VARIETY}")
+    if index < 0 or image_size < MIN_SIDE:
         raise ValueError(
-            f"a scene needs index >= 0 and image_size >= {LEAST_SIDE}, got {index} and {image_size}"
+            f"a scene needs index >= 0 and image_size >= {MIN_SIDE}, got {index} and {image_size}"
         )
     key = f"{split}-{seed}-{index}"
-    shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
-    count = 1 + int((make_rng(seed, 0, key, "objects").random() >= shares[:-1]).sum())
-    # These splits hold out pairs of objects.
+    probabilities = OBJECT_COUNT_PROBABILITIES[: variety.objects]
+    thresholds = np.cumsum(probabilities)[:-1] / sum(probabilities)
+    count = 1 + int((make_rng(seed, 0, key, "objects").random() >= thresholds).sum())
     count = max(count, 2 if split in ("swaps", "unseen") else min_objects)
     rng = make_rng(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
@@ -281,7 +283,11 @@ MAX_ATTEMPTS = 200
 
 
 def distinct_scenes(
-    seed: int, count: int, split: Split = "val", image_size: int = 64, variety: Variety = FULL
+    seed: int,
+    count: int,
+    split: Split = "val",
+    image_size: int = 64,
+    variety: Variety = MAX_VARIETY,
 ) -> Iterator[Scene]:
     """Draw scenes 0 .. count - 1 of a split with captions that tell them apart."""
     # A clash is drawn again with as many objects; `ambiguous_share` counts the captions that remain

@@ -28,7 +28,7 @@ from vlp.models.folder import read_model, save_model, to_device
 from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
-from vlp.models.vlp import VLPModel, pairs_of
+from vlp.models.vlp import VLPModel, broadcast_pairs
 from vlp.serving.config import VlpConfig, require_options, single_device, weights_dtype
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.vqa.data import VqaBatch
@@ -188,7 +188,7 @@ class VlpModel(PreTrainedModel):
         """Embed images (B, 3, height, width), as CLIPModel does; `pooler_output` is (B, d)."""
         encoder = self.model.image_encoder
         states = encoder(pixel_values)
-        return BaseModelOutputWithPooling(encoder.on_grid(states), encoder.project(states))
+        return BaseModelOutputWithPooling(encoder.drop_summary(states), encoder.project(states))
 
     def get_text_features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
@@ -236,10 +236,10 @@ class VlpModel(PreTrainedModel):
         self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
     ) -> dict[str, Tensor]:
         """Return the requested outputs of pairs by name."""
-        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
-        crossed = self.model.cross(image, text, pairs, need_image=False)
-        outputs = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
-        field = crossed.anchors if output_anchors else None
+        pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
+        features = self.model.cross(image, text, pairs, need_image=False)
+        outputs = {"itm_logits": self.model.match_logits(features).float()} if match else {}
+        field = features.anchors if output_anchors else None
         if field is not None:
             word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
             above = field.similarity >= self.model.anchor_threshold.clamp(min=1e-3)

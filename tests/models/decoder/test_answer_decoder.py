@@ -295,8 +295,8 @@ class TestStart:
                 for table in encoding.parameters():
                     table.data.zero_()
             layer.cross_attention.positions = torch.nn.ModuleList()
-            wanted = layer("attend_self", wanted, None, context)
-            wanted = layer("attend_other", wanted, states, None, context)
+            wanted = layer("self_attend", wanted, None, context)
+            wanted = layer("cross_attend", wanted, states, None, context)
         out = made(ids, made.remember(states), of.text_encoder.embedding)
         torch.testing.assert_close(out, wanted)
 

@@ -202,7 +202,7 @@ def test_zero_tables_change_nothing(anchor, fused):
 def test_a_temperature_outside_the_range_is_held_and_reported():
     model, reports = loaded(albef_tensors(temp=0.004))
     assert model.temperature().item() == pytest.approx(0.01)
-    assert str(reports[3]).endswith("; temperature 0.004 held at 0.01")
+    assert str(reports[3]).endswith("; temperature 0.004 clamped to 0.01")
     with pytest.raises(ValueError, match=r"temp is -0\.1, not a positive"):
         loaded(albef_tensors(temp=-0.1))
 

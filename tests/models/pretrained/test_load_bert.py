@@ -123,7 +123,7 @@ def test_a_file_alone_says_nothing_of_its_heads(tiny, tmp_path):
     save_file(bert.bert.state_dict(), file)
     _, reports = loaded(str(file))
     for report in reports:
-        assert str(report).endswith("; the source does not tell its heads: taken as 4")
+        assert str(report).endswith("; the source does not state its heads: assuming 4")
 
 
 def test_a_bert_that_ends_with_the_text_encoder_leaves_the_rest_as_it_was(tiny):

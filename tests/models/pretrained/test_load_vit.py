@@ -17,7 +17,7 @@ from vlp.models.pretrained.published import timm_names
 from vlp.models.vlp import VLPModel
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-TRUSTED = "the source does not tell its heads: taken as 3"
+TRUSTED = "the source does not state its heads: assuming 3"
 
 
 def random_vit(name, **options):

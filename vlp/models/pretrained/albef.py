@@ -240,7 +240,7 @@ def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list
     weight = clamped.to(model.temperature.log_scale.dtype)
     if torch.equal(clamped, log_scale):
         return weight, []
-    return weight, [f"temperature {value:g} held at {math.exp(-float(clamped)):g}"]
+    return weight, [f"temperature {value:g} clamped to {math.exp(-float(clamped)):g}"]
 
 
 def _by_part(report: LoadReport) -> list[LoadReport]:

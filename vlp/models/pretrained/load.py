@@ -54,7 +54,7 @@ _FIXED = {
 }
 
 # Shapes fit any number of heads.
-TRUSTED = "the source does not tell its heads: taken as {}"
+TRUSTED = "the source does not state its heads: assuming {}"
 
 
 def check_bert(
@@ -128,22 +128,22 @@ def check_vit(
 
 
 def check_image_tower(
-    settings: Mapping[str, Any] | nn.Module | None,
+    source_model: Mapping[str, Any] | nn.Module | None,
     tower: nn.Module,
     state: Mapping[str, Tensor],
     source: str,
 ) -> list[str]:
     """Check the settings of weights (`state`) against a tower of timm, as `check_vit` does."""
-    sizes = settings.state_dict() if isinstance(settings, nn.Module) else {}
-    foreign = any(
-        sizes[name].shape != state[name].shape and "pos" not in name
-        for name in sizes.keys() & state.keys()
+    source_state = source_model.state_dict() if isinstance(source_model, nn.Module) else {}
+    shapes_differ = any(
+        source_state[name].shape != state[name].shape and "pos" not in name
+        for name in source_state.keys() & state.keys()
     )
-    if settings is None or foreign:
-        return ["the source does not tell its heads and functions: taken as the tower's"]
-    if not isinstance(settings, nn.Module):
-        return check_vit(settings, vit_settings(tower, "image.architecture"), source)
-    ours, theirs = network_settings(tower), network_settings(settings)
+    if source_model is None or shapes_differ:
+        return ["the source does not state heads and activations; assuming the tower's"]
+    if not isinstance(source_model, nn.Module):
+        return check_vit(source_model, vit_settings(tower, "image.architecture"), source)
+    ours, theirs = network_settings(tower), network_settings(source_model)
     _require_equal(
         [(f"vit.{key}", theirs[key], ours[key]) for key in theirs.keys() & ours.keys()], source
     )
@@ -154,7 +154,7 @@ def check_pixels(
     settings: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
 ) -> None:
     """Check the normalisation of pixels that weights were trained with."""
-    # What the user sets is meant.
+    # A normalisation that the user sets takes precedence.
     values = getattr(settings, "pretrained_cfg", settings) or {}
     theirs = tuple(tuple(values.get(key) or ()) for key in ("mean", "std"))
     if config.normalisation is None and all(theirs) and theirs != config.statistics:
@@ -179,7 +179,7 @@ def check_text_tower(
 ) -> list[str]:
     """Check the config.json of weights (None without one) against `text.architecture`."""
     if settings is None:
-        return ["the source does not tell its heads and functions: taken as text.architecture's"]
+        return ["the source does not state heads and activations; assuming text.architecture's"]
     model_config = transformers_config(config.text)
     # Old configurations do not name their type, and hold keys that no class reads.
     architecture = {"model_type": model_config.model_type, **settings}

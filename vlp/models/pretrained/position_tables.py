@@ -90,7 +90,7 @@ def _lists(config: ModelConfig) -> Lists:
     tower = config.image.positions
     return {
         _CROSS: cross["tokens"],
-        _CROSS_LAYERS: cross["attention"],
+        _CROSS_LAYERS: cross["self_attention"],
         "cross_encoder.layers.*.cross_attention.positions": cross["cross_attention"],
         _TOWER: tuple(name for name in tower if acts_on_tokens(name)),
         _TOWER_LAYERS: tuple(name for name in tower if not acts_on_tokens(name)),

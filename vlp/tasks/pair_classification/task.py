@@ -141,12 +141,12 @@ class PairClassification(Distilled):
         """Compute (B, classes) logits in the compute type."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         images = [self.model.encode_image(pixels) for pixels in batch.pixels.unbind(1)]
-        crossed = (
+        features = (
             self.model.cross(images[0], text, need_image=False)
             if len(images) == 1
-            else self.model.cross_several(images, text, self.tags)
+            else self.model.cross_multi_image(images, text, self.tags)
         )
-        logits: Tensor = self.head(crossed.text[:, 0])
+        logits: Tensor = self.head(features.text[:, 0])
         return logits
 
     def forward(self, batch: PairBatch, step: int) -> StepOutput:

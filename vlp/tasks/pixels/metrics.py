@@ -9,8 +9,8 @@ def bits_per_dimension(nats: float, dimensions: int) -> float:
     """Return -log2 p(x) / dimensions from the negative log-likelihood of discrete data in nats.
 
     Args:
-        dimensions: numbers in x, summed likewise: 3 for each pixel in RGB.
+        dimensions: values in x that `nats` sums over: 3 for each pixel in RGB.
     """
     if dimensions < 1:
-        raise ValueError(f"the likelihood of {dimensions} dimensions has no mean")
+        raise ValueError(f"dimensions must be at least 1, got {dimensions}")
     return nats / (math.log(2) * dimensions)

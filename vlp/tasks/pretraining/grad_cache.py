@@ -77,7 +77,7 @@ def _run(
         text=select(step.text, rows),
         teacher=teacher,
         statistics={},
-        image_keys=None,
+        image_kv=None,
     )
     moved, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:

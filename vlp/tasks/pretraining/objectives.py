@@ -14,7 +14,7 @@ from vlp.config import Config
 from vlp.data.stream.batch import Batch
 from vlp.layers.temperature import LearnedScale
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import ImageFeatures, ImageKeys, PairIndices, TextFeatures
+from vlp.models.cross_encoder import ImageFeatures, ImageKeyValues, PairIndices, TextFeatures
 from vlp.models.towers import word_width
 from vlp.models.vlp import VLPModel
 from vlp.objectives.anchor import paper_anchor_loss
@@ -54,15 +54,15 @@ class Step:
     # Whether a log line is due and costly statistics are computed.
     is_logged: bool
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    # Whether passes share the images' keys; `keys` caches them.
-    shares: bool = False
-    image_keys: ImageKeys | None = None
+    # Whether passes share the images' keys and values; `image_key_values` caches them.
+    shares_images: bool = False
+    image_kv: ImageKeyValues | None = None
 
-    def keys(self) -> ImageKeys | None:
-        """Return the images' keys for all passes over clean images; None without sharing."""
-        if self.image_keys is None and self.shares:
-            self.image_keys = self.model.cross_encoder.image_keys(self.image.states)
-        return self.image_keys
+    def image_key_values(self) -> ImageKeyValues | None:
+        """Return the keys and values for all passes over clean images; None without sharing."""
+        if self.image_kv is None and self.shares_images:
+            self.image_kv = self.model.cross_encoder.image_key_values(self.image.states)
+        return self.image_kv
 
 
 class Term(NamedTuple):
@@ -339,12 +339,14 @@ class ImageTextMatching(Objective):
             images=torch.cat([rows, anchor_rows, negatives.image_for_text]),
         )
         # Pooling by [CLS] reads one state of each text, so the last layer computes no other.
-        keys, queries = step.keys(), None
-        if keys is not None and step.model.config.cross.pooling == "cls":
-            queries = torch.zeros_like(pairs.texts)[:, None]
-        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, queries=queries)
-        logits = step.model.match_logits(crossed)
-        anchors = crossed.anchors
+        image_kv, query_indices = step.image_key_values(), None
+        if image_kv is not None and step.model.config.cross.pooling == "cls":
+            query_indices = torch.zeros_like(pairs.texts)[:, None]
+        features = step.model.cross(
+            image, text, pairs, need_image=False, image_kv=image_kv, query_indices=query_indices
+        )
+        logits = step.model.match_logits(features)
+        anchors = features.anchors
         if anchors is not None:
             anchors = anchors.map(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
@@ -404,16 +406,18 @@ class MaskedLanguageModelling(Objective):
         """Return logits (R, vocabulary) and labels (R,) of the R masked tokens."""
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-        labels, slots, keys, queries = batch.mlm_labels, None, None, None
+        labels, slots, image_kv, query_indices = batch.mlm_labels, None, None, None
         # A GPU would have to wait for the count of masked tokens, so R is fixed there; a CPU
         # computes only the queries that are predicted.
         if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
-        elif step.shares:
-            keys = step.keys() if model is step.model else None
-            queries, labels = masked_columns(labels)
-        crossed = model.cross(image, masked, need_image=False, keys=keys, queries=queries)
-        states, labels = masked_positions(crossed.text, labels, batch.valid, slots)
+        elif step.shares_images:
+            image_kv = step.image_key_values() if model is step.model else None
+            query_indices, labels = masked_columns(labels)
+        features = model.cross(
+            image, masked, need_image=False, image_kv=image_kv, query_indices=query_indices
+        )
+        states, labels = masked_positions(features.text, labels, batch.valid, slots)
         return head(states, model.text_encoder.word_table), labels
 
 
@@ -444,10 +448,10 @@ class MaskedImageModelling(Objective):
             return self.head.mask_token(patches, batch.mim_mask)
 
         if self.settings.output == "image":
-            states = model.image_encoder.on_grid(model.image_encoder(batch.pixels, mask))
+            states = model.image_encoder.drop_summary(model.image_encoder(batch.pixels, mask))
         else:
-            crossed = model.cross(model.encode_image(batch.pixels, mask), step.text)
-            assert crossed.image is not None
-            states = crossed.image
+            features = model.cross(model.encode_image(batch.pixels, mask), step.text)
+            assert features.image is not None
+            states = features.image
         loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
         return {"mim": Term(loss, 1.0)}

@@ -109,23 +109,25 @@ class Pretraining(PlainTask):
         """Run the teacher and both encoders on the unmasked batch."""
         teacher_output = None
         encoder = self.model.image_encoder
-        if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
+        if encoder.frozen and batch.pixels.ndim == 4:  # shared with the teacher: run once
             with record_function("pass/clean"):
                 averaged = encoder.config.average_hflip and not self.training
                 tower = encoder.hflip_averaged_tower if averaged else encoder.tower
                 batch = batch._replace(pixels=tower(batch.pixels))
         if self.teacher is not None:
             with record_function("pass/teacher"):
-                teach = self.teacher.start(batch, step, self.training)
+                finish_teacher = self.teacher.start(batch, step, self.training)
         with record_function("pass/clean"):
             image, text = self._features(batch)
         if self.teacher is not None:
             with record_function("pass/teacher"):
-                teacher_output = teach()  # its keys have travelled meanwhile
+                teacher_output = finish_teacher()  # its keys were gathered meanwhile
         is_logged = step == 0 or (step + 1) % self.log_every == 0
-        # A compiled pass has one form, whatever the number of masked words.
+        # A compiled pass needs static shapes, however many words are masked.
         shares = not self.is_compiled and self.model.cross_encoder.shares_images(image.states)
-        return Step(step, batch, self.model, image, text, teacher_output, is_logged, shares=shares)
+        return Step(
+            step, batch, self.model, image, text, teacher_output, is_logged, shares_images=shares
+        )
 
     def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
         def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:

@@ -28,7 +28,7 @@ from vlp.models.decoder import (
     answer_logits,
 )
 from vlp.models.folder import Loaded
-from vlp.models.vlp import pairs_of
+from vlp.models.vlp import broadcast_pairs
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import SCORES, WritingTask
@@ -111,9 +111,9 @@ class Vqa(Distilled, WritingTask):
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
         # One image may stand for all questions, and one question for all images.
-        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
-        crossed = self.model.cross(image, text, pairs, need_image=False)
-        return self.decoder.remember(crossed.text, crossed.attention_mask)
+        pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
+        features = self.model.cross(image, text, pairs, need_image=False)
+        return self.decoder.remember(features.text, features.attention_mask)
 
     def token_logits(self, batch: VqaBatch) -> Tensor:
         """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""

@@ -68,7 +68,7 @@ class Widgets(VisionTask):
             logits = self.model(batch)
         labels = batch.captions[:, 1:]
         real = labels != self.text.pad_id
-        # A row of padding alone is left in the model, so that every rank runs the same.
+        # Padding-only rows stay in the batch so that all ranks run the same shapes.
         words = mlm_loss(logits.flatten(0, 1), labels.masked_fill(~real, -100).flatten())
         losses = {"words": words}
         if self.config.regulariser:
