@@ -32,7 +32,7 @@ from evaluation.retrieval.rerank import (
     search,
 )
 from evaluation.retrieval.retrieval import DIRECTIONS, Direction
-from evaluation.work_sharding import Ranks, inference
+from evaluation.work_sharding import ProcessGroup, inference
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
@@ -232,7 +232,7 @@ class CandidateSet:
         self.model = stand_ins.itm_scorer.model
         collection = stand_ins.collection
         self.answers: dict[Direction, NDArray[np.int64]] = dict(
-            zip(DIRECTIONS, collection.right_answers())
+            zip(DIRECTIONS, collection.positives())
         )
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "text_to_image": (collection.text, collection.image),
@@ -273,7 +273,7 @@ class CandidateSet:
         """Score pairs as `evaluation retrieval` does."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
         batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
-        return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
+        return match_pairs(pairs, self.scorer, groups, order, batch, processes=ProcessGroup())
 
     def buckets_of(self, image: int) -> list[CandidatePairs]:
         """Return all pairs of an image, by bucket of texts."""

@@ -39,7 +39,7 @@ from vlp.data.shards.index import ROW, ShardEntry, write_table
 from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
 from vlp.data.stream.batch import Inputs
 from vlp.data.stream.loader import concurrent_shards
-from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.data.stream.sampler import Source, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import checkpoint_activations
@@ -72,7 +72,7 @@ class Scale(NamedTuple):
     def sampler(self) -> TrainingSampler:
         """Return the training order of the corpus."""
         sizes = np.full(self.shards, self.shard_samples)
-        return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
+        return TrainingSampler([Source(sizes)], self.streams, self.window, SEED)
 
     def random_start(self) -> int:
         """Draw the number of samples in the first epoch after which a run is resumed."""
@@ -148,7 +148,7 @@ def start_rank(folder: Path, scale: Scale, rank: int) -> Start:
         workers=1,
     )
     data = PretrainData(config, inputs, scale.batch, SEED, text)
-    data.sampler.share(0, rank, scale.ranks)
+    data.sampler.samples_of_rank(0, rank, scale.ranks)
     seconds, added = [], 0
     for consumed in (0, scale.random_start()):
         started = time.perf_counter()

@@ -72,7 +72,7 @@ _WIDTH, _LINE = 2.4, 0.15  # inches: side of a card's image, height of a line be
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2")
 
 
-class Frame(NamedTuple):
+class LabelledBox(NamedTuple):
     """A box [x, y, width, height] in pixels of the stored image, and its label."""
 
     box: Sequence[float]
@@ -85,7 +85,7 @@ class Card(NamedTuple):
     title: str
     image: Image.Image | None
     texts: Sequence[str] = ()
-    frames: Sequence[Frame] = ()
+    boxes: Sequence[LabelledBox] = ()
     problem: str = ""
 
 
@@ -101,8 +101,8 @@ def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False)
             image = _beside(image, decode_image(sample.second_image, sample.where))
     except BadSample as bad:
         return Card(title, None, (bad.where.rpartition("/")[2], *texts), problem=bad.kind)
-    frames = _frames(sample.annotation) if boxes else []
-    return Card(title, image, _texts(sample.annotation), frames)
+    labelled = _labelled_boxes(sample.annotation) if boxes else []
+    return Card(title, image, _texts(sample.annotation), labelled)
 
 
 def draw_sheet(cards: Sequence[Card], path: Path) -> None:
@@ -120,9 +120,9 @@ def draw_sheet(cards: Sequence[Card], path: Path) -> None:
 
 
 def _draw_card(card: Card, axes: Axes) -> None:
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(card.frames))]
-    # Labels of frames come first, as the user asked for frames.
-    texts = [(frame.text, colour) for frame, colour in zip(card.frames, colours)]
+    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(card.boxes))]
+    # Box labels first: the user asked for boxes.
+    texts = [(box.text, colour) for box, colour in zip(card.boxes, colours)]
     texts += [(text, "black") for text in card.texts]
     lines = [
         (f"   {line}" if number else line, colour)
@@ -137,8 +137,8 @@ def _draw_card(card: Card, axes: Axes) -> None:
         axes.text(1.5, 1.5, card.problem, ha="center", weight="bold")
     else:
         axes.imshow(card.image)
-    for frame, colour in zip(card.frames, colours):
-        x, y, width, height = frame.box
+    for (box, _), colour in zip(card.boxes, colours):
+        x, y, width, height = box
         axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=2))
     below = [(shorten(card.title, 36), "black"), *lines]
     for number, (line, colour) in enumerate(below):
@@ -170,10 +170,10 @@ def _texts(annotation: Annotation) -> list[str]:
     return texts or ["(no caption)"]
 
 
-def _frames(annotation: Annotation) -> list[Frame]:
+def _labelled_boxes(annotation: Annotation) -> list[LabelledBox]:
     if annotation.expressions:
-        return [Frame(expression.box, expression.text) for expression in annotation.expressions]
-    return [Frame(box, f"box {number}") for number, box in enumerate(annotation.boxes or ())]
+        return [LabelledBox(item.box, item.text) for item in annotation.expressions]
+    return [LabelledBox(box, f"box {number}") for number, box in enumerate(annotation.boxes or ())]
 
 
 def _beside(first: Image.Image, second: Image.Image) -> Image.Image:

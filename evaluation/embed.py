@@ -17,7 +17,7 @@ from tqdm import tqdm
 from evaluation.encoder import count_cut, require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
-from evaluation.work_sharding import Ranks, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, inference
 from vlp.config import Precision
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
@@ -31,21 +31,21 @@ class FeatureFiles:
     """Writes NAME.npy (rows, width) and NAME.jsonl for some names."""
 
     def __init__(
-        self, out: Path, names: Sequence[str], width: int, dtype: str, ranks: Ranks | None = None
+        self, out: Path, names: Sequence[str], width: int, dtype: str, processes: ProcessGroup
     ) -> None:
         self._out, self._names, self._width, self._dtype = out, names, width, np.dtype(dtype)
-        self._ranks = ranks or Ranks.current()
+        self._processes = processes
         self._parts = out.with_name(out.name + ".tmp")
         if out.is_file() or (out.is_dir() and any(out.iterdir())):
             raise EvaluationError(f"--out {out}: is there already; name another folder")
         # The first rank alone; its errors reach the others.
-        self._ranks.map_blocks(1, lambda _: self._start())
+        self._processes.map_blocks(1, lambda _: self._start())
         self._rows = dict.fromkeys(names, 0)
 
     def add(self, name: str, features: NDArray[Any], rows: Sequence[Mapping[str, Any]]) -> int:
         """Append (rows, width) features and their lines; gives this rank's row of the first."""
         first = self._rows[name]
-        data, lines = self._files(name, self._ranks.rank)
+        data, lines = self._files(name, self._processes.rank)
         with data.open("ab") as file:
             file.write(np.ascontiguousarray(features, dtype=self._dtype).tobytes())
         with lines.open("a", encoding="utf-8") as text:
@@ -58,9 +58,9 @@ class FeatureFiles:
 
         refers: name -> name of the file that its row numbers point into.
         """
-        ranks = self._ranks
-        rows_of_ranks = ranks.map_blocks(ranks.world_size, lambda _: self._rows)
-        ranks.map_blocks(1, lambda _: self._join(rows_of_ranks, refers or {}))
+        processes = self._processes
+        rows_of_ranks = processes.map_blocks(processes.world_size, lambda _: self._rows)
+        processes.map_blocks(1, lambda _: self._join(rows_of_ranks, refers or {}))
         return {name: sum(rows[name] for rows in rows_of_ranks) for name in self._names}
 
     def _files(self, name: str, rank: int) -> tuple[Path, Path]:
@@ -168,9 +168,9 @@ def embed(
     and a row a caption. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption:
     its number in the sample, text, images: row of its image}.
     """
-    ranks, items = Ranks.current(), Items(shards, limit=options.limit)
+    processes, items = ProcessGroup.current(), Items(shards, limit=options.limit)
     width = loaded.model.config.embed_dim
-    files = FeatureFiles(Path(out), (IMAGES, CAPTIONS), width, dtype, ranks)
+    files = FeatureFiles(Path(out), (IMAGES, CAPTIONS), width, dtype, processes)
     batch = options.batch
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
 
@@ -191,9 +191,9 @@ def embed(
         bar.update(len(blocks[number]))
         return skipped, count_cut(loaded.text, [text for *_, text in captions])
 
-    share = ranks.share(len(blocks))
+    share = processes.share(len(blocks))
     total = sum(len(blocks[number]) for number in share)
-    quiet = not (options.progress and ranks.first)
+    quiet = not (options.progress and processes.first)
     with (
         evaluating(loaded.model, options.device) as torch_device,
         tqdm(total=total, desc="embed", disable=quiet) as bar,
@@ -202,7 +202,7 @@ def embed(
             partial(_read, items, blocks, loaded.preprocess), torch_device, options.workers
         )
         with reader.ahead(share):
-            parts = ranks.map_blocks(len(blocks), write)
+            parts = processes.map_blocks(len(blocks), write)
     skipped = [skip for part, _ in parts for skip in part]
     if len(skipped) == len(items):
         raise EvaluationError(

@@ -24,7 +24,7 @@ from evaluation.samples import (
     count_kinds,
     kinds_in_words,
 )
-from evaluation.work_sharding import Ranks, inference
+from evaluation.work_sharding import ProcessGroup, inference
 from vlp.data.schema import normalised_caption
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
@@ -32,7 +32,7 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 
-# Index in rows of right answers that are shorter than the longest.
+# Index in rows of positives that are shorter than the longest.
 PADDING = -1
 GIBIBYTE = 2**30
 
@@ -102,9 +102,9 @@ class Collection(NamedTuple):
     # Captions that the tokenizer cut.
     cut: int = 0
 
-    def right_answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return images of each text (T, most) and texts of each image (I, most), else -1."""
-        # Equal captions of several images are right for all of them.
+    def positives(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return images of each text (T, .) and texts of each image (I, .), padded with -1."""
+        # Equal captions of several images are positives of all of them.
         texts: dict[str, list[int]] = defaultdict(list)
         for text, caption in enumerate(self.captions):
             texts[normalised_caption(caption)].append(text)
@@ -195,7 +195,7 @@ class Encoder:
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
         self.text_widths = np.zeros(0, dtype=np.int64)
 
-    def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
+    def collect(self, processes: ProcessGroup, step: Callable[[int], object]) -> Collection:
         """Encode everything once; samples that show the same image become one image."""
 
         def encode(block: int) -> _Encoded:
@@ -204,8 +204,8 @@ class Encoder:
             return _Encoded(_global(encoded.features), *encoded.extra)
 
         count = len(self._image_blocks)
-        with self._reader.ahead(ranks.share(count)):
-            reads = ranks.map_blocks(count, encode)
+        with self._reader.ahead(processes.share(count)):
+            reads = processes.map_blocks(count, encode)
         skipped = count_kinds([skip for part in reads for skip in part.skipped])
         index_of: dict[tuple[str, str], int] = {}
         locations: list[tuple[int, int]] = []
@@ -236,7 +236,7 @@ class Encoder:
         self.text_widths = self._widths(self._tokens.attention_mask)
         blocks = -(-len(texts) // self.batch)
         text = np.concatenate(
-            ranks.map_blocks(blocks, lambda block: _global(self.texts[block].features))
+            processes.map_blocks(blocks, lambda block: _global(self.texts[block].features))
         )
         rank_of = order.argsort().numpy()
         return Collection(
@@ -251,7 +251,7 @@ class Encoder:
             cut=count_cut(self.loaded.text, texts),
         )
 
-    def reading_ahead(self) -> AbstractContextManager[None]:
+    def prefetching(self) -> AbstractContextManager[None]:
         """Read images that did not fit in memory ahead of their next use."""
         return self._reader.ahead(self._image_blocks)
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from evaluation.options import EvalOptions
 from evaluation.results import Figure
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.metrics import bootstrap_means, percentile_interval
 
@@ -72,12 +72,12 @@ def evaluate_blocks(
         evaluate: returns a picklable row, without images, for each prepared item.
     """
     # Blocks are cut from the data alone, so that numbers do not depend on the ranks.
-    ranks = Ranks.current()
+    processes = ProcessGroup.current()
     blocks = [
         range(start, min(start + options.batch, len(items)))
         for start in range(0, len(items), options.batch)
     ]
-    quiet = not (options.progress and ranks.first)
+    quiet = not (options.progress and processes.first)
 
     reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
 
@@ -87,12 +87,12 @@ def evaluate_blocks(
         bar.update()
         return rows, skipped
 
-    share = ranks.share(len(blocks))
+    share = processes.share(len(blocks))
     with (
         tqdm(total=len(share), desc="evaluate", unit="block", disable=quiet) as bar,
         reader.ahead(share),
     ):
-        parts = ranks.map_blocks(len(blocks), work)
+        parts = processes.map_blocks(len(blocks), work)
     rows = [row for block_rows, _ in parts for row in block_rows]
     skipped = [skip for _, skipped in parts for skip in skipped]
     if not rows:

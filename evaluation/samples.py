@@ -67,14 +67,14 @@ class Samples:
     def __len__(self) -> int:
         return len(self._items)
 
-    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample (`least` pixels a side); a bad one gives its fault."""
+    def read(self, position: int, min_size: int | None = None) -> CaptionedSample | SkippedSample:
+        """Read and decode one sample (`min_size` pixels a side); a bad one gives its fault."""
         try:
             raw = self._items.read(position).raw
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", raw.where)
-            image = self._image(position, raw.image, raw.where, least)
+            image = self._image(position, raw.image, raw.where, min_size)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
@@ -89,9 +89,9 @@ class Samples:
             identity = (raw.annotation.source or self._sources[folder], image_id)
         return CaptionedSample(image, captions, raw.annotation, identity, raw.key, digest)
 
-    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
+    def _image(self, position: int, data: bytes, where: str, min_size: int | None) -> Any:
         """Decode the image of a sample."""
-        return decode_image(data, where, least)
+        return decode_image(data, where, min_size)
 
 
 def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:

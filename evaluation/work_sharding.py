@@ -18,14 +18,14 @@ from vlp.tasks.task import autocast
 Result = TypeVar("Result")
 
 
-class Ranks(NamedTuple):
+class ProcessGroup(NamedTuple):
     """This process among its peers; one process is rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls) -> ProcessGroup:
         """Return the running process group, or a single process."""
         return cls(distributed.rank(), distributed.world_size())
 

@@ -21,7 +21,7 @@ from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import Ranks, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, inference
 from vlp.data.labelled_images import Labelled, open_labelled
 from vlp.data.schema import normalised_caption
 from vlp.io import lines_of
@@ -66,7 +66,9 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
 
 
 def class_features(
-    prompts: Prompts, encode: Callable[[Sequence[str]], NDArray[np.floating]], ranks: Ranks
+    prompts: Prompts,
+    encode: Callable[[Sequence[str]], NDArray[np.floating]],
+    processes: ProcessGroup,
 ) -> NDArray[np.float64]:
     """Compute (classes, d) unit features: means over a class's prompts (CLIP, 3.1.4).
 
@@ -78,7 +80,7 @@ def class_features(
         mean = np.asarray(encode(prompts.of(number)), dtype=np.float64).mean(axis=0)
         return mean / max(float(np.linalg.norm(mean)), 1e-12)
 
-    return np.stack(ranks.map_blocks(len(prompts.labels), feature))
+    return np.stack(processes.map_blocks(len(prompts.labels), feature))
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -197,7 +199,7 @@ def evaluate_zeroshot(
         features = class_features(
             prompts,
             lambda texts: require_finite(encode(texts).feature.double().cpu().numpy()),
-            Ranks.current(),
+            ProcessGroup.current(),
         )
         rows, skipped = evaluate_blocks(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device

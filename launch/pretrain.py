@@ -89,7 +89,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     validation, training = config.validation, config.training
     if validation is None:
         return None
-    with distributed.agreed(ConfigError):
+    with distributed.raise_on_all_ranks(ConfigError):
         losses = ValidationLosses(config, validation, task)
         for folder in validation.shards:
             ShardIndex.open(folder)

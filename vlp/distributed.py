@@ -289,7 +289,7 @@ def gather_to_all(value: Any) -> list[Any]:
 
 
 @contextmanager
-def agreed(kind: type[ValueError]) -> Iterator[None]:
+def raise_on_all_ranks(kind: type[ValueError]) -> Iterator[None]:
     """Run a block without collective calls on all ranks; a `kind` error on one fails all.
 
     Each rank then gets all messages in one error.

@@ -280,7 +280,7 @@ def benchmark_part(
     if first is None:
         detail = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
         raise ConfigError(f"{name or title}: no row can be used{detail}")
-    return CorpusPart(name, partial(_with_losses, chain([first], specs), faults), total)
+    return CorpusPart(name, partial(_with_refusals, chain([first], specs), faults), total)
 
 
 def make_corpus(
@@ -378,10 +378,10 @@ def image_identity(name: str, source: str, unique_stem: str | None = None) -> tu
     return source, stem
 
 
-def _with_losses(
+def _with_refusals(
     samples: Iterable[SampleSpec], faults: Faults, originals: Originals
 ) -> Iterator[SampleSpec | Refused]:
-    """Yield samples, each followed by the losses of its image, then the faults of the rows."""
+    """Yield samples, of missing images a Refused per question and expression, then `faults`."""
     for sample in samples:
         yield sample
         if None in map(originals.find, sample.images):

@@ -18,8 +18,8 @@ from data_tools.dedup.hashes import (
     UNREADABLE,
     Drops,
     HashedImages,
+    Indices,
     NearOptions,
-    Places,
     differing_bits,
     duplicate_images,
     fine_distance,
@@ -169,7 +169,7 @@ def _joined(
     return np.concatenate(parts)
 
 
-def _samples(images: HashedImages) -> Places:
+def _samples(images: HashedImages) -> Indices:
     # The second image of a sample shares its number.
     return images.shard << 32 | images.records["sample"].astype(np.int64)
 

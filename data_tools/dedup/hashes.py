@@ -32,7 +32,7 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.io import atomic_write
 
 Hashes = NDArray[np.uint64]
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 # Of 64 and 256 bits. On Flickr8k and COCO this finds all copies saved again, reduced to a third or
 # squeezed, 99 % brightened by a fifth or cut by 1 % at each edge, and 68 % cut by 2.5 %. Of 26
@@ -87,9 +87,9 @@ class HashedImages(NamedTuple):
 
     shards: Sequence[Shard]
     records: NDArray[np.void]
-    shard: Places
+    shard: Indices
 
-    def keys(self, images: Places, executor: Executor) -> Iterator[str]:
+    def keys(self, images: Indices, executor: Executor) -> Iterator[str]:
         """Yield the keys of images (in ascending order) from the headers of their shards."""
         used, starts = np.unique(self.shard[images], return_index=True)
         samples = np.split(self.records["sample"][images], starts[1:])
@@ -239,13 +239,13 @@ _SCATTERED = sorted(range(64), key=lambda bit: ((bit // 8 - bit) % 8, bit))
 class Drops(NamedTuple):
     """Images to drop: `originals[i]` stays in place of `dropped[i]`."""
 
-    dropped: Places
-    originals: Places
+    dropped: Indices
+    originals: Indices
 
 
 def near_pairs(
     stored: Hashes, distance: int, query_hashes: Hashes | None = None
-) -> Iterator[tuple[Places, Places]]:
+) -> Iterator[tuple[Indices, Indices]]:
     """Yield all pairs (query, stored) of 64-bit hashes within `distance` (0 to 32) bits, each once.
 
     Without queries a pair is (earlier, later).
@@ -291,7 +291,7 @@ def band_masks(distance: int, k: int) -> list[np.uint64]:
 
 
 def best_k(distance: int, count: int) -> int:
-    """Return the k of the cheapest search among `count` random hashes."""
+    """Return the k of the cheapest search indices `count` random hashes."""
 
     def cost(k: int) -> float:
         agreeing = count * 2.0 ** (-64 * k / (distance + k))
@@ -310,58 +310,58 @@ def usable_images(records: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
-    """Find the images that repeat an earlier, kept one among RECORDs in order of preference.
+    """Find the images that repeat an earlier, kept one indices RECORDs in order of preference.
 
     Bytes are equal, or hashes within `distance` bits of 64.
     """
-    among = np.flatnonzero(usable_images(records))
-    links = [_to_first(records["bytes"][among], among)]
+    indices = np.flatnonzero(usable_images(records))
+    links = [_link_equal(records["bytes"][indices], indices)]
     if distance is not None:
-        among = np.setdiff1d(among, links[0][0])
-        among = among[records["state"][among] == READABLE]
-        links.append(_same_coarse(records, among))
-        among = np.setdiff1d(among, links[1][0])
-        near = [np.empty((2, 0), np.int64), *_near_places(records, among, distance)]
+        indices = np.setdiff1d(indices, links[0][0])
+        indices = indices[records["state"][indices] == READABLE]
+        links.append(_same_coarse(records, indices))
+        indices = np.setdiff1d(indices, links[1][0])
+        near = [np.empty((2, 0), np.int64), *_near_links(records, indices, distance)]
         links.append(_greedy_links(np.concatenate(near, axis=1)))
     return _resolved(np.concatenate(links, axis=1))
 
 
-def alike_groups(records: NDArray[np.void], distance: int = DISTANCE) -> Places:
-    """Return each image's group, a chain of near-duplicates; unreadable images are alone."""
+def near_duplicate_groups(records: NDArray[np.void], distance: int = DISTANCE) -> Indices:
+    """Return each image's group, a chain of near-duplicates; each unreadable image is its own."""
     usable = np.flatnonzero(records["state"] != UNREADABLE)
-    links = [_to_first(records["bytes"][usable], usable)]
+    links = [_link_equal(records["bytes"][usable], usable)]
     textured = usable[records["state"][usable] == READABLE]
-    looks = np.column_stack((records["coarse"][textured], records["fine"][textured]))
-    looks = np.ascontiguousarray(looks).view(f"V{looks.itemsize * 5}").reshape(-1)
+    hashes = np.column_stack((records["coarse"][textured], records["fine"][textured]))
+    hashes = np.ascontiguousarray(hashes).view(f"V{hashes.itemsize * hashes.shape[1]}").reshape(-1)
     # Equal hashes count once: thousands of copies of an image would make millions of pairs.
-    links.append(_to_first(looks, textured))
-    links += _near_places(records, np.setdiff1d(textured, links[1][0]), distance)
+    links.append(_link_equal(hashes, textured))
+    links += _near_links(records, np.setdiff1d(textured, links[1][0]), distance)
     first, second = np.concatenate(links, axis=1)
     shape = len(records), len(records)
     graph = coo_array((np.ones(len(first), np.int8), (first, second)), shape)
-    groups: Places = connected_components(graph, directed=False)[1].astype(np.int64)
+    groups: Indices = connected_components(graph, directed=False)[1].astype(np.int64)
     return groups
 
 
-def _near_places(records: NDArray[np.void], among: Places, distance: int) -> Iterator[Places]:
+def _near_links(records: NDArray[np.void], indices: Indices, distance: int) -> Iterator[Indices]:
     """Yield pairs of images that look alike, (2, pairs), the earlier one first."""
     fine = records["fine"]
-    for left, right in near_pairs(records["coarse"][among], distance):
-        first, second = among[left], among[right]
+    for left, right in near_pairs(records["coarse"][indices], distance):
+        first, second = indices[left], indices[right]
         alike = fine_distance(fine[first], fine[second]) <= FINE_DISTANCE
         yield np.stack((first[alike], second[alike]))
 
 
-def _to_first(values: NDArray[np.generic], among: Places) -> Places:
+def _link_equal(values: NDArray[np.generic], indices: Indices) -> Indices:
     """Link the others of equal values to their first one: (2, links)."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    links = np.stack((among, among[first[inverse.reshape(-1)]]))
+    links = np.stack((indices, indices[first[inverse.reshape(-1)]]))
     return links[:, links[0] != links[1]]
 
 
-def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
+def _same_coarse(records: NDArray[np.void], indices: Indices) -> Indices:
     """Link images of equal 64 bits and near 256 bits to the first, (2, links)."""
-    order = among[np.argsort(records["coarse"][among], kind="stable")]
+    order = indices[np.argsort(records["coarse"][indices], kind="stable")]
     _, starts = np.unique(records["coarse"][order], return_index=True)
     links = [np.empty((2, 0), np.int64)]
     # One by one, as thousands of copies of an image would make millions of pairs.
@@ -376,7 +376,7 @@ def _same_coarse(records: NDArray[np.void], among: Places) -> Places:
     return np.concatenate(links, axis=1)
 
 
-def _greedy_links(pairs: Places) -> Places:
+def _greedy_links(pairs: Indices) -> Indices:
     """Return the links (2, links) from dropped to kept images of near-duplicate pairs."""
     # Earlier images are decided upon before later ones look at them: an image like a dropped one
     # alone stays.
@@ -388,7 +388,7 @@ def _greedy_links(pairs: Places) -> Places:
     return np.array([[*links], [*links.values()]], np.int64)
 
 
-def _resolved(links: Places) -> Drops:
+def _resolved(links: Indices) -> Drops:
     """Follow links, each of another image, to images that are kept."""
     dropped, originals = links[:, np.argsort(links[0])]
     while len(dropped):

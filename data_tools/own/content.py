@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_tools.dedup.hashes import RECORD, UNREADABLE, alike_groups, image_record
+from data_tools.dedup.hashes import RECORD, UNREADABLE, image_record, near_duplicate_groups
 from data_tools.executor import Executor, go_on
 from data_tools.originals import ImageLocation
 from data_tools.own.file_tree import FileTree
@@ -97,7 +97,7 @@ def deal(
             unique.append(image)
             positions.append(position)
     records = records[positions]
-    groups = np.arange(len(records)) if exact else alike_groups(records)
+    groups = np.arange(len(records)) if exact else near_duplicate_groups(records)
     splits_of_data = data_splits([image.split for image in unique], has_split_column)
     previous = [earlier.get(image.image) for image in unique]
     is_readable = records["state"] != UNREADABLE

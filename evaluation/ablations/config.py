@@ -137,14 +137,15 @@ class AblationConfig(Config):
     def _check_names(self) -> AblationConfig:
         evaluations = ("scenes", "measured", "fine_tuned", "frozen")
         if len(selected := [key for key in evaluations if getattr(self, key) is not None]) > 1:
-            raise ValueError(f"{' and '.join(selected)} are different evaluations: give one")
+            raise ValueError(f"{' and '.join(selected)} are mutually exclusive: set one")
         variants = set()
         for table in self.tables:
             variants |= {table.reference, *(row.variant for row in table.rows)}
             for row in table.rows:
                 # A row without any of the paper's figures is the repository's own.
                 if row.paper and len(row.paper) != len(table.paper):
-                    raise ValueError(f"{table.title}: {row.label} has {len(row.paper)} figures")
+                    counts = f"{len(row.paper)} figures, the table {len(table.paper)}"
+                    raise ValueError(f"{table.title}: {row.label} has {counts}")
         if unknown := sorted(variants - set(self.variants)):
             raise ValueError(f"unknown variants {', '.join(unknown)}")
         return self

@@ -16,7 +16,7 @@ from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskE
 from evaluation.item_results import clustered_figures, keep_scores
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from vlp.data.shards.shard_reader import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample
@@ -75,7 +75,7 @@ class CaptionEvaluation(TaskEvaluation):
     ) -> Scored:
         """Compute the figures; intervals resample images."""
         # Once on one rank: Java takes its time, and the tokeniser writes into its program folder.
-        (scores,) = Ranks.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
+        (scores,) = ProcessGroup.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, by_caption, notes = scores
         figures = clustered_figures(by_caption, [row["image"] for row in rows], {}, resamples)
         keep_scores(rows, by_caption)

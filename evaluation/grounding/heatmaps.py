@@ -1,4 +1,4 @@
-"""A map over the patches of an image, drawn over it, as an image of its own."""
+"""Maps over the patches of an image and boxes, drawn over the image."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
 BOX_COLOUR = "#19d419"
 
 # A box [x, y, width, height] in pixels of the image, and a colour.
-Frame = tuple[Sequence[float], str]
+DrawnBox = tuple[Sequence[float], str]
 
 
-def anchors_over(
-    image: Image.Image, share: NDArray[np.floating], boxes: Sequence[Frame] = (), side: int = 128
+def overlay_anchors(
+    image: Image.Image, share: NDArray[np.floating], boxes: Sequence[DrawnBox] = (), side: int = 128
 ) -> Image.Image:
-    """Draw shares (rows, columns) from 0 to 1 of channel groups; patches with 0 stay clear."""
+    """Draw shares (rows, columns) from 0 to 1 of channel groups; patches with 0 are transparent."""
     return overlay(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
 
 
-def heat_over(
+def overlay_heatmap(
     image: Image.Image,
     heat: NDArray[np.floating],
-    boxes: Sequence[Frame] = (),
+    boxes: Sequence[DrawnBox] = (),
     side: int = 240,
-    strongest: float | None = None,
+    max_heat: float | None = None,
 ) -> Image.Image:
-    """Draw a map (rows, columns), scaled by its strongest patch; the weaker, the clearer."""
-    strongest = float(heat.max()) if strongest is None else strongest
-    scaled = heat / strongest if strongest > 0 else heat
+    """Draw a map (rows, columns), scaled by its maximum; weak patches are more transparent."""
+    max_heat = float(heat.max()) if max_heat is None else max_heat
+    scaled = heat / max_heat if max_heat > 0 else heat
     # The square root keeps weak patches visible.
     return overlay(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
 
 
-def framed(image: Image.Image, boxes: Sequence[Frame] = (), side: int = 240) -> Image.Image:
-    """Draw frames on the image, its longer side `side` pixels."""
+def draw_boxes(image: Image.Image, boxes: Sequence[DrawnBox] = (), side: int = 240) -> Image.Image:
+    """Draw boxes on the image, its longer side `side` pixels."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     # Patches and shapes of a small image keep their edges.
@@ -55,10 +55,10 @@ def framed(image: Image.Image, boxes: Sequence[Frame] = (), side: int = 240) -> 
     canvas = image.convert("RGB").resize(size, resampling)
     pen = ImageDraw.Draw(canvas)
     for (x, y, width, height), colour in boxes:
-        frame = [x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1]
-        # Boxes of less than a pixel have no frame, which PIL refuses.
-        if frame[2] > frame[0] and frame[3] > frame[1]:
-            pen.rectangle(frame, outline=colour, width=max(2, side // 80))
+        corners = [x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1]
+        # Pillow refuses boxes of less than a pixel.
+        if corners[2] > corners[0] and corners[3] > corners[1]:
+            pen.rectangle(corners, outline=colour, width=max(2, side // 80))
     return canvas
 
 
@@ -76,20 +76,20 @@ def overlay(
     values: NDArray[np.floating],
     colours: str,
     alpha: NDArray[np.floating],
-    boxes: Sequence[Frame],
+    boxes: Sequence[DrawnBox],
     side: int,
 ) -> Image.Image:
-    """Draw values and opacities (rows, columns) from 0 to 1 over the pale image, and frames."""
+    """Draw values and opacities (rows, columns) from 0 to 1 over the pale image, and boxes."""
     pale = image.convert("L").point(lambda grey: 128 + grey // 2).convert("RGB")
-    canvas = framed(pale, (), side).convert("RGBA")
+    canvas = draw_boxes(pale, (), side).convert("RGBA")
     painted = colormaps[colours](np.clip(values, 0, 1))
     painted[..., 3] = np.clip(alpha, 0, 1)
     layer = Image.fromarray((painted * 255).astype(np.uint8))
-    # Preprocessing squashes the image to a square, so its patches share it out evenly.
+    # Preprocessing resizes the image to a square, so its patches tile it evenly.
     canvas.alpha_composite(layer.resize(canvas.size, Image.Resampling.NEAREST))
     scale = side / max(image.size)
     scaled = [([part * scale for part in box], colour) for box, colour in boxes]
-    return framed(canvas, scaled, max(canvas.size))
+    return draw_boxes(canvas, scaled, max(canvas.size))
 
 
 def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from evaluation.downstream.predict import has_task, match_of
 from evaluation.downstream.registry import get_evaluation, page_actions
 from evaluation.downstream.task_evaluation import PageAction
 from evaluation.encoder import encode_image
-from evaluation.grounding.heatmaps import anchors_over, framed, heat_over, phrase_heat
+from evaluation.grounding.heatmaps import draw_boxes, overlay_anchors, overlay_heatmap, phrase_heat
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.results import NEVER_MATCHED
@@ -168,8 +168,8 @@ class ModelSession:
         encoded, query = self._encoded(image), _require_text(phrase)
         with evaluating(self.loaded.model, self.device):
             heat = phrase_heat(self.loaded, encoded.features, query)
-        plain = framed(encoded.image, side=DISPLAY_SIDE)
-        return plain, heat_over(plain, heat, side=DISPLAY_SIDE)
+        plain = draw_boxes(encoded.image, side=DISPLAY_SIDE)
+        return plain, overlay_heatmap(plain, heat, side=DISPLAY_SIDE)
 
     def anchors(self, image: ImageInput, text: str) -> list[CaptionedImage]:
         """Return the image, and for each word the share of groups that anchor each patch."""
@@ -179,9 +179,9 @@ class ModelSession:
             maps = map_caption(self.loaded, sample, device, encoded.features)
         if not maps.words:
             raise EvaluationError(f"the text {text!r} holds no word")
-        plain = framed(encoded.image)
+        plain = draw_boxes(encoded.image)
         words = [
-            CaptionedImage(anchors_over(plain, word.heat, side=max(plain.size)), word.word)
+            CaptionedImage(overlay_anchors(plain, word.heat, side=max(plain.size)), word.word)
             for word in maps.words
         ]
         return [CaptionedImage(plain, f"S ≥ {maps.threshold:.2f}"), *words]

@@ -17,10 +17,10 @@ from evaluation.grounding.heatmaps import (
     GRADCAM_COLOURS,
     PATH_COLOURS,
     SHARE_COLOURS,
-    anchors_over,
-    framed,
-    heat_over,
+    draw_boxes,
     overlay,
+    overlay_anchors,
+    overlay_heatmap,
 )
 from evaluation.probes.anchor_maps import AnchorDetail, AnchorMap, Box
 
@@ -34,7 +34,7 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
     """Draw a row of panels for each caption into a file, with `dots` pixels per inch.
 
     Each patch of the pale image shows the share of channel groups in which the word anchors it.
-    Green frames are known boxes of objects that the word may name.
+    Green boxes are those of objects that the word may name.
     """
     columns = 1 + max(len(row.words) for row in maps)
     figure = Figure(figsize=(PANEL * columns + 1.2, (PANEL + 0.55) * len(maps) + 0.4))
@@ -43,11 +43,11 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
     for panel in axes.flat:
         panel.axis("off")
     for line, row in zip(axes, maps):
-        line[0].imshow(framed(row.image, side=SIDE))
+        line[0].imshow(draw_boxes(row.image, side=SIDE))
         title = f"{row.caption}   (S ≥ {row.threshold:.2f})"
         line[0].set_title(title, fontsize=8, loc="left", pad=16, parse_math=False)
         for panel, word in zip(line[1:], row.words):
-            panel.imshow(anchors_over(row.image, word.heat, _frames(word.boxes), SIDE))
+            panel.imshow(overlay_anchors(row.image, word.heat, _coloured(word.boxes), SIDE))
             panel.set_title(word.word, fontsize=8, pad=2, parse_math=False)
     scale = figure.add_axes((0.945, 0.1, 0.01, 0.75))
     figure.colorbar(ScalarMappable(Normalize(0, 1), SHARE_COLOURS), cax=scale)
@@ -75,20 +75,20 @@ def draw_anchor_detail(
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
         panel.axis("off")
-    axes[0, 0].imshow(framed(detail.image, side=SIDE))
+    axes[0, 0].imshow(draw_boxes(detail.image, side=SIDE))
     _draw_gradcam(axes[0, 1], detail, detail.gradcam_caption, detail.gradcam_caption.max())
     titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(path_groups))]
     for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
         panel.set_title(title, fontsize=8, pad=3)
     # One scale for all words, so that their maps compare; a path of 1 everywhere still has one.
-    strongest, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
+    max_heat, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         first, second, *others = axes[row + 1]
         text_style = {"transform": first.transAxes, "ha": "right", "va": "center"}
         first.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **text_style)
         share = detail.anchors[row].mean(0)
-        first.imshow(anchors_over(detail.image, share, _frames(boxes), SIDE))
-        _draw_gradcam(second, detail, detail.gradcam[row], strongest, boxes)
+        first.imshow(overlay_anchors(detail.image, share, _coloured(boxes), SIDE))
+        _draw_gradcam(second, detail, detail.gradcam[row], max_heat, boxes)
         for group, panel in enumerate(others):
             _draw_path(panel, detail, row, group, longest)
     scales: list[tuple[str, str, float, float, slice]] = [
@@ -116,9 +116,9 @@ def draw_anchor_detail(
 
 
 def _draw_gradcam(
-    panel: Axes, detail: AnchorDetail, heat: np.ndarray, strongest: float, boxes: Sequence[Box] = ()
+    panel: Axes, detail: AnchorDetail, heat: np.ndarray, max_heat: float, boxes: Sequence[Box] = ()
 ) -> None:
-    panel.imshow(heat_over(detail.image, heat, _frames(boxes), SIDE, strongest))
+    panel.imshow(overlay_heatmap(detail.image, heat, _coloured(boxes), SIDE, max_heat))
     if heat.max() == 0:
         panel.text(0.5, 0.5, "no gradient", transform=panel.transAxes, ha="center", fontsize=7)
 
@@ -126,8 +126,8 @@ def _draw_gradcam(
 def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest: float) -> None:
     values = (detail.path[word, group] - 1) / (longest - 1)
     alpha = 0.75 * detail.reachable[word, group]
-    frames = _frames(detail.boxes[word])
-    image = overlay(detail.image, values, PATH_COLOURS, alpha, frames, SIDE)
+    boxes = _coloured(detail.boxes[word])
+    image = overlay(detail.image, values, PATH_COLOURS, alpha, boxes, SIDE)
     panel.imshow(image)
     # Patches share the image out evenly; the centre of its first pixel is 0.
     steps = np.array(image.size[::-1]) / values.shape
@@ -135,7 +135,7 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
     panel.scatter(columns, rows, s=5, facecolor="white", edgecolor="black", linewidth=0.5)
 
 
-def _frames(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
+def _coloured(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
     return [(box, BOX_COLOUR) for box in boxes]
 
 

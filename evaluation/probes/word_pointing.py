@@ -36,7 +36,7 @@ from evaluation.samples import (
     count_kinds,
     drop_blank_captions,
 )
-from evaluation.work_sharding import Ranks, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, inference
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.word_boxes import WordBox, patches_in_box, word_positions, words_with_boxes
@@ -336,7 +336,7 @@ def evaluate_pointing(
     controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of the
     image encoder's [CLS], the mean of the other images' boxes, and the centre.
     """
-    ranks = Ranks.current()
+    processes = ProcessGroup.current()
     samples = Samples(shards, options.limit)
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
@@ -347,10 +347,10 @@ def evaluate_pointing(
         bar.update(len(read))
         return scored, sums, [skip for skip in read if isinstance(skip, SkippedSample)]
 
-    quiet = not (options.progress and ranks.first)
+    quiet = not (options.progress and processes.first)
     with (
         evaluating(loaded.model, options.device) as torch_device,
-        tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
+        tqdm(total=len(processes.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
         count = -(-len(samples) // options.batch)
         reader = BlockReader(
@@ -358,8 +358,8 @@ def evaluate_pointing(
             torch_device,
             options.workers,
         )
-        with reader.ahead(ranks.share(count)):
-            parts = ranks.map_blocks(count, score_block)
+        with reader.ahead(processes.share(count)):
+            parts = processes.map_blocks(count, score_block)
     skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
     scored = [word for words, *_ in parts for word in words]
     if not scored:

@@ -15,7 +15,7 @@ from PIL import Image
 
 import vlp
 from evaluation.downstream.registry import get_evaluation
-from evaluation.grounding.heatmaps import anchors_over, data_uri, framed
+from evaluation.grounding.heatmaps import data_uri, draw_boxes, overlay_anchors
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.report.sources import Source, StoredResult, course, settings
@@ -183,19 +183,19 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
         for query in queries[np.sort(first)[:count]]:
             target, caption = gallery.image(int(owners[query])), stored.captions[query]
             rank = f"rank of its image: {ranking.ranks[query] + 1} of {len(gallery)}"
-            images = [(framed(target.image), f"its image; {rank}")]
+            images = [(draw_boxes(target.image), f"its image; {rank}")]
             for position, (image, similarity) in enumerate(
                 zip(ranking.nearest[query], ranking.scores[query])
             ):
                 label = f"found at place {position + 1}, similarity {similarity:.2f}"
-                images.append((framed(gallery.image(int(image)).image), label))
+                images.append((draw_boxes(gallery.image(int(image)).image), label))
             yield element("p", caption)
             yield _images(images)
             # The anchors of the words are those in the caption's own image.
             sample = target._replace(captions=[caption], annotation=Annotation())
             with evaluating(gallery.loaded.model, gallery.encoder.device) as device:
                 words = map_caption(gallery.loaded, sample, device).words
-            yield _images([(anchors_over(target.image, word.heat), word.word) for word in words])
+            yield _images([(overlay_anchors(target.image, word.heat), word.word) for word in words])
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

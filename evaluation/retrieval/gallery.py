@@ -12,7 +12,7 @@ from evaluation.encoder import GIBIBYTE, Encoder
 from evaluation.options import EvalOptions
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.work_sharding import Ranks, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, inference
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
@@ -39,19 +39,19 @@ class Gallery:
         self._samples = Samples(shards, options.limit)
         with evaluating(loaded.model, options.device) as torch_device:
             self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
-            self.collection = self.encoder.collect(Ranks.current(), lambda done: None)
+            self.collection = self.encoder.collect(ProcessGroup.current(), lambda done: None)
 
     def __len__(self) -> int:
         return len(self.collection.image)
 
-    def image(self, number: int, least: int | None = None) -> CaptionedSample:
+    def image(self, number: int, min_size: int | None = None) -> CaptionedSample:
         """Return an image and the captions of its first sample.
 
-        Both sides keep `least` pixels, as in `vlp.data.image.decode.decode_image`.
+        Both sides keep `min_size` pixels, as in `vlp.data.image.decode.decode_image`.
         """
         if not 0 <= number < len(self):
             raise EvaluationError(f"there are {len(self)} images, none has number {number}")
-        sample = self._samples.read(self.collection.samples[number].position, least)
+        sample = self._samples.read(self.collection.samples[number].position, min_size)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample

@@ -34,7 +34,7 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     return torch.cat(masses).float()
 
 
-def normalised_sides(
+def normalised_features(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return features (., d + 1) with products of similarities less the candidates' log-mass."""

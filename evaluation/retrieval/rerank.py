@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.encoder import PADDING, BlockCache, Collection
-from evaluation.work_sharding import Ranks, inference
+from evaluation.work_sharding import ProcessGroup, inference
 from vlp.config import Precision
 from vlp.models.itm_scorer import ITMScorer
 
@@ -22,9 +22,9 @@ CANDIDATE_CHUNK = 8192
 class Search(NamedTuple):
     """Results of a dual encoder for each query."""
 
-    # (queries,): wrong candidates scored at least as high as the best right one.
+    # (queries,): negatives scored at least as high as the best-ranked positive.
     ranks: NDArray[np.int64]
-    # (queries, top): candidates by falling score, ties by index.
+    # (queries, top): candidates by descending score, ties by index.
     nearest: NDArray[np.int64]
     # (queries, top): their similarities.
     scores: NDArray[np.float32]
@@ -32,7 +32,7 @@ class Search(NamedTuple):
 
 def similarity(query: Tensor, candidate: Tensor) -> Tensor:
     """Return similarities (queries, candidates) in float32, under autocast too."""
-    # Summed in float64 and rounded once: last bits of a float32 product depend on a column's place,
+    # Summed in float64 and rounded once: last bits of a float32 product depend on a column's index,
     # so ranks would depend on the chunks. Under autocast `@` would be bfloat16, with many ties.
     with torch.autocast(query.device.type, enabled=False):
         return (query.double() @ candidate.double().T).float()
@@ -46,24 +46,24 @@ def search(
     *,
     query_chunk: int = QUERY_CHUNK,
     candidate_chunk: int = CANDIDATE_CHUNK,
-    ranks: Ranks | None = None,
+    processes: ProcessGroup | None = None,
 ) -> Search:
-    """Rank each query's best right candidate among all candidates and keep the `top` nearest.
+    """Rank each query's best positive from 0 among all candidates, and keep the `top` nearest.
 
-    Memory is query_chunk x candidate_chunk scores; ranks share query chunks. query and candidate:
-    (., d) float32 features; positives: (queries, most) indices of right candidates, at least one in
+    Memory is query_chunk x candidate_chunk scores; processes share query chunks. query, candidate:
+    (., d) float32 features; positives: (queries, max_positives) candidate indices, at least one in
     a row, the rest -1.
     """
-    ranks = ranks or Ranks.current()
+    processes = processes or ProcessGroup.current()
     top = min(top, len(candidate))
     starts = range(0, len(query), query_chunk)
 
     def chunk(number: int) -> tuple[NDArray, NDArray, NDArray]:
         rows = slice(starts[number], starts[number] + query_chunk)
-        right = torch.from_numpy(positives[rows]).to(query.device)
-        return _search_chunk(query[rows], candidate, right, top, candidate_chunk)
+        chunk_positives = torch.from_numpy(positives[rows]).to(query.device)
+        return _search_chunk(query[rows], candidate, chunk_positives, top, candidate_chunk)
 
-    parts = ranks.map_blocks(len(starts), chunk)
+    parts = processes.map_blocks(len(starts), chunk)
     if not parts:
         empty = np.zeros((0, top), dtype=np.int64)
         return Search(empty.sum(axis=1), empty, empty.astype(np.float32))
@@ -71,42 +71,42 @@ def search(
 
 
 def _search_chunk(
-    query: Tensor, candidate: Tensor, right: Tensor, top: int, step: int
+    query: Tensor, candidate: Tensor, positives: Tensor, top: int, step: int
 ) -> tuple[NDArray, NDArray, NDArray]:
-    best = _best_right(query, candidate, right)
-    before = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+    best = _best_positive(query, candidate, positives)
+    num_ahead = torch.zeros(len(query), dtype=torch.int64, device=query.device)
     # One integer holds score and index, so that equal scores have one order on every device.
     keys = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
     for start in range(0, len(candidate), step):
         scores = similarity(query, candidate[start : start + step])
         # Ties and NaN count against the model.
-        wrong_before = ~(scores < best[:, None])
-        column = right - start
+        is_ahead = ~(scores < best[:, None])
+        column = positives - start
         row, entry = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
-        wrong_before[row, column[row, entry]] = False
-        before += wrong_before.sum(dim=1)
+        is_ahead[row, column[row, entry]] = False
+        num_ahead += is_ahead.sum(dim=1)
         if top:
             index = torch.arange(start, start + scores.shape[1], device=query.device)
-            new = _keys(scores, index)
-            new = new.topk(min(top, new.shape[1]), dim=1).values
-            keys = torch.cat([keys, new], dim=1)
+            chunk_keys = _pack(scores, index)
+            chunk_keys = chunk_keys.topk(min(top, chunk_keys.shape[1]), dim=1).values
+            keys = torch.cat([keys, chunk_keys], dim=1)
             keys = keys.topk(min(top, keys.shape[1]), dim=1).values
     scores, nearest = _unpack(keys)
-    return before.cpu().numpy(), nearest.cpu().numpy(), scores.cpu().numpy()
+    return num_ahead.cpu().numpy(), nearest.cpu().numpy(), scores.cpu().numpy()
 
 
-def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
-    """Return the score of the best right candidate; -inf if all are NaN."""
+def _best_positive(query: Tensor, candidate: Tensor, positives: Tensor) -> Tensor:
+    """Return the score of the best positive; -inf if all are NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
-    for column in range(right.shape[1]):
-        features = candidate[right[:, column].clamp(min=0)]
+    for column in range(positives.shape[1]):
+        features = candidate[positives[:, column].clamp(min=0)]
         scores = (query.double() * features.double()).sum(dim=1).float()
-        scores = scores.masked_fill((right[:, column] == PADDING) | scores.isnan(), -torch.inf)
+        scores = scores.masked_fill((positives[:, column] == PADDING) | scores.isnan(), -torch.inf)
         best = torch.maximum(best, scores)
     return best
 
 
-def _keys(scores: Tensor, index: Tensor) -> Tensor:
+def _pack(scores: Tensor, index: Tensor) -> Tensor:
     """Return score and index as one int64 that sorts by score, then by earlier index; NaN last."""
     # + 0.0 turns -0.0 into 0.0, which is equal to it.
     scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0
@@ -123,14 +123,14 @@ def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CandidatePairs(NamedTuple):
-    """Different (image, text) pairs in a fixed order: image (P,) and text (P,) int64 indices."""
+    """Unique (image, text) pairs in a fixed order: image (P,) and text (P,) int64 indices."""
 
     image: NDArray[np.int64]
     text: NDArray[np.int64]
 
 
 def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePairs:
-    """Return each pair that is near in either direction, once, sorted by image, then text."""
+    """Return pairs in the top of either direction, each once, sorted by image, then text."""
     text = np.arange(len(text_to_image.nearest))[:, None]
     image = np.arange(len(image_to_text.nearest))[:, None]
     codes = np.concatenate(
@@ -139,7 +139,6 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePair
             (image * len(text) + image_to_text.nearest).ravel(),
         ]
     )
-    # A pair that is near in both directions is scored once.
     unique = np.unique(codes)
     return CandidatePairs(unique // max(len(text), 1), unique % max(len(text), 1))
 
@@ -151,24 +150,24 @@ def match_pairs(
     order: NDArray[np.int64],
     batch: int,
     *,
-    ranks: Ranks | None = None,
-    step: Callable[[int], object] = lambda pairs: None,
+    processes: ProcessGroup | None = None,
+    on_batch: Callable[[int], object] = lambda pairs: None,
 ) -> NDArray[np.float32]:
-    """Score all pairs, group after group, shared by the ranks: (P,) float32 in their order.
+    """Score pairs group by group, split over processes: (P,) float32 in the order of `pairs`.
 
     Args:
         match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
         group: (P,) group number of each pair; groups run in the order of their numbers.
         order: (P,) sort key within a group before it is cut into batches.
-        step: called with the number of pairs of each call.
+        on_batch: called with the number of pairs of each call.
     """
-    ranks = ranks or Ranks.current()
-    sorted_pairs = np.lexsort((order, group))
-    ends = np.flatnonzero(np.diff(group[sorted_pairs])) + 1
+    processes = processes or ProcessGroup.current()
+    sorted_indices = np.lexsort((order, group))
+    ends = np.flatnonzero(np.diff(group[sorted_indices])) + 1
     # Batches of a group are cut evenly: a last one of a few pairs would waste a call.
     batches = [
         part
-        for run in np.split(sorted_pairs, ends)
+        for run in np.split(sorted_indices, ends)
         if len(run)
         for part in np.array_split(run, -(-len(run) // batch))
     ]
@@ -176,11 +175,11 @@ def match_pairs(
     def score(number: int) -> NDArray[np.float32]:
         rows = batches[number]
         scores = match(pairs.image[rows], pairs.text[rows])
-        step(len(rows))
+        on_batch(len(rows))
         return scores
 
-    batch_scores = ranks.map_blocks(len(batches), score)
-    result = np.empty(len(sorted_pairs), dtype=np.float32)
+    batch_scores = processes.map_blocks(len(batches), score)
+    result = np.empty(len(sorted_indices), dtype=np.float32)
     for rows, scores in zip(batches, batch_scores):
         result[rows] = scores
     return result
@@ -193,7 +192,7 @@ def look_up(
     image: NDArray[np.int64],
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Return values of given pairs, all of them in `pairs`; shapes as `image` and `text`."""
+    """Return the values of (image, text) index pairs, which `pairs` holds; in their shape."""
     index = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
     return values[index]
 
@@ -203,35 +202,35 @@ def reranked_ranks(
 ) -> NDArray[np.int64]:
     """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
 
-    Ties and NaN count against the model. positives: (queries, most), -1 pads.
+    Ties and NaN count against the model. positives: (queries, max_positives), -1 pads.
     """
-    right = np.zeros(scores.shape, dtype=bool)
+    is_positive = np.zeros(scores.shape, dtype=bool)
     for column in positives.T:
-        right |= (dual.nearest == column[:, None]) & (column[:, None] != PADDING)
-    best = np.where(right & ~np.isnan(scores), scores, -np.inf).max(
+        is_positive |= (dual.nearest == column[:, None]) & (column[:, None] != PADDING)
+    best = np.where(is_positive & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )
-    before = (~(scores < best) & ~right).sum(axis=1)
-    # Other candidates keep their order behind the nearest, and so a right one keeps its rank there.
-    return np.where(right.any(axis=1), before, dual.ranks)
+    num_ahead = (~(scores < best) & ~is_positive).sum(axis=1)
+    # Others stay after the top, so a positive outside it keeps its dual-encoder rank.
+    return np.where(is_positive.any(axis=1), num_ahead, dual.ranks)
 
 
-# Images of one pass over the buckets.
-IMAGES_HELD = 512
+# Images scored with every text bucket before the next images.
+IMAGES_PER_PASS = 512
 # Text tokens of a bucket, padding counted; a gibibyte of prepared states at width 768.
-TOKENS_HELD = 2**18
+MAX_BUCKET_TOKENS = 2**18
 
 
 def match_batch_for(device: torch.device, batch: int | None = None) -> int:
-    """Return the most pairs of one call: `batch`, else 64 on a CPU and 1,024 elsewhere."""
+    """Return the maximum pairs of one call: `batch`, else 64 on a CPU and 1,024 elsewhere."""
     # A GPU computes 64 pairs in less time than the host takes to start a call.
     if batch is not None:
         return batch
     return 64 if device.type == "cpu" else 1024
 
 
-class Encoded(Protocol):
-    """Blocks of encoded images and captions, and the scorer of their pairs: an `Encoder`."""
+class EncodedBlocks(Protocol):
+    """Interface of `Encoder`: blocks of encoded images and captions, the scorer of their pairs."""
 
     itm_scorer: ITMScorer
     images: BlockCache[int]
@@ -245,12 +244,13 @@ class Encoded(Protocol):
 class PairScorer:
     """Log-odds of pairs of one image and texts of one bucket, from encoded blocks."""
 
-    def __init__(self, encoded: Encoded, collection: Collection) -> None:
+    def __init__(self, encoded: EncodedBlocks, collection: Collection) -> None:
         self.encoded, self.collection = encoded, collection
         block, row = collection.text_location.T
-        # Captions are sorted by length before they are cut into blocks: this is that order.
-        self._position, self._width = block * encoded.batch + row, encoded.text_widths[block]
-        self._bucket_of_block = assign_buckets(encoded.text_widths, encoded.batch, TOKENS_HELD)
+        # Captions are sorted by length, then cut into blocks: block and row give that order.
+        widths = encoded.text_widths
+        self._position, self._width = block * encoded.batch + row, widths[block]
+        self._bucket_of_block = assign_buckets(widths, encoded.batch, MAX_BUCKET_TOKENS)
         self._bucket_of_text = self._bucket_of_block[block]
         self._bucket: tuple[int, Any] = (-1, None)
         self._image: tuple[int, Any] = (-1, None)
@@ -258,7 +258,7 @@ class PairScorer:
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """Return group numbers of pairs that may share a call: one image, one bucket of texts."""
         text_buckets = 1 + self._bucket_of_block.max(initial=0)
-        bucket = pairs.image // IMAGES_HELD * text_buckets + self._bucket_of_text[pairs.text]
+        bucket = pairs.image // IMAGES_PER_PASS * text_buckets + self._bucket_of_text[pairs.text]
         return bucket * len(self.collection.image) + pairs.image
 
     def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
@@ -299,10 +299,10 @@ class PairScorer:
 
 
 def assign_buckets(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return the bucket of each block of texts, numbers rising from 0.
+    """Return the bucket of each block of texts, counted from 0.
 
-    widths: (blocks,) tokens of each block's texts, not falling. tokens: most tokens of a bucket,
-    padded to its widest block; one block always fits.
+    widths: (blocks,) tokens of each block's texts, non-decreasing. tokens: maximum of a bucket,
+    padded to its widest block; a bucket has at least one block, even a larger one.
     """
     bucket = np.zeros(len(widths), dtype=np.int64)
     first = 0

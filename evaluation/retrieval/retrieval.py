@@ -15,9 +15,9 @@ from evaluation.encoder import GIBIBYTE, PADDING, Collection, Encoder, require_f
 from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
 from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
-from evaluation.retrieval.query_bank import normalised_sides
+from evaluation.retrieval.query_bank import normalised_features
 from evaluation.retrieval.rerank import (
-    Encoded,
+    EncodedBlocks,
     PairScorer,
     Search,
     look_up,
@@ -28,7 +28,7 @@ from evaluation.retrieval.rerank import (
     search,
 )
 from evaluation.samples import EvaluationError, Samples, kinds_in_words
-from evaluation.work_sharding import Ranks, evaluating
+from evaluation.work_sharding import ProcessGroup, evaluating
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
 from vlp.metrics import RECALL_AT, bootstrap_means, chance_recall, percentile_interval
@@ -38,94 +38,92 @@ Direction = Literal["text_to_image", "image_to_text"]
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 
 
-def ranks_of_right(
-    encoded: Encoded,
+def positive_ranks(
+    encoded: EncodedBlocks,
     collection: Collection,
     rerank: int = 0,
     temperature: float | None = None,
     match_batch: int | None = None,
-    ranks: Ranks | None = None,
+    processes: ProcessGroup | None = None,
     quiet: bool = True,
     bank: Collection | None = None,
     bank_temperature: float = BANK_TEMPERATURE,
-    both: bool = False,
+    add_match_stage: bool = False,
 ) -> dict[tuple[str, str], NDArray[np.int64]]:
-    """Rank each query's best right candidate, by (stage, direction).
+    """Return the rank from 0 of each query's best-ranked positive, by (stage, direction).
 
-    temperature: of the similarity added to the cross-modal score, None for the bare score. both:
-    stage `match` ranks by the cross-modal score alone, in addition to the sum.
+    Rerank score = similarity / temperature + match score; without a temperature, the match score
+    alone. add_match_stage: rank by the match score alone, too, as stage `match`.
     """
-    ranks = ranks or Ranks.current()
-    positives = dict(zip(DIRECTIONS, collection.right_answers()))
-    sides: dict[Direction, tuple[Tensor, Tensor]] = {
+    processes = processes or ProcessGroup.current()
+    positives = dict(zip(DIRECTIONS, collection.positives()))
+    features: dict[Direction, tuple[Tensor, Tensor]] = {
         "text_to_image": (collection.text, collection.image),
         "image_to_text": (collection.image, collection.text),
     }
     if bank is not None:
         queries: dict[Direction, Tensor] = {"text_to_image": bank.text, "image_to_text": bank.image}
-        sides = {
-            direction: normalised_sides(*pair, queries[direction], bank_temperature)
-            for direction, pair in sides.items()
+        features = {
+            direction: normalised_features(*pair, queries[direction], bank_temperature)
+            for direction, pair in features.items()
         }
     searches: dict[Direction, Search] = {
-        direction: search(*sides[direction], positives[direction], rerank, ranks=ranks)
+        direction: search(*features[direction], positives[direction], rerank, processes=processes)
         for direction in DIRECTIONS
     }
     all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
         ("dual", direction): searches[direction].ranks for direction in DIRECTIONS
     }
     if rerank:
-        scores = _rerank_scores(encoded, collection, searches, match_batch, ranks, quiet)
+        match_scores = _rerank_scores(encoded, collection, searches, match_batch, processes, quiet)
         for direction in DIRECTIONS:
-            new = scores[direction]
-            if both:
-                all_ranks["match", direction] = reranked_ranks(
-                    searches[direction], new, positives[direction]
-                )
-            # ITM negatives are drawn in proportion to exp(similarity / temperature), so the sum of
-            # both terms is the log-odds against all candidates.
+            dual, targets = searches[direction], positives[direction]
+            scores = match_scores[direction]
+            if add_match_stage:
+                all_ranks["match", direction] = reranked_ranks(dual, scores, targets)
+            # ITM negatives are drawn in proportion to exp(similarity / temperature): ITM log-odds
+            # are relative to them, and to all candidates once the similarity is added.
             if temperature is not None:
-                new = new + searches[direction].scores.astype(np.float64) / temperature
-            all_ranks["rerank", direction] = reranked_ranks(
-                searches[direction], new, positives[direction]
-            )
+                scores = scores + dual.scores.astype(np.float64) / temperature
+            all_ranks["rerank", direction] = reranked_ranks(dual, scores, targets)
     return all_ranks
 
 
 def _rerank_scores(
-    encoded: Encoded,
+    encoded: EncodedBlocks,
     collection: Collection,
     searches: Mapping[Direction, Search],
     match_batch: int | None,
-    ranks: Ranks,
+    processes: ProcessGroup,
     quiet: bool,
 ) -> dict[Direction, NDArray[np.floating]]:
     pairs = nearest_pairs(searches["text_to_image"], searches["image_to_text"])
     texts = len(collection.text)
-    with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
+    count = -(-len(pairs.image) // processes.world_size)
+    with tqdm(total=count, desc="match", disable=quiet) as bar:
         scorer = PairScorer(encoded, collection)
-        odds = match_pairs(
+        log_odds = match_pairs(
             pairs,
             scorer,
             scorer.groups(pairs),
             scorer.order(pairs),
             match_batch_for(encoded.device, match_batch),
-            ranks=ranks,
-            step=bar.update,
+            processes=processes,
+            on_batch=bar.update,
         )
-    odds = require_finite(odds)
+    log_odds = require_finite(log_odds)
     images = searches["text_to_image"].nearest
     captions = searches["image_to_text"].nearest
     text_index = np.broadcast_to(np.arange(texts)[:, None], images.shape)
     image_index = np.broadcast_to(np.arange(len(captions))[:, None], captions.shape)
     return {
-        "text_to_image": look_up(pairs, odds, texts, images, text_index),
-        "image_to_text": look_up(pairs, odds, texts, image_index, captions),
+        "text_to_image": look_up(pairs, log_odds, texts, images, text_index),
+        "image_to_text": look_up(pairs, log_odds, texts, image_index, captions),
     }
 
 
 class StoredSamples(Samples):
-    """Samples with images that may be stored features, plain views."""
+    """Samples with images that may be stored features of the unaugmented view."""
 
     def __init__(
         self,
@@ -139,9 +137,9 @@ class StoredSamples(Samples):
         if features:
             self._stored = stored_sources(features, preprocessing, self._items.indices)
 
-    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
+    def _image(self, position: int, data: bytes, where: str, min_size: int | None) -> Any:
         if self._stored is None:
-            return super()._image(position, data, where, least)
+            return super()._image(position, data, where, min_size)
         folder, shard, sample, _ = self._items.place(position)
         # Raises BadSample for a sample whose image could not be encoded.
         self._stored[folder].views(shard, sample, False, where)
@@ -153,8 +151,8 @@ def query_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each query of one direction.
 
-    Rows hold `direction`, the image's `key` and `image`; for a caption its number among the image's
-    and its `text`; and `ranks` of the first right answer by stage, from 1.
+    Rows hold `direction`, the image's `key` and `image`; for a caption also `caption` (its index
+    within the image) and `text`; and `ranks` of the best-ranked positive by stage, from 1.
     """
     queries: list[dict[str, Any]] = [
         {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
@@ -241,7 +239,7 @@ def evaluate_retrieval(
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
-    """Evaluate recall on all pairs of some shards; the same for any number of ranks.
+    """Evaluate recall on the shards; independent of the world size.
 
     Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
     ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the score alone as stage
@@ -252,7 +250,7 @@ def evaluate_retrieval(
             image with several captions.
         rerank: candidates of each query that the cross-modal encoder scores; 0 disables it.
         temperature: of the similarity in "sum"; None is the model's.
-        match_batch: most pairs of one cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
+        match_batch: maximum pairs per cross-encoder call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         features: folders with stored features by the model's frozen tower (`vlp data features`) for
             all shards, the bank's included; images are then never decoded.
@@ -264,7 +262,7 @@ def evaluate_retrieval(
         raise EvaluationError(f"bank_temperature {bank_temperature}: it must be above 0")
     if temperature is not None and temperature <= 0:
         raise EvaluationError(f"temperature {temperature}: it must be above 0")
-    ranks = Ranks.current()
+    processes = ProcessGroup.current()
     if rerank_by == "match":
         temperature = None
     elif temperature is None:
@@ -274,32 +272,33 @@ def evaluate_retrieval(
     for store in stored:
         require_tower(store, loaded.model)
     samples = StoredSamples(shards, options.limit, stored, loaded.preprocess)
-    # Token states are kept only where pairs are re-ranked.
-    quiet = not (options.progress and ranks.first)
+    quiet = not (options.progress and processes.first)
     with evaluating(loaded.model, options.device) as torch_device:
+        # Token states are kept only for re-ranking.
         encoder = Encoder(loaded, samples, options, torch_device, memory if rerank else 0)
-        with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
-            collection = encoder.collect(ranks, bar.update)
-        queries, shared = None, 0
+        with tqdm(total=len(processes.share(len(samples))), desc="encode", disable=quiet) as bar:
+            collection = encoder.collect(processes, bar.update)
+        bank_collection, shared = None, 0
         if bank:
-            pairs = StoredSamples(bank, None, stored, loaded.preprocess)
-            bank_encoder = Encoder(loaded, pairs, options, torch_device)
-            with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
-                queries = bank_encoder.collect(ranks, bar.update)
-            bank_images = {sample.identity for sample in queries.samples}
+            bank_samples = StoredSamples(bank, None, stored, loaded.preprocess)
+            bank_encoder = Encoder(loaded, bank_samples, options, torch_device)
+            share = processes.share(len(bank_samples))
+            with tqdm(total=len(share), desc="bank", disable=quiet) as bar:
+                bank_collection = bank_encoder.collect(processes, bar.update)
+            bank_images = {sample.identity for sample in bank_collection.samples}
             shared = len(bank_images & {sample.identity for sample in collection.samples})
-        with encoder.reading_ahead():
-            all_ranks = ranks_of_right(
+        with encoder.prefetching():
+            all_ranks = positive_ranks(
                 encoder,
                 collection,
                 rerank,
                 temperature,
                 match_batch,
-                ranks,
+                processes,
                 quiet,
-                queries,
+                bank_collection,
                 bank_temperature,
-                both=rerank_by == "both",
+                add_match_stage=rerank_by == "both",
             )
     notes: list[str] = []
     if rerank:
@@ -308,7 +307,7 @@ def evaluate_retrieval(
             by = f"similarity / {temperature:.3g} + match score"
         notes.append(f"The top {rerank} were re-ranked by {by}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
-    bank_skipped = {} if queries is None else queries.skipped
+    bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:
         skipped_text = kinds_in_words(bank_skipped) if bank_skipped else "none"
         notes.append(
@@ -316,20 +315,17 @@ def evaluate_retrieval(
             f"temperature {bank_temperature:g}; skipped there: {skipped_text}."
         )
     if shared:
-        notes.append(
-            f"{shared} of these images are in the bank, so that their own queries are read: recall "
-            "is higher than that of unseen pairs."
-        )
-    images_of_text, texts = collection.right_answers()[0], len(collection.text)
+        notes.append(f"{shared} of these images are in the bank, so recall is biased upwards.")
+    images_of_text, texts = collection.positives()[0], len(collection.text)
     if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
-        notes.append(f"{copies} captions are equal to one of another image, and right for both.")
+        notes.append(f"{copies} captions also describe another image: correct for both.")
     if collection.copies:
         notes.append(
-            f"{collection.copies} of the images have no image_id and the bytes of an earlier one: "
-            "captions of the same image count as wrong; give its samples one image_id."
+            f"{collection.copies} images without image_id are byte-identical to an earlier one, "
+            "whose captions count as wrong; give both one image_id."
         )
     if collection.cut:
-        notes.append(f"{collection.cut} of {texts} captions are cut where the model's text ends.")
+        notes.append(f"{collection.cut} of {texts} captions are truncated to max_tokens.")
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image), "texts": len(collection.text)},
@@ -364,10 +360,10 @@ def _figures(
     """Compute recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image), len(collection.text)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
-    right = [(answers != PADDING).sum(axis=1) for answers in collection.right_answers()]
+    num_positives = [(answers != PADDING).sum(axis=1) for answers in collection.positives()]
     chances = {
-        "text_to_image": [chance_recall(right[0], images, k) for k in RECALL_AT],
-        "image_to_text": [chance_recall(right[1], texts, k) for k in RECALL_AT],
+        "text_to_image": [chance_recall(num_positives[0], images, k) for k in RECALL_AT],
+        "image_to_text": [chance_recall(num_positives[1], texts, k) for k in RECALL_AT],
     }
     figures: dict[tuple[str, str, str], Figure] = {}
     for stage in dict.fromkeys(stage for stage, _ in all_ranks):
@@ -382,8 +378,8 @@ def _figures(
                 queries.append(captions if by_text else np.ones(images))
         values, weights = np.stack(hits, axis=1), np.stack(queries, axis=1)
         point = _with_means(values.sum(axis=0, keepdims=True) / weights.sum(axis=0))[0]
-        rng_for = _with_means(bootstrap_means(values, weights, resamples=resamples))
-        low, high = percentile_interval(rng_for)
+        resampled = _with_means(bootstrap_means(values, weights, resamples=resamples))
+        low, high = percentile_interval(resampled)
         chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
         keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]
@@ -394,7 +390,7 @@ def _figures(
 
 
 def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Append to each direction of (…, 2 directions x k) its mean, then the mean of both."""
+    """Insert after each direction's recalls (., 2 x k) their mean; append the mean of both."""
     parts = np.split(recalls, 2, axis=1)
     means = [part.mean(axis=1, keepdims=True) for part in parts]
     return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)

@@ -28,7 +28,7 @@ from evaluation.results import Result, Saved, Table, attributed, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError, kinds_in_words, single_line_errors
 from evaluation.suite.others import OtherModel, other_model
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validated
 from vlp.data.shards.index import INDEX_NAME
@@ -353,7 +353,7 @@ def run_suite(
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}
     sums: dict[Path | OtherModel, str] = {}
-    verbose = progress and Ranks.current().first
+    verbose = progress and ProcessGroup.current().first
     for entry in config.models:
         for job in entry.tasks:
             name = entry.name, job.label
@@ -380,7 +380,7 @@ def _result(
     workers: int | None,
 ) -> dict[str, Any]:
     """Return the result of one job, saved or evaluated now."""
-    ranks, target = Ranks.current(), out / entry.name / job.label
+    processes, target = ProcessGroup.current(), out / entry.name / job.label
     folder = model_of(job, entry.model)
 
     def lookup() -> tuple[str, dict[str, Any] | None, str]:
@@ -391,17 +391,17 @@ def _result(
         return key, _saved(target, key, job.task), ""
 
     # One rank decides, so that all either read or evaluate.
-    ((key, content, problem),) = ranks.map_blocks(1, lambda _: lookup())
+    ((key, content, problem),) = processes.map_blocks(1, lambda _: lookup())
     if problem:
         raise EvaluationError(problem)
     name = f"{entry.name}/{job.label}"
     if content is not None:
-        if progress and ranks.first:
+        if progress and processes.first:
             print(f"{name}: kept", flush=True)
         return content
     start = time.monotonic()
     result = run_job(job, folder, device, workers, progress)
-    if ranks.first:
+    if processes.first:
         _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:
             print(f"{name}: judged in {time.monotonic() - start:.0f} s", flush=True)

@@ -19,7 +19,7 @@ from evaluation.embed import FeatureFiles, embed
 from evaluation.options import EvalOptions
 from evaluation.results import read_lines
 from evaluation.samples import EvaluationError, Samples
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from vlp.data.schema import Annotation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,9 +83,9 @@ def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_
 def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
     """Three ranks one after the other in this process, the last one empty."""
     only_first = lambda self, count, work: [work(0)] if self.first else [None]  # noqa: E731
-    monkeypatch.setattr(Ranks, "map_blocks", only_first)
+    monkeypatch.setattr(ProcessGroup, "map_blocks", only_first)
     arguments = (tmp_path / "out", ("a", "b"), 2, "float32")
-    ranks = [FeatureFiles(*arguments, Ranks(rank, 3)) for rank in range(3)]
+    ranks = [FeatureFiles(*arguments, ProcessGroup(rank, 3)) for rank in range(3)]
     for number, one in enumerate(ranks[:2]):
         for step in range(2):
             value = 10 * number + step

@@ -23,7 +23,7 @@ from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.results import saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError, kinds_in_words
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -127,7 +127,9 @@ def content(result):
 
 def of_three_ranks(self, count, work):
     """Run shares as ranks have them, one rank after the other in this process."""
-    done = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
+    done = {
+        block: work(block) for rank in (2, 0, 1) for block in ProcessGroup(rank, 3).share(count)
+    }
     return [done[block] for block in range(count)]
 
 
@@ -135,7 +137,7 @@ def test_workers_and_ranks_change_nothing(name, evaluate, result, shards, monkey
     folders = shards[CASES[name].data]
     assert content(evaluate(folders, workers=2)) == content(result)
     assert active_children() == []
-    monkeypatch.setattr(Ranks, "map_blocks", of_three_ranks)
+    monkeypatch.setattr(ProcessGroup, "map_blocks", of_three_ranks)
     assert content(evaluate(folders)) == content(result)
 
 

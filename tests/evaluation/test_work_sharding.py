@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation.__main__ import main
-from evaluation.work_sharding import Ranks, inference
+from evaluation.work_sharding import ProcessGroup, inference
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_blocks_are_shared_once_and_evenly(count, world_size):
-    shares = [Ranks(rank, world_size).share(count) for rank in range(world_size)]
+    shares = [ProcessGroup(rank, world_size).share(count) for rank in range(world_size)]
     assert [block for share in shares for block in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -60,13 +60,13 @@ def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_s
 
 
 FAILING = """
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from vlp.distributed import process_group
 def work(block):
     if block == 3:
         raise ValueError("block 3 is bad")
 with process_group():
-    Ranks.current().map_blocks(4, work)
+    ProcessGroup.current().map_blocks(4, work)
 """
 
 

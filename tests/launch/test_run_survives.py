@@ -58,7 +58,7 @@ def test_results_and_edited_files_survive_a_resume_and_a_longer_one(lab, run, ca
     measured, before = files(place), files(model)
 
     said = resume(lab, run)
-    assert "stays as it is" in said
+    assert "left unchanged" in said
     assert files(place) == measured
     assert files(model) == before
 

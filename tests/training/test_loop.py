@@ -16,7 +16,7 @@ from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
 from vlp.training import loop
 from vlp.training.config import PretrainConfig
-from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
+from vlp.training.loop import NonFiniteError, nan_if_non_finite, total_steps, train
 from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
@@ -250,7 +250,7 @@ def test_the_row_of_skips_survives_a_resume(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_poisoned_loss_has_gradients_that_are_not_finite(value):
     weight = torch.tensor(2.0, requires_grad=True)
-    poisoned(weight + value).backward()
+    nan_if_non_finite(weight + value).backward()
     assert weight.grad is not None
     assert weight.grad.isnan()
 
@@ -258,8 +258,8 @@ def test_a_poisoned_loss_has_gradients_that_are_not_finite(value):
 def test_a_finite_loss_is_not_touched():
     weight = torch.tensor(0.1, requires_grad=True)
     loss = weight * 3
-    assert torch.equal(poisoned(loss), loss)
-    poisoned(loss).backward()
+    assert torch.equal(nan_if_non_finite(loss), loss)
+    nan_if_non_finite(loss).backward()
     assert weight.grad == 3
 
 

@@ -24,7 +24,7 @@ from vlp.training.stop_requests import StopSignals
 lock = ctypes.create_string_buffer(128)
 with StopSignals(grace=1.0) as stop:
     if sys.argv[1] == "training":
-        stop.look()
+        stop.should_stop()
     threading.Timer(0.5, os.kill, (os.getpid(), int(sys.argv[2]))).start()
     ctypes.CDLL(None).pthread_mutex_lock(lock)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
@@ -57,30 +57,30 @@ def test_a_blocked_process_ends_itself(phase, told, number):
 
 def test_a_run_that_is_being_saved_takes_its_time():
     with StopSignals(grace=0.1) as stop:
-        stop.look()
+        stop.should_stop()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.look()
-        stop.hold()
+        assert stop.should_stop()
+        stop.disable_deadline()
         time.sleep(1.5)
     assert stop.reason == "SIGTERM"
 
 
 def test_the_grace_begins_anew_after_validating_or_saving():
     with StopSignals(grace=0.5) as stop:
-        stop.look()
-        with stop.patient():
+        stop.should_stop()
+        with stop.suspend_deadline():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(2.0)
         time.sleep(0.2)
-        assert stop.look()
+        assert stop.should_stop()
 
 
 IN_PATIENCE = """
 import os, signal, sys, time
 from vlp.training.stop_requests import StopSignals
 with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
-    stop.look()
-    with stop.patient():
+    stop.should_stop()
+    with stop.suspend_deadline():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(float(sys.argv[2]))
     time.sleep(60)
@@ -104,11 +104,11 @@ def test_a_process_with_many_open_files_is_watched():
         while files[-1] < 1024:
             files.append(os.dup(files[0]))
         with StopSignals() as stop:
-            stop.look()
+            stop.should_stop()
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
             assert stop._thread.is_alive()
-            assert stop.look()
+            assert stop.should_stop()
     finally:
         for file in files:
             os.close(file)
@@ -117,7 +117,7 @@ def test_a_process_with_many_open_files_is_watched():
 
 def test_a_forked_process_does_not_stop_the_one_it_came_from():
     with StopSignals() as stop:
-        stop.look()
+        stop.should_stop()
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -125,7 +125,7 @@ def test_a_forked_process_does_not_stop_the_one_it_came_from():
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         time.sleep(0.5)
-        assert not stop.look()
+        assert not stop.should_stop()
 
 
 def test_what_was_there_before_is_there_after():
@@ -142,7 +142,7 @@ import os, time
 from vlp.training.stop_requests import StopSignals
 with StopSignals() as stop:
     print(os.getpid(), flush=True)
-    while not stop.look():
+    while not stop.should_stop():
         time.sleep(0.05)
     print(stop.reason, flush=True)
 """

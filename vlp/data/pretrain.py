@@ -48,13 +48,13 @@ from vlp.data.shards.sample_files import (
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.batch import Batch, Inputs
 from vlp.data.stream.loader import OrderedData, concurrent_shards
-from vlp.data.stream.rng import identity, make_rng
+from vlp.data.stream.rng import make_rng, stable_hash
 from vlp.data.stream.sampler import (
-    Element,
     EndlessSampler,
-    Pool,
     Request,
+    SampleIndex,
     SlidingSampler,
+    Source,
     TrainingSampler,
 )
 from vlp.data.text.tokenizer import TextProcessor
@@ -67,7 +67,7 @@ _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to 
 
 
 class Slot(NamedTuple):
-    """One row of a `Batch` with its element."""
+    """One row of a `Batch`, or an empty one that says why its sample was skipped."""
 
     # (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
     pixels: Tensor | None
@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
 
 class CaptionedSamples(Dataset[Slot]):
-    """Map-style dataset of slots; random choices depend on (seed, epoch, element, purpose)."""
+    """Map-style dataset of slots; random choices depend on (seed, epoch, index, purpose)."""
 
     def __init__(
         self,
@@ -121,26 +121,28 @@ class CaptionedSamples(Dataset[Slot]):
         slots: list[Slot] = []
         for start in range(0, len(requests), _MAX_PENDING):
             pending = [
-                self._prepare(request.epoch, request.element)
-                if request.element is not None
+                self._prepare(request.epoch, request.sample_index)
+                if request.sample_index is not None
                 else partial(self._empty_slot, None)
                 for request in requests[start : start + _MAX_PENDING]
             ]
             slots.extend(finish() for finish in pending)
         return slots
 
-    def slot(self, epoch: int, element: Element, raw: RawSample | BadSample | None = None) -> Slot:
-        """Return the slot of an element, from `raw` if that was read already."""
-        return self._prepare(epoch, element, raw)()
+    def slot(
+        self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
+    ) -> Slot:
+        """Return the slot of a sample, from `raw` if that was read already."""
+        return self._prepare(epoch, index, raw)()
 
     def _prepare(
-        self, epoch: int, element: Element, raw: RawSample | BadSample | None = None
+        self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
     ) -> Callable[[], Slot]:
         """Prepare a slot and return a function that decodes its pixels and completes it."""
         try:
             if isinstance(raw, BadSample):
                 raise raw
-            slot, load_pixels = self._prepare_slot(epoch, element, raw)
+            slot, load_pixels = self._prepare_slot(epoch, index, raw)
         except BadSample as bad:
             return partial(self._empty_slot, SkippedSample(bad.kind, bad.where))
 
@@ -153,14 +155,14 @@ class CaptionedSamples(Dataset[Slot]):
         return finish
 
     def _prepare_slot(
-        self, epoch: int, element: Element, raw: RawSample | None
+        self, epoch: int, index: SampleIndex, raw: RawSample | None
     ) -> tuple[Slot, Callable[[], Tensor]]:
         """Return a slot and a function that decodes its pixels; both raise BadSample."""
-        source, shard, _, visit = element
-        sample, caption_number = self._sample(element)
+        source, shard, _, source_pass = index
+        sample, caption_number = self._sample(index)
         if raw is None:
             raw = self.sources[source].read(shard, sample)
-        name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
+        name = f"{source}:{shard}:{sample}:{caption_number}:{source_pass}"
 
         def rng(purpose: str) -> np.random.Generator:
             return make_rng(self.seed, epoch, name, purpose)
@@ -188,9 +190,9 @@ class CaptionedSamples(Dataset[Slot]):
             image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
-            sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
+            sample_id=stable_hash("sample", source, shard, sample, self._sample(index)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
-            caption_id=identity("caption", normalised_caption(self._text_read(caption, ids))),
+            caption_id=stable_hash("caption", normalised_caption(self._text_read(caption, ids))),
         )
         return slot, load_pixels
 
@@ -217,24 +219,24 @@ class CaptionedSamples(Dataset[Slot]):
             return caption
         return " ".join(self.text.words(caption))
 
-    def _sample(self, element: Element) -> tuple[int, int | None]:
-        """Return the numbers of an element's sample in its shard and of its caption, if fixed."""
-        # An element is a sample, whose caption is drawn on each visit, or one of its captions.
+    def _sample(self, index: SampleIndex) -> tuple[int, int | None]:
+        """Return the numbers of the sample in its shard and of its caption, if fixed."""
+        # A position is a sample's, whose caption is drawn on each pass, or one of its captions'.
         if not self.every_caption:
-            return element.position, None
-        ends = self.sources[element.source].caption_ends(element.shard)
-        sample = int(np.searchsorted(ends, element.position, side="right"))
-        return sample, element.position - (int(ends[sample - 1]) if sample else 0)
+            return index.position, None
+        ends = self.sources[index.source].caption_ends(index.shard)
+        sample = int(np.searchsorted(ends, index.position, side="right"))
+        return sample, index.position - (int(ends[sample - 1]) if sample else 0)
 
     def _image_id(self, source: int, raw: RawSample) -> int:
         annotation = raw.annotation
         if annotation.image_id is None:
             # Crawls hold one image under many names.
-            return identity("bytes", hashlib.blake2b(raw.image, digest_size=16).hexdigest())
+            return stable_hash("bytes", hashlib.blake2b(raw.image, digest_size=16).hexdigest())
         # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
         # (The word is hashed: another one would give every image another number.)
-        return identity("picture", annotation.source or source, annotation.image_id)
+        return stable_hash("picture", annotation.source or source, annotation.image_id)
 
     def _mask_words(
         self, ids: Tensor, words: Tensor, rng: Callable[[str], np.random.Generator]
@@ -337,7 +339,7 @@ def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 # So many shards in a row without one good sample are not the shards' fault.
 _MAX_BAD_SHARDS = 16
 
-DrawnSample = tuple[Element, RawSample | BadSample]
+DrawnSample = tuple[SampleIndex, RawSample | BadSample]
 
 
 class ListedShards:
@@ -381,8 +383,8 @@ class ResampledSamples(IterableDataset[Slot]):
         rng = random.Random(f"{seed} {consumed} {first} of {step}")
         read = partial(self._read, rng, range(first, 2**62, step))
         shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
-        for element, sample in webdataset.DataPipeline(read, shuffle):
-            yield self.samples.slot(consumed, element, sample)
+        for index, sample in webdataset.DataPipeline(read, shuffle):
+            yield self.samples.slot(consumed, index, sample)
 
     def _read(self, rng: random.Random, visits: range) -> Iterator[DrawnSample]:
         bad_shards, last = 0, ""
@@ -397,7 +399,7 @@ class ResampledSamples(IterableDataset[Slot]):
                     bad_shards = 0
                 else:
                     last = str(sample)
-                yield Element(source, shard, position, visit), sample
+                yield SampleIndex(source, shard, position, visit), sample
 
 
 def _names(path: str) -> list[str]:
@@ -490,7 +492,7 @@ class PretrainData(OrderedData):
             ]
             order = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
             sampler = order(
-                [_pool(config, *pair) for pair in zip(config.sources, self.sources)],
+                [_sampler_source(config, *pair) for pair in zip(config.sources, self.sources)],
                 config.canonical_streams,
                 config.shuffle_window,
                 seed,
@@ -560,13 +562,13 @@ class PretrainData(OrderedData):
             )
 
 
-def _pool(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Pool:
+def _sampler_source(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Source:
     if not len(index):
         raise ConfigError(f"{source.path}: its shards hold no samples")
     if config.captions == "one":
-        return Pool(index.shards.samples, source.weight)
+        return Source(index.shards.samples, source.weight)
     index.require_captions()
-    return Pool(index.shards.pairs, source.weight)
+    return Source(index.shards.pairs, source.weight)
 
 
 def _prefetch(sources: Sequence[ShardIndex], source: int, shard: int) -> None:

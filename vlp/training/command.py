@@ -134,7 +134,7 @@ def _run(
     best: BestCheckpoint | None = None
     with ExitStack() as stack:
         try:
-            with distributed.agreed(ConfigError):
+            with distributed.raise_on_all_ranks(ConfigError):
                 check_accelerate_flags(config.training)
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)

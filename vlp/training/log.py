@@ -318,7 +318,7 @@ class RunLog:
         self._file.flush()
         self._track(metrics, step)
         text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        self.say(f"step {step}, validation: {text}")
+        self.info(f"step {step}, validation: {text}")
 
     def _track(self, figures: Mapping[str, Any], step: int) -> None:
         numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
@@ -333,9 +333,9 @@ class RunLog:
                 if name == "tensorboard":
                     raise
                 del self._trackers[name]
-                self.say(redacted(f"{name} gets no more figures: {error}"))
+                self.info(redacted(f"{name} gets no more figures: {error}"))
 
-    def say(self, message: str) -> None:
+    def info(self, message: str) -> None:
         """Print a line above the bar."""
         if self._folder is not None:
             self._bar.write(message, file=self._screen)

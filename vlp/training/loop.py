@@ -16,7 +16,7 @@ from vlp.config import ConfigError, save_config
 from vlp.data.shards.sample_files import PausedDataError
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import CopyStream
-from vlp.data.stream.rng import identity
+from vlp.data.stream.rng import stable_hash
 from vlp.io import atomic_folder, keep_others, restore_folder
 from vlp.tasks.pretraining.statistics import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
@@ -28,7 +28,7 @@ from vlp.training.log import RunLog, open_trackers
 from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Meter, Outcome, Progress, on_cpu
 from vlp.training.run_folder import RunFolder, device_name, record_start, this_host, write_report
-from vlp.training.stop_requests import StopSignals, StopTogether
+from vlp.training.stop_requests import StopConsensus, StopSignals
 from vlp.training.watchdog import Watchdog
 
 
@@ -50,10 +50,10 @@ class StreamedData(Protocol):
         """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
 
 
-# Skipped steps in a row: fp16 needs a few to find its loss scale, more are a broken run.
+# Skipped steps in a row: fp16 needs a few to find its loss scale, more mean divergence.
 MAX_NON_FINITE = 10
-# Seconds without a sign of life after which a rank is named: longer than any usual step.
-SILENCE = 30.0
+# Seconds without progress after which a rank is reported: longer than any usual step.
+WATCHDOG_SECONDS = 30.0
 
 
 class NonFiniteError(RuntimeError):
@@ -80,7 +80,7 @@ def train(
     main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
     checkpoint = checkpoints.load(engine, task) if resume else None
-    with distributed.agreed(ConfigError):
+    with distributed.raise_on_all_ranks(ConfigError):
         if resume and main and not checkpoint:
             folder.require_same_run(config)
             folder.require_no_progress(str(checkpoints))
@@ -92,7 +92,7 @@ def train(
     devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
     if main:
         folder.path.mkdir(parents=True, exist_ok=True)
-        # Before all other files: a folder without it is not taken for a run's.
+        # Before all other files: a folder without it is not recognised as a run's.
         record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
         for model in (folder.best, folder.model):
             restore_folder(model)
@@ -105,22 +105,22 @@ def train(
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
             _run_log(config, folder if main else None, progress, total) as log,
-            Watchdog(SILENCE, log.say, folder.hang) as watchdog,
+            Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
         ):
             if resume and not checkpoint:
-                log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
-            _say_schedule(config, log, progress.step, total)
-            meter, watch, record = Meter(progress), CollapseWatch(), log.last
-            together = StopTogether(stop, engine.device)
+                log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
+            _log_schedule(config, log, progress.step, total)
+            meter, collapse_monitor, record = Meter(progress), CollapseWatch(), log.last
+            stop_consensus = StopConsensus(stop, engine.device)
             copies = CopyStream(engine.device)
             # A GPU's outcomes are read with the next log line or checkpoint, so that steps never
             # wait for the device.
             pending: list[Outcome] = []
 
-            def count() -> None:
-                """Count the steps that have ended."""
+            def flush_pending() -> None:
+                """Record the outcomes of pending steps."""
                 for outcome in on_cpu(pending):
                     if outcome.update.applied:
                         progress.non_finite_row = 0
@@ -131,9 +131,9 @@ def train(
 
             def save() -> tuple[int, int]:
                 watchdog.enter("save")
-                count()
-                meter.settle()
-                with stop.patient():
+                flush_pending()
+                meter.reduce_counts()
+                with stop.suspend_deadline():
                     checkpoints.save(engine, task, progress, wait=False)
                 return progress.step, progress.looked
 
@@ -144,9 +144,9 @@ def train(
                 if best.due(progress, total):
                     start = time.perf_counter()
                     watchdog.enter("validate")
-                    with stop.patient():
-                        figures, better = best.validate(progress, engine.parameters)
-                        log.validated(progress.step, figures)
+                    with stop.suspend_deadline():
+                        metrics, better = best.validate(progress, engine.parameters)
+                        log.validated(progress.step, metrics)
                         if better:
                             checkpoints.wait()
                             _save_model(task, engine, folder.best)
@@ -154,7 +154,7 @@ def train(
                 return progress.step >= total or best.exhausted(progress)
 
             # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
-            while not (is_done := is_over()) and not together.look():
+            while not (is_done := is_over()) and not stop_consensus.should_stop():
                 rate = _rate(config, progress.step, total)
                 # A forward pass changes buffers (batch norms); a skipped step puts them back.
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
@@ -165,9 +165,9 @@ def train(
                     batch, progress.samples = next(batches)
                     meter.batch(batch, time.perf_counter() - start)
                     watchdog.enter("forward")
-                    # Dropout is then the same after a resume, and another one on each rank.
+                    # Makes dropout reproducible on resume and different on each rank.
                     position = progress.step, part, engine.rank
-                    torch.manual_seed(identity("dropout", training.seed, *position))
+                    torch.manual_seed(stable_hash("dropout", training.seed, *position))
                     outputs.append(_micro_step(engine, copies, batch, progress.step, watchdog))
                 watchdog.enter("update")
                 update = engine.step(rate)
@@ -181,43 +181,41 @@ def train(
                     task.after_step(engine.parameters, update.applied)
                 elif update.applied:
                     task.after_step(engine.parameters)
-                    count()
+                    flush_pending()
                 else:
                     _undo(engine.module, buffers)
                     task.after_skip()
-                    count()
+                    flush_pending()
                 log.advance()
                 watchdog.enter("log")
 
                 if progress.step % training.log_every == 0 or progress.step == total:
-                    count()
+                    flush_pending()
                     record = _record(meter, progress, rate, data)
                     log.write(record)
                     if main:
-                        watch.check(progress.step, _representation(record))
+                        collapse_monitor.check(progress.step, _feature_statistics(record))
                 # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     saved = save()
-            stop.hold()
+            stop.disable_deadline()
             watchdog.enter("save")
             if saved != (progress.step, progress.looked):
                 save()
             checkpoints.wait()
             if not is_done:
                 ended = "stopped"
-                reason = stop.reason or "what another rank was told"
-                log.say(f"stopped by {reason} after step {progress.step}; go on with --resume")
+                reason = stop.reason or "a stop request on another rank"
+                log.info(f"stopped by {reason} after step {progress.step}; continue with --resume")
             else:
                 if checkpoint and finished_at == progress.resumed[-1] == progress.step:
-                    log.say(f"{folder.model} is of this step already, and stays as it is")
+                    log.info(f"{folder.model} is already from this step; left unchanged")
                 else:
                     _save_model(task, engine, folder.model)
                 ended = "finished"
-                log.say(f"finished after {progress.step} steps: {folder.model}")
+                log.info(f"finished after {progress.step} steps: {folder.model}")
                 if progress.best_step is not None:
-                    log.say(
-                        f"best on the validation data, step {progress.best_step}: {folder.best}"
-                    )
+                    log.info(f"best on validation data, step {progress.best_step}: {folder.best}")
     except PausedDataError:
         ended = "paused"
         raise
@@ -240,8 +238,8 @@ def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> in
     training = config.training
     if training.steps is not None:
         return training.steps
-    assert training.epochs is not None  # the configuration sees to it
-    # From consumed samples, as the batch may have changed since an earlier start.
+    assert training.epochs is not None  # RunConfig validates this
+    # From consumed samples, as the batch size may have changed since an earlier start.
     batches_left = data.batches_left(progress.samples, training.epochs)
     return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
 
@@ -263,21 +261,21 @@ def _rate(config: RunConfig, step: int, total: int) -> float:
 _TEACHER_KEYS = ("objectives", "task")
 
 
-def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
-    """Log warnings of warm-ups that never end, and the learning rate of a resumed run."""
+def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
+    """Log the warm-up, with warnings if it never ends, and a resumed run's learning rate."""
     optimiser = config.training.optimiser
     if optimiser.warmup_steps is None:
-        log.say(f"warm-up: {optimiser.warmup(total)} of {total} steps")
+        log.info(f"warm-up: {optimiser.warmup(total)} of {total} steps")
     if warning := optimiser.endless_warmup(total):
-        log.say(warning)
+        log.info(warning)
     teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TEACHER_KEYS)
     if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
-        log.say(
+        log.info(
             f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
-            "its soft targets never have their whole share"
+            "its soft targets never reach full weight"
         )
     if step and "learning_rate" in log.last:
-        log.say(
+        log.info(
             f"resumed at step {step} of {total} with learning rate "
             f"{_rate(config, min(step, total - 1), total):.4g}; it was "
             f"{log.last['learning_rate']:.4g} at step {log.last['step']}"
@@ -287,10 +285,10 @@ def _say_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
 def _micro_step(
     engine: Engine, copies: CopyStream, batch: Slots, step: int, watchdog: Watchdog
 ) -> StepOutput:
-    """Run forward and backward pass; nothing that is returned holds the graph."""
+    """Run forward and backward pass; outputs are detached."""
     output = engine.forward(copies.move(batch), step)
     watchdog.enter("backward")
-    engine.backward(poisoned(output.loss))
+    engine.backward(nan_if_non_finite(output.loss))
     return StepOutput(
         output.loss.detach(),
         {name: value.detach() for name, value in output.losses.items()},
@@ -298,7 +296,7 @@ def _micro_step(
     )
 
 
-def poisoned(loss: Tensor) -> Tensor:
+def nan_if_non_finite(loss: Tensor) -> Tensor:
     """Return a finite scalar loss unchanged, or one with NaN gradients for a non-finite loss."""
     # Such a loss may have finite gradients, and finite values on other ranks. NaN gradients make
     # the engine skip the step on all ranks, without waiting for the device.
@@ -307,7 +305,7 @@ def poisoned(loss: Tensor) -> Tensor:
 
 
 def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
-    """Restore buffers, on a device only where `applied` is False."""
+    """Restore buffers; with a device flag `applied`, only if it is False."""
     for name, buffer in module.named_buffers():
         previous = buffers[name]
         buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))
@@ -327,7 +325,7 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
     reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
-    log.say(f"step {step} skipped: {reason}")
+    log.info(f"step {step} skipped: {reason}")
     if progress.non_finite_row > MAX_NON_FINITE:
         raise NonFiniteError(
             f"{progress.non_finite_row} steps in a row were skipped, the last ({step}) "
@@ -354,8 +352,8 @@ def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -
     }
 
 
-def _representation(record: dict[str, Any]) -> dict[str, float]:
-    """Return statistics of features, without anchors', which may be flat for good reasons."""
+def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
+    """Return statistics of features, without anchors', which may be legitimately constant."""
     statistics = {
         key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
     }
@@ -363,7 +361,7 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
-    """Replace a model folder, but keep files of others in it, such as a model card."""
+    """Replace a model folder, but keep files that training did not write, such as a model card."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:
@@ -376,6 +374,6 @@ def _save_model(task: Task, engine: Engine, folder: Path) -> None:
     failure = distributed.from_rank_0(failure)
     if failure is not None:
         raise CheckpointError(
-            f"cannot write the model {folder}: {failure}; checkpoints are whole: make room and "
-            "start again with --resume"
+            f"cannot write the model {folder}: {failure}; checkpoints are intact: free disk "
+            "space and start again with --resume"
         )

@@ -81,7 +81,7 @@ class Meter:
         self._trained = 0
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
-        self._settled = time.perf_counter()
+        self._counted_until = time.perf_counter()
         self._open()
 
     def _open(self) -> None:
@@ -105,7 +105,7 @@ class Meter:
     def exclude(self, seconds: float) -> None:
         """Leave out time in which nothing was trained."""
         self._start += seconds
-        self._settled += seconds
+        self._counted_until += seconds
 
     def applied(self, outputs: list[StepOutput], update: Update) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
@@ -120,7 +120,7 @@ class Meter:
                 self._sums[name] = self._sums[name] + value if name in self._sums else value
                 self._counts[name] += 1
 
-    def settle(self) -> None:
+    def reduce_counts(self) -> None:
         """Add the counts of all ranks to `progress`; collective."""
         ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
         progress = self._progress
@@ -131,8 +131,8 @@ class Meter:
                 stored = progress.examples.setdefault(kind, [])
                 stored.extend(examples[kind][: _EXAMPLES - len(stored)])
         now = time.perf_counter()
-        progress.seconds += now - self._settled
-        self._settled = now
+        progress.seconds += now - self._counted_until
+        self._counted_until = now
         self._trained, self._skipped, self._examples = 0, Counter(), {}
 
     def close(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Meter:
 
         Losses and statistics are absent when every step was skipped.
         """
-        self.settle()
+        self.reduce_counts()
         seconds = max(time.perf_counter() - self._start, 1e-9)
         means = [value / self._counts[name] for name, value in self._sums.items()]
         # All at once, as one by one they would each wait for the device.

@@ -69,7 +69,7 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
         local_value, value = local[0].get(key), values.get(key)
         if local_value != value and not _may_differ_by_node(config, key, local_value, value):
             problems.append(redacted(f"{key} is {local_value!r}, {value!r} on rank 0"))
-    with distributed.agreed(ConfigError):
+    with distributed.raise_on_all_ranks(ConfigError):
         if problems:
             raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
 

@@ -100,7 +100,7 @@ GRACE = 20.0
 # Seconds to finish validating or saving once asked; a rank for which it waits may be gone.
 PATIENCE = 240.0
 
-# About how long ranks train between two looks at each other's stop signals.
+# About how long ranks train between two checks of each other's stop signals.
 SECONDS = 4.0
 
 _POLL = 1.0
@@ -120,45 +120,45 @@ class StopSignals:
     """Listener to SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
 
     No signal kills; a SIGHUP ignored by nohup stays ignored. A second Ctrl-C interrupts; repeated
-    SIGTERMs, as launchers send, change nothing. After a request, a process that does not look in
-    time exits with `REQUEUE`: at once before its first look, later within `grace` seconds or twice
-    its longest time between looks, or inside `patient` within `patience` seconds.
+    SIGTERMs, as launchers send, change nothing. After a request, a process that does not check in
+    time exits with `REQUEUE`: at once before its first check, later within `grace` seconds or twice
+    its longest time between checks, or inside `suspend_deadline` within `patience` seconds.
     """
 
     def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:
         self.reason: str | None = None
         self._grace, self._patience = grace, patience
         self._before: dict[signal.Signals, Any] = {}
-        self._last_look: float | None = None
+        self._last_check: float | None = None
         self._longest = 0.0
         self._request_time = self._deadline = float("inf")
-        self._patient = False
+        self._suspended = False
         self._over = threading.Event()
 
-    def look(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether the run is to end; called between steps."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - (self._last_look or now))
-        self._last_look = now
+        self._longest = max(self._longest, now - (self._last_check or now))
+        self._last_check = now
         return self.reason is not None
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
+    def suspend_deadline(self) -> Iterator[None]:
         """Suspend the grace while validating or saving; it restarts at the end."""
-        if self._last_look is None:
+        if self._last_check is None:
             yield
             return
-        start, self._patient = time.monotonic(), True
+        start, self._suspended = time.monotonic(), True
         try:
             yield
         finally:
             now = time.monotonic()
-            self._last_look += now - start
+            self._last_check += now - start
             if self.reason is not None:
                 self._deadline = max(self._deadline, now + self._grace)
-            self._patient = False
+            self._suspended = False
 
-    def hold(self) -> None:
+    def disable_deadline(self) -> None:
         """Disable the deadline: the run has ended and is being saved."""
         self._over.set()
 
@@ -196,7 +196,7 @@ class StopSignals:
 
     def _request(self, reason: str) -> None:
         if self.reason is None:
-            grace = 0.0 if self._last_look is None else max(self._grace, 2 * self._longest)
+            grace = 0.0 if self._last_check is None else max(self._grace, 2 * self._longest)
             self._request_time = time.monotonic()
             self._deadline = self._request_time + grace
             self.reason = reason
@@ -211,12 +211,12 @@ class StopSignals:
                     self._request(signal.Signals(number).name)
             if self._launchers.lost():
                 self._request("the end of its launcher")
-            patient = self._patient
-            limit = self._request_time + self._patience if patient else self._deadline
+            suspended = self._suspended
+            limit = self._request_time + self._patience if suspended else self._deadline
             if time.monotonic() >= limit and not self._over.is_set():
                 rank = os.environ.get("RANK", "0")
-                when = "while it validated or saved" if patient else "in the midst of a step"
-                if self._last_look is None:
+                when = "while it validated or saved" if suspended else "in the midst of a step"
+                if self._last_check is None:
                     when = "before its first step"
                 # Whoever read the messages may be gone, too.
                 with suppress(OSError):
@@ -232,28 +232,28 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class StopTogether:
+class StopConsensus:
     """Decision of all ranks to stop, at the same steps; a single rank decides at each."""
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:
         self._signals, self._device = signals, device
         self._steps, self._steps_left = 1, 0
-        self._last_look = time.monotonic()
+        self._last_check = time.monotonic()
 
-    def look(self) -> bool:
+    def should_stop(self) -> bool:
         """Return, on every rank alike, whether the run is to end; called once before each step."""
-        requested = self._signals.look()
+        requested = self._signals.should_stop()
         if distributed.world_size() == 1:
             return requested
         if self._steps_left:
             self._steps_left -= 1
             return False
-        # The first looks are one step apart; then the slowest rank's pace sets the steps in
-        # `SECONDS`, growing at most twofold from one look to the next.
+        # The first checks are one step apart; then the slowest rank's pace sets the steps in
+        # `SECONDS`, growing at most twofold from one check to the next.
         now = time.monotonic()
-        pace = (now - self._last_look) / self._steps
+        pace = (now - self._last_check) / self._steps
         stop, pace = distributed.max_over_ranks([float(requested), pace], self._device)
-        self._last_look = time.monotonic()
+        self._last_check = time.monotonic()
         self._steps = max(1, min(2 * self._steps, int(SECONDS / max(pace, 1e-6))))
         self._steps_left = self._steps - 1
         return bool(stop)

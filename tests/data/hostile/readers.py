@@ -42,7 +42,7 @@ from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import KINDS, BadSample
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.stream.batch import Inputs, PatchMasking
-from vlp.data.stream.sampler import Element, Request
+from vlp.data.stream.sampler import Request, SampleIndex
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.published import read_tensors
@@ -163,7 +163,7 @@ def slots(folder):
     found = []
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):
-            slot = data.samples[Request(0, Element(0, shard, position, 0))]
+            slot = data.samples[Request(0, SampleIndex(0, shard, position, 0))]
             if slot.skip is not None:
                 assert slot.skip.kind in KINDS
                 assert "\n" not in slot.skip.where.strip(), slot.skip

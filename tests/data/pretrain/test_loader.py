@@ -27,8 +27,8 @@ from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.data.stream import loader
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.loader import SkippedShareWatch
-from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element, EndlessSampler, Pool, Request, TrainingSampler
+from vlp.data.stream.rng import make_rng, stable_hash
+from vlp.data.stream.sampler import EndlessSampler, Request, SampleIndex, Source, TrainingSampler
 
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
@@ -96,7 +96,7 @@ def test_fields_shapes_and_values(make_shards, make_data):
     # Every row is the image and one of the captions of the sample that its image id names.
     index = ShardIndex.open(folder)
     prepare = Preprocessing(16)
-    by_id = {identity("picture", "shards", str(n)): index.read(0, n) for n in range(8)}
+    by_id = {stable_hash("picture", "shards", str(n)): index.read(0, n) for n in range(8)}
     assert set(batch.image_ids.tolist()) == set(by_id)
     for row, image_id in enumerate(batch.image_ids.tolist()):
         raw = by_id[image_id]
@@ -238,7 +238,7 @@ def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
             writer.write(raw.key, cut, "jpg", raw.annotation)
     augment = AugmentConfig(randaugment=True, crop_scale=(0.5, 1.0))
     samples = make_data(folder, augment=augment).captioned
-    requests = [Request(0, Element(0, 0, number, 0)) for number in range(30)]
+    requests = [Request(0, SampleIndex(0, 0, number, 0)) for number in range(30)]
     requests.insert(5, Request(0, None))
     together = samples.collate(samples.__getitems__(requests))
     alone = samples.collate([samples[request] for request in requests])
@@ -248,9 +248,9 @@ def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
     assert together.valid.sum() == 27
     assert [kind for kind, _ in together.skipped] == ["unreadable image"] * 3
     for row, request in enumerate(requests):
-        if request.element is not None and together.valid[row]:
-            raw = ShardIndex.open(folder).read(0, request.element.position)
-            rng = make_rng(5, 0, f"0:0:{request.element.position}:None:0", "augment")
+        if request.sample_index is not None and together.valid[row]:
+            raw = ShardIndex.open(folder).read(0, request.sample_index.position)
+            rng = make_rng(5, 0, f"0:0:{request.sample_index.position}:None:0", "augment")
             image = Image.open(io.BytesIO(raw.image))
             levels = samples.transform.augment(image, rng, captions_of(raw.annotation)[0])
             assert torch.equal(together.pixels[row], levels)
@@ -345,7 +345,7 @@ def share(good, bad):
 
 def watch(samples, most):
     return SkippedShareWatch(
-        TrainingSampler([Pool([samples])], 2, 4, 0), most, rank=1, world_size=2
+        TrainingSampler([Source([samples])], 2, 4, 0), most, rank=1, world_size=2
     )
 
 
@@ -462,7 +462,9 @@ def test_weights_say_how_often_a_source_comes(make_shards, stream):
     seldom = without_index(make_shards("seldom", 20, 2))
     found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
     assert len(ListedShards(str(often)).shards) == 10
-    first = {identity("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)}
+    first = {
+        stable_hash("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)
+    }
     share = sum(number in first for number in found) / len(found)
     assert 0.6 < share < 0.9  # 0.75; 100 shards are drawn, one deviation is 0.04
 
@@ -537,4 +539,4 @@ def test_endless_order():
         (0, 30), (1, 40), (1, 50), (1, 60), (2, 70),
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 10"):
-        sampler.share(0, 0, 3)
+        sampler.samples_of_rank(0, 0, 3)

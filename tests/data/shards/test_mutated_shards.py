@@ -11,7 +11,7 @@ from vlp.data.config import AugmentConfig
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
-from vlp.data.stream.sampler import Element, Request
+from vlp.data.stream.sampler import Request, SampleIndex
 
 # Pillow warns of sizes that are refused, and of what it finds beside the pixels.
 pytestmark = pytest.mark.filterwarnings("ignore:Image size", "ignore:Corrupt EXIF")
@@ -54,7 +54,7 @@ def slots(data):
     [index] = data.sources
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):
-            yield entry.name, data.samples[Request(0, Element(0, shard, position, 0))]
+            yield entry.name, data.samples[Request(0, SampleIndex(0, shard, position, 0))]
 
 
 def outcomes(data):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.stream.loader import ShardAwareBatchSampler, concurrent_shards
-from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element, Pool, SlidingSampler, TrainingSampler
+from vlp.data.stream.rng import make_rng, stable_hash
+from vlp.data.stream.sampler import SampleIndex, SlidingSampler, Source, TrainingSampler
 
 Sampler = TrainingSampler | SlidingSampler
 
@@ -28,7 +28,7 @@ def epoch_of(order, epoch, size):
 
 
 def slow_epoch(pools, streams, window, seed, epoch, size):
-    """The definition spelled out: everything is laid out as lists of single elements."""
+    """The definition spelled out: everything is laid out as lists of single samples."""
     chunks = []
     for source, pool in enumerate(pools):
         total = sum(pool.sizes)
@@ -37,15 +37,15 @@ def slow_epoch(pools, streams, window, seed, epoch, size):
             order = make_rng(seed, visit, source, "shards").permutation(len(pool.sizes))
             for shard in order:
                 for position in range(pool.sizes[shard]):
-                    row.append(Element(source, int(shard), position, visit))
+                    row.append(SampleIndex(source, int(shard), position, visit))
                     chunk_ids.append((visit, shard))
         start, stop = int(epoch * pool.weight * total), int((epoch + 1) * pool.weight * total)
         by_chunk = {}
-        for element, chunk in zip(row[start:stop], chunk_ids[start:stop]):
-            by_chunk.setdefault(chunk, []).append(element)
+        for sample, chunk in zip(row[start:stop], chunk_ids[start:stop]):
+            by_chunk.setdefault(chunk, []).append(sample)
         chunks += by_chunk.values()
     shuffled = make_rng(seed, epoch, "epoch", "chunks").permutation(len(chunks))
-    row = [element for number in shuffled for element in chunks[number]]
+    row = [sample for number in shuffled for sample in chunks[number]]
     pieces = []
     for stream in range(streams):
         piece = row[stream * len(row) // streams : (stream + 1) * len(row) // streams]
@@ -74,7 +74,7 @@ weights = st.sampled_from([0.1, 0.5, 1.0, 2.0])
 @given(st.lists(st.tuples(sizes, weights), min_size=1, max_size=3), st.integers(1, 4),
        st.integers(1, 5), st.integers(0, 5), st.integers(0, 3))  # fmt: skip
 def test_windows_against_their_definition(sources, streams, window, seed, epoch):
-    pools = [Pool(*source) for source in sources] + [Pool([3, 2])]
+    pools = [Source(*source) for source in sources] + [Source([3, 2])]
     order = TrainingSampler(pools, streams, window, seed)
     assert epoch_of(order, epoch, 2 * streams) == slow_epoch(
         pools, streams, window, seed, epoch, 2 * streams
@@ -89,7 +89,7 @@ runs = st.tuples(sizes, st.integers(1, 6), st.integers(1, 5), st.integers(1, 8),
 def test_ranks_share_every_batch(run, world):
     shards, streams, each, window, seed = run
     size = streams * each
-    order = TrainingSampler([Pool(shards)], streams, window, seed)
+    order = TrainingSampler([Source(shards)], streams, window, seed)
     if streams % world:
         with pytest.raises(ConfigError, match=f"{world} ranks cannot share"):
             order.slots(0, 0, size, 0, world)
@@ -99,14 +99,15 @@ def test_ranks_share_every_batch(run, world):
         assert {len(slots) for slots in apart} == {size // world}
         whole = order.slots(step.epoch, step.start, size)
         assert [slot for slots in apart for slot in slots] == whole
-    assert sum(order.share(0, r, world) for r in range(world)) == order.samples_in_epoch(0)
+    shares = [order.samples_of_rank(0, rank, world) for rank in range(world)]
+    assert sum(shares) == order.samples_in_epoch(0)
 
 
 @settings(deadline=None)
 @given(runs, st.integers(0, 12), st.integers(1, 4))
 def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other):
     shards, streams, each, window, seed = run
-    pools = [Pool(shards), Pool([3, 2], 0.5)]
+    pools = [Source(shards), Source([3, 2], 0.5)]
     order = TrainingSampler(pools, streams, window, seed)
     consumed = 0
     seen = []
@@ -131,12 +132,12 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other)
     take(rest, streams * other)
     last = max(epoch for epoch, _ in seen)
     for epoch in range(last + 1):
-        found = [element for number, element in seen if number == epoch]
+        found = [sample for number, sample in seen if number == epoch]
         assert len(found) == len(set(found)) == order.samples_in_epoch(epoch)
 
 
 def test_numbers_that_fit_no_run():
-    order = TrainingSampler([Pool([10])], streams=4, window=4, seed=0)
+    order = TrainingSampler([Source([10])], streams=4, window=4, seed=0)
     assert order.locate(8) == (0, 2)
     assert order.locate(10) == (1, 0)
     for wrong in (9, 11, -4):
@@ -146,7 +147,7 @@ def test_numbers_that_fit_no_run():
         order.slots(0, 0, 6)
 
 
-@pytest.mark.parametrize("pools", [[], [Pool([])], [Pool([0, 0]), Pool([0])]])
+@pytest.mark.parametrize("pools", [[], [Source([])], [Source([0, 0]), Source([0])]])
 def test_no_samples_is_an_error_not_a_hang(pools):
     with pytest.raises(ConfigError, match="hold no samples"):
         TrainingSampler(pools, 2, 4, 0)
@@ -206,12 +207,12 @@ sliding_runs = st.tuples(
 @settings(max_examples=150, deadline=None)
 def test_the_sliding_order_against_its_definition(run):
     sizes, streams, window, seed, epoch = run
-    order = SlidingSampler([Pool(sizes)], streams, window, seed)
+    order = SlidingSampler([Source(sizes)], streams, window, seed)
     found = [[] for _ in range(streams)]
     for batch in epoch_of(order, epoch, streams):
-        for stream, element in enumerate(batch):
-            if element is not None:
-                found[stream].append((element.shard, element.position))
+        for stream, sample in enumerate(batch):
+            if sample is not None:
+                found[stream].append((sample.shard, sample.position))
     assert found == slow_streams(sizes, streams, window, seed, epoch)
 
 
@@ -219,7 +220,7 @@ def test_the_sliding_order_against_its_definition(run):
 @settings(max_examples=100, deadline=None)
 def test_every_element_once_for_any_number_of_ranks(run, weight):
     sizes, streams, window, seed, epoch = run
-    pools = [Pool(sizes, weight), Pool([3, 1])]
+    pools = [Source(sizes, weight), Source([3, 1])]
     order = SlidingSampler(pools, streams, window, seed)
     batches = epoch_of(order, epoch, 2 * streams)
     found = Counter(slot for batch in batches for slot in batch if slot is not None)
@@ -234,7 +235,7 @@ def test_every_element_once_for_any_number_of_ranks(run, weight):
 def test_it_mixes_as_well_as_a_uniform_shuffle():
     """Four million samples in shards of 1,000, batches of 512, at most 64 shards held by a rank."""
     shards, streams, batch = 4000, 64, 512
-    order = SlidingSampler([Pool(np.full(shards, 1000))], streams, 11_000, 0)
+    order = SlidingSampler([Source(np.full(shards, 1000))], streams, 11_000, 0)
     pairs, batches = 0, 60
     for number in range(batches):
         found = Counter(
@@ -251,8 +252,8 @@ numbers = st.integers(1, 4)
 
 
 def shards_of(asked):
-    slots = (request.element for request in asked.slots)
-    return {(element.source, element.shard) for element in slots if element is not None}
+    slots = (request.sample_index for request in asked.slots)
+    return {(sample.source, sample.shard) for sample in slots if sample is not None}
 
 
 @settings(deadline=None, max_examples=40)
@@ -262,7 +263,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
     kind, sizes, weight, streams, each, window,
     start
 ):  # fmt: skip
-    sampler = kind([Pool(sizes, weight), Pool([3, 1], 0.5)], streams, window, 0)
+    sampler = kind([Source(sizes, weight), Source([3, 1], 0.5)], streams, window, 0)
     batch = streams * each
     consumed = [0, *(step.consumed for step in islice(sampler.steps(0, batch), start))][-1]
     for rank in range(streams):
@@ -279,7 +280,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
 @settings(deadline=None, max_examples=30)
 @given(shards, numbers, st.integers(1, 7), st.integers(2, 5))
 def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
-    sampler = TrainingSampler([Pool(sizes)], streams, window, 0)
+    sampler = TrainingSampler([Source(sizes)], streams, window, 0)
     alone = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=1))
     shared = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=workers))
     assert [found.slots for found in shared] == [found.slots for found in alone]
@@ -295,7 +296,7 @@ def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
 
 
 def test_a_rank_asks_for_what_it_reads_alone():
-    sampler = TrainingSampler([Pool([100] * 1000)], streams=16, window=250, seed=1)
+    sampler = TrainingSampler([Source([100] * 1000)], streams=16, window=250, seed=1)
     for rank in range(4):
         # A window of 250 lies in at most 4 shards of 100, the next one shares one with it.
         assert len(concurrent_shards(sampler, 64, 0, rank, 4)) <= 4 * (4 + 3)
@@ -305,8 +306,8 @@ def test_a_rank_asks_for_what_it_reads_alone():
     ("first", "second"), [((1,), ("1",)), (("a", "bc"), ("ab", "c")), (("a", "b"), ("b", "a"))]
 )
 def test_identities_keep_names_apart(first, second):
-    assert identity(*first) != identity(*second)
-    assert 0 <= identity(*first) < 2**63
+    assert stable_hash(*first) != stable_hash(*second)
+    assert 0 <= stable_hash(*first) < 2**63
 
 
 def test_draws_stay_what_they_were():

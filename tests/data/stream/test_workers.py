@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, _utils
 
 from vlp.data.stream.loader import OrderedData
-from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.data.stream.sampler import Source, TrainingSampler
 from vlp.lock import FolderLock
 
 
@@ -39,7 +39,7 @@ def collate(slots):
 
 
 def started():
-    sampler = TrainingSampler([Pool([100], 1.0)], 2, 10, 0)
+    sampler = TrainingSampler([Source([100], 1.0)], 2, 10, 0)
     batches = OrderedData(sampler, Stuck(), collate, 2, workers=1).batches()
     next(batches)
     return batches

@@ -22,7 +22,7 @@ from evaluation.retrieval.rerank import (
     similarity,
 )
 from evaluation.samples import Samples
-from evaluation.work_sharding import Ranks
+from evaluation.work_sharding import ProcessGroup
 from vlp.metrics import pessimistic_ranks
 
 ALL = 2**30
@@ -32,7 +32,7 @@ def collected(loaded, shards, memory=ALL, limit=None):
     loaded.model.eval()
     options = EvalOptions(batch=4, precision="float32")
     encoder = Encoder(loaded, Samples([shards], limit), options, torch.device("cpu"), memory)
-    return encoder, encoder.collect(Ranks(), lambda samples: None)
+    return encoder, encoder.collect(ProcessGroup(), lambda samples: None)
 
 
 def scores(encoder, collection, pairs, batch=3):
@@ -42,8 +42,8 @@ def scores(encoder, collection, pairs, batch=3):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(matching, "TOKENS_HELD", 130)
-    monkeypatch.setattr(matching, "IMAGES_HELD", 7)
+    monkeypatch.setattr(matching, "MAX_BUCKET_TOKENS", 130)
+    monkeypatch.setattr(matching, "IMAGES_PER_PASS", 7)
 
 
 def some_pairs(collection, share=0.4):
@@ -74,17 +74,19 @@ def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_bucket
     tight, again = collected(loaded, scene_shards, memory=0, limit=9)
     np.testing.assert_array_equal(scores(tight, again, pairs), expected)
 
-    class Two(Ranks):
+    class Two(ProcessGroup):
         """The work of two ranks, the second one's first."""
 
         def map_blocks(self, count, work):
-            halves = [Ranks(rank, 2).share(count) for rank in (1, 0)]
+            halves = [ProcessGroup(rank, 2).share(count) for rank in (1, 0)]
             done = {block: work(block) for half in halves for block in half}
             return [done[block] for block in range(count)]
 
     scorer = PairScorer(encoder, collection)
     ranks = Two(0, 2)
-    found = match_pairs(pairs, scorer, scorer.groups(pairs), scorer.order(pairs), 3, ranks=ranks)
+    found = match_pairs(
+        pairs, scorer, scorer.groups(pairs), scorer.order(pairs), 3, processes=ranks
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -96,7 +98,9 @@ def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, sm
     real = encoder.itm_scorer.prepare_image
     encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
     scores(encoder, collection, pairs)
-    on_bucket = assign_buckets(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
+    on_bucket = (
+        assign_buckets(encoder.text_widths, encoder.batch, matching.MAX_BUCKET_TOKENS).max() + 1
+    )
     assert on_bucket > 1
     assert len(prepared) == len(collection.image) * on_bucket
 

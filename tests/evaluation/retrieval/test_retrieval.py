@@ -15,7 +15,7 @@ from evaluation.__main__ import main
 from evaluation.encoder import Block, BlockCache
 from evaluation.options import EvalOptions
 from evaluation.retrieval import query_bank
-from evaluation.retrieval.query_bank import log_mass, normalised_sides
+from evaluation.retrieval.query_bank import log_mass, normalised_features
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
@@ -129,7 +129,7 @@ def test_equal_captions_are_right_for_all_their_images(tmp_path, monkeypatch):
     right = (2 / 4 + 1 / 4 + 2 / 4 + 1 / 4) / 4
     assert result.recall("dual", "image_to_text", 1).chance == pytest.approx(right)
     assert [note.split()[0] for note in result.notes] == ["2", "1", "2"]
-    assert all(word in note for word, note in zip(("equal", "bytes", "cut"), result.notes))
+    assert all(word in note for word, note in zip(("correct", "byte", "truncated"), result.notes))
 
 
 def test_features_that_are_not_finite_are_an_error(numbered):
@@ -267,7 +267,7 @@ def test_a_hub_loses_most_and_by_the_same_for_every_query():
     queries, hub = unit(5, 8), unit(9, 8)[8:]
     bank = functional.normalize(hub + 0.3 * unit(50, 8), dim=-1)
     candidates = torch.cat([unit(6, 8), hub])
-    asked, answers = normalised_sides(queries, candidates, bank, 0.1)
+    asked, answers = normalised_features(queries, candidates, bank, 0.1)
     change = asked @ answers.T - queries @ candidates.T
     torch.testing.assert_close(change, change[:1].expand_as(change))
     assert change[0].argmin() == 6

@@ -90,7 +90,7 @@ def require_stopped(run):
     assert report["ended"] == "stopped"
     assert report["samples"] == 8 * report["step"]
     assert verify(run.lab.output(run.name) / "checkpoints" / f"step_{report['step']}") is None
-    assert f"after step {report['step']}; go on with --resume" in run.said.read_text()
+    assert f"after step {report['step']}; continue with --resume" in run.said.read_text()
 
 
 @pytest.mark.nightly

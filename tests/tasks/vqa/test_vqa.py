@@ -20,7 +20,7 @@ from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import IndexedSamples
-from vlp.data.stream.sampler import Element, Request
+from vlp.data.stream.sampler import Request, SampleIndex
 from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.vqa.data import (
     VqaDataConfig,
@@ -124,7 +124,7 @@ def test_images_are_not_mirrored_where_an_answer_names_a_side(tmp_path):
     samples = IndexedSamples(own.train, 0)
 
     def seen(number):
-        asked = [samples[Request(epoch, Element(0, 0, number, 0))] for epoch in range(12)]
+        asked = [samples[Request(epoch, SampleIndex(0, 0, number, 0))] for epoch in range(12)]
         return {float(one.pixels[0, 0, 0]) for one in asked}
 
     assert len(seen(0)) == 1

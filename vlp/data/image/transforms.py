@@ -105,13 +105,13 @@ def _rotate(image: Tensor, strength: float, sign: int) -> Tensor:
     angle = math.radians(sign * 30 * strength)
     cosine, sine = math.cos(angle), math.sin(angle)
     x, y = image.shape[2] / 2, image.shape[1] / 2
-    across = (cosine, -sine, x - cosine * x + sine * y)
-    down = (sine, cosine, y - sine * x - cosine * y)
-    return _affine(image, across, down)
+    x_row = (cosine, -sine, x - cosine * x + sine * y)
+    y_row = (sine, cosine, y - sine * x - cosine * y)
+    return _affine(image, x_row, y_row)
 
 
 def _shift(image: Tensor, by: float, dim: int) -> Tensor:
-    """Shift so that each place takes the value from `by` pixels further on, interpolated."""
+    """Shift so that each pixel takes the value `by` pixels further on, interpolated."""
     length = image.shape[dim]
     whole = math.floor(by)
     part = by - whole
@@ -125,17 +125,17 @@ def _shift(image: Tensor, by: float, dim: int) -> Tensor:
 
 
 def _affine(
-    image: Tensor, across: tuple[float, float, float], down: tuple[float, float, float]
+    image: Tensor, x_row: tuple[float, float, float], y_row: tuple[float, float, float]
 ) -> Tensor:
-    """Take (x, y) from (a x + b y + c, d x + e y + f), bilinear; in pixels."""
+    """Resample bilinearly: pixel (x, y) reads (a x + b y + c, d x + e y + f) of the image."""
     height, width = image.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     grid = torch.empty(1, height, width, 2)
-    for axis, (by_x, by_y, fixed), size in ((0, across, width), (1, down, height)):
+    for axis, (x_weight, y_weight, offset), size in ((0, x_row, width), (1, y_row, height)):
         # grid_sample counts from -1 to 1 over the image.
         torch.add(
-            x * (2 * by_x / size),
-            y * (2 * by_y / size) + (2 * fixed / size - 1),
+            x * (2 * x_weight / size),
+            y * (2 * y_weight / size) + (2 * offset / size - 1),
             out=grid[0, ..., axis],
         )
     centred = (image - _FILL)[None]  # what lies outside counts as zero
@@ -302,7 +302,7 @@ class TrainTransform:
         return pixels
 
     def _crop(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
-        # Without crops images are squashed by Pillow, to the same pixels as in evaluation.
+        # Without crops images are resized by Pillow, to the same pixels as in evaluation.
         if self.config.crop_scale[0] >= 1:
             whole = image if isinstance(image, Image.Image) else image.image()
             return pil_to_tensor(self.preprocessing.squash(whole))
@@ -313,12 +313,12 @@ class TrainTransform:
             pixels = image.decode(_min_size(image.size, box, side))
         else:
             pixels = image.decode()
-        # In whole pixels of what was decoded, outwards.
+        # Scale the box to the decoded size, rounding outwards.
         (width, height), (rows, columns) = image.size, pixels.shape[1:]
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = pixels[None, :, upper:lower, left:right]
-        # On 8 bits PyTorch's filter is three times as fast as Pillow's, and equal to a level.
+        # On 8 bits PyTorch's filter is three times as fast as Pillow's, and within one level.
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
 
 

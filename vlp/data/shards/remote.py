@@ -225,7 +225,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
                 total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
             )
             options["client_kwargs"] = {"timeout": timeout}
-            # User info and query go with each request, not in the path, which errors show.
+            # Credentials and query are request options, as error messages show the path.
             parts = urlsplit(location)
             if parts.username is not None:
                 user = unquote(parts.username), unquote(parts.password or "")

@@ -147,7 +147,7 @@ class ShardFile:
 
     def read(self, sample: SampleFiles) -> RawSample:
         """Return a listed sample with its images; raises BadSample."""
-        return parse(sample, self.content, self.where(sample))
+        return read_sample(sample, self.content, self.where(sample))
 
     def annotation(self, sample: SampleFiles) -> Annotation:
         """Return a listed sample's annotation, its images left unread; raises BadSample."""
@@ -184,16 +184,16 @@ def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
     return samples
 
 
-def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
+def read_sample(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     """Read one sample, adjacent files in one read; raises BadSample."""
     if sample.repeated:
         raise _repeated(where)
-    extension = next((name for name in IMAGES if name in sample.files), None)
-    if extension is None:
+    image_extension = next((name for name in IMAGES if name in sample.files), None)
+    if image_extension is None:
         names = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
         dots = "; a key ends at its first dot" if any("." in name for name in sample.files) else ""
         raise BadSample("missing image", f"{where} (it has {names}{dots})")
-    images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
+    images = [image_extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
     for name in images:
         if (size := sample.files[name].size) > MAX_IMAGE_BYTES:
             message = f"{where}.{name}: {size} bytes, more than {MAX_IMAGE_BYTES}"
@@ -204,7 +204,7 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     annotation = parse_annotation(sample, read, where)
     image, *second = (read(sample.files[name]) for name in images)
     second_image = second[0] if second else None
-    return RawSample(sample.key, image, extension, annotation, second_image, where)
+    return RawSample(sample.key, image, image_extension, annotation, second_image, where)
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
@@ -300,8 +300,8 @@ def outage_error(bad: BadSample, policy: str, may_pass: bool = True) -> Exceptio
     if policy == "skip":
         return bad
     if policy == "pause" and may_pass:
-        return PausedDataError(f"{bad}; paused: go on with --resume when the store is back")
+        return PausedDataError(f"{bad}; paused: continue with --resume when the store is back")
     return DataError(
-        f"{bad}; go on with --resume when it can be had, or drop its samples with "
+        f"{bad}; continue with --resume when it can be had, or drop its samples with "
         "data.outages.policy=skip"
     )

@@ -26,7 +26,7 @@ from vlp.data.shards.remote import retries, share_retries
 from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import EndlessSampler, Pool, Request, SampleStep, TrainingSampler
+from vlp.data.stream.sampler import EndlessSampler, GlobalBatch, Request, Source, TrainingSampler
 from vlp.signals import STOPS, end_with_parent
 
 
@@ -111,7 +111,7 @@ class ShardAwareBatchSampler:
         ahead = self._ahead() if self._fetchers else None
         for step in islice(self._sampler.steps(self._consumed, self._batch), self._stop_after):
             slots = self._sampler.slots(step.epoch, step.start, self._batch, *self._share)
-            requests = [Request(step.epoch, element) for element in slots]
+            requests = [Request(step.epoch, index) for index in slots]
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
@@ -127,7 +127,7 @@ class ShardAwareBatchSampler:
             per_batch = max(per_batch, -(-len(waiting) // self._fetchers))
             yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
-    def _windows(self, step: SampleStep) -> list[tuple[int, int]]:
+    def _windows(self, step: GlobalBatch) -> list[tuple[int, int]]:
         """Return (epoch, number) of the windows a batch takes from, and of the one after."""
         position = step.start + self._batch // self._sampler.streams
         length = self._sampler.prefetch_window
@@ -228,7 +228,7 @@ class OrderedData:
         too many samples are bad.
         """
         self.sampler.locate(samples_consumed)
-        self.sampler.share(0, rank, world_size)
+        self.sampler.samples_of_rank(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
         return self._checked(loader, samples_consumed, rank, world_size, stop_after)
 
@@ -299,7 +299,7 @@ class SkippedShareWatch:
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch
-            self._expected = self._sampler.share(epoch, *self._ranks)
+            self._expected = self._sampler.samples_of_rank(epoch, *self._ranks)
             self._bad = 0
         good, bad = int(batch.valid.sum()), len(batch.skipped)
         self._bad += bad
@@ -378,12 +378,12 @@ class IndexedSamples(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         """Return the sample that a slot asks for, a `SkippedSample`, or None for an empty slot."""
-        if request.element is None:
+        if request.sample_index is None:
             return None
-        number, visit = request.element.position, request.element.visit
+        number, source_pass = request.sample_index.position, request.sample_index.source_pass
 
         def rng_for(purpose: str) -> np.random.Generator:
-            return make_rng(self._seed, request.epoch, f"{number}:{visit}", purpose)
+            return make_rng(self._seed, request.epoch, f"{number}:{source_pass}", purpose)
 
         try:
             return self._read(number, rng_for)
@@ -408,7 +408,7 @@ def indexed_data(
             f"training.batch {batch} is not a multiple of canonical_streams "
             f"{config.canonical_streams}"
         )
-    sampler = TrainingSampler([Pool([count])], config.canonical_streams, max(count, 1), seed)
+    sampler = TrainingSampler([Source([count])], config.canonical_streams, max(count, 1), seed)
     return OrderedData(
         sampler,
         IndexedSamples(read, seed),

@@ -20,7 +20,7 @@ def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.rando
     return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]
 
 
-def identity(*parts: int | str) -> int:
+def stable_hash(*parts: int | str) -> int:
     """Return a non-negative 63-bit hash of `parts`."""
     return int.from_bytes(_hash(*parts, 8), "little") >> 1
 

@@ -1,8 +1,8 @@
 """The training order: a function of (seed, epoch, streams, window) and of the shards' sizes alone.
 
-An epoch's shards, in random order, form one row of elements, cut into `streams` equal pieces that
-are shuffled within windows. A global batch takes equally many elements from each stream, and ranks
-share the streams, so the number of ranks changes no global batch.
+An epoch's shards, in random order, form one sequence of samples, cut into `streams` equal streams
+that are shuffled within windows. A global batch takes equally many samples from each stream, and
+ranks share the streams, so the number of ranks changes no global batch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from vlp.data.shards.index import LRUCache, narrow
 from vlp.data.stream.rng import make_rng
 
 
-class Pool(NamedTuple):
-    """One source: the number of elements in each of its shards, and its weight."""
+class Source(NamedTuple):
+    """The number of samples (or captions, if each is one) in each shard, and the weight."""
 
     sizes: Sequence[int] | np.ndarray
     weight: float = 1.0
 
 
-class Element(NamedTuple):
-    """A position in a shard, and the number of earlier passes over its source (`visit`)."""
+class SampleIndex(NamedTuple):
+    """A sample's position in its shard, and the number of earlier passes over its source."""
 
     source: int
     shard: int
     position: int
-    visit: int
+    source_pass: int
 
 
 class Request(NamedTuple):
-    """An element in an epoch, or an empty slot."""
+    """A sample in an epoch, or an empty slot."""
 
     epoch: int
-    element: Element | None
+    sample_index: SampleIndex | None
 
 
-class SampleStep(NamedTuple):
-    """One global batch: its epoch, each stream's position before it, elements consumed after it."""
+class GlobalBatch(NamedTuple):
+    """One global batch: its epoch, each stream's position before it, samples consumed after it."""
 
     epoch: int
     start: int
@@ -59,45 +59,45 @@ def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
             f"{world_size} ranks cannot share data.canonical_streams {streams} evenly; "
             f"{fewer}{''.join(more)} can"
         )
-    share = streams // world_size
-    return range(rank * share, (rank + 1) * share)
+    per_rank = streams // world_size
+    return range(rank * per_rank, (rank + 1) * per_rank)
 
 
 class TrainingSampler:
-    """Positions of the elements of every epoch, computed lazily.
+    """Positions of the samples of every epoch, computed lazily.
 
-    A pool of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements to epoch e, from
-    where the epoch before stopped. The number of ranks divides `streams`; `window` is in elements.
+    A source of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n samples to epoch e, from
+    where the epoch before stopped. The number of ranks divides `streams`; `window` is in samples.
     """
 
-    def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
+    def __init__(self, sources: Sequence[Source], streams: int, window: int, seed: int) -> None:
         self.streams = streams
         self.window = window
         self.seed = seed
-        self._sizes = [narrow(pool.sizes) for pool in pools]
+        self._sizes = [narrow(source.sizes) for source in sources]
         self._totals = [int(sizes.sum()) for sizes in self._sizes]
         # A weight is meant as written: 0.1 is a tenth, not the binary fraction next to it.
-        self._weights = [Fraction(pool.weight).limit_denominator(10**6) for pool in pools]
+        self._weights = [Fraction(source.weight).limit_denominator(10**6) for source in sources]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
         self._epochs: LRUCache[EpochLayout] = LRUCache(2)
-        # Each stream's window of the moment, by (epoch, number): streams go forward.
+        # Each stream's current window, by (epoch, window), as streams only move forward.
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._position_type = np.min_scalar_type(window)
 
     @property
     def prefetch_window(self) -> int:
-        """Elements of a stream that are prefetched ahead of the current ones."""
+        """Samples of a stream that are prefetched ahead of the current ones."""
         return self.window
 
     def samples_before(self, epoch: int) -> int:
-        """Return the number of elements of all epochs before `epoch`."""
+        """Return the number of samples of all epochs before `epoch`."""
         return sum(
             int(epoch * weight * total) for total, weight in zip(self._totals, self._weights)
         )
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Return the number of elements of one epoch."""
+        """Return the number of samples of one epoch."""
         return self.samples_before(epoch + 1) - self.samples_before(epoch)
 
     def batches_in_epoch(self, epoch: int, size: int) -> int:
@@ -105,13 +105,13 @@ class TrainingSampler:
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
         return -(-longest // self._per_stream(size))
 
-    def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Return the number of elements of one epoch that fall to one rank."""
+    def samples_of_rank(self, epoch: int, rank: int, world_size: int) -> int:
+        """Return the number of samples of one epoch that fall to one rank."""
         bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
         return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and each stream's position in it, after `consumed` elements."""
+        """Return the epoch, and each stream's position in it, after `consumed` samples."""
         low, high = 0, 1
         while self.samples_before(high) <= consumed:
             low, high = high, 2 * high
@@ -129,8 +129,8 @@ class TrainingSampler:
             )
         return low, within // self.streams
 
-    def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:
-        """Yield global batches of `size` slots from `consumed` elements on, without end."""
+    def steps(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
+        """Yield global batches of `size` slots from `consumed` samples on, without end."""
         per_stream = self._per_stream(size)
         epoch, start = self.locate(consumed)
         while True:
@@ -140,35 +140,35 @@ class TrainingSampler:
             while start < longest:
                 after = start + per_stream
                 done = samples if after >= longest else after * self.streams
-                yield SampleStep(epoch, start, before + done)
+                yield GlobalBatch(epoch, start, before + done)
                 start = after
             epoch, start = epoch + 1, 0
 
     def slots(
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
-    ) -> list[Element | None]:
+    ) -> list[SampleIndex | None]:
         """Return a rank's (contiguous) slots of a global batch; None is an empty slot."""
         per_stream = self._per_stream(size)
         streams = self._streams_of_rank(rank, world_size)
         bounds = self._bounds(epoch, streams)
         positions = np.full((len(streams), per_stream), -1)
-        for row, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
+        for out, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
             stop = min(start + per_stream, length)
-            row[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
+            out[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
         filled = positions >= 0
-        elements = iter(self._epoch(epoch).elements(positions[filled]))
-        return [next(elements) if full else None for full in filled.ravel()]
+        samples = iter(self._epoch(epoch).samples(positions[filled]))
+        return [next(samples) if full else None for full in filled.ravel()]
 
     def shards_of_window(
-        self, epoch: int, number: int, rank: int = 0, world_size: int = 1
+        self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List each (source, shard) that a rank reads in window `number`; empty after the epoch."""
+        """List each (source, shard) that a rank reads in a window; empty after the epoch."""
         bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
-        first = bounds[:-1] + number * self.window
-        last = np.minimum(first + self.window, bounds[1:])
+        starts = bounds[:-1] + window_index * self.window
+        stops = np.minimum(starts + self.window, bounds[1:])
         layout = self._epoch(epoch)
         shards: dict[tuple[int, int], None] = {}
-        for start, stop in zip(first.tolist(), last.tolist()):
+        for start, stop in zip(starts.tolist(), stops.tolist()):
             shards.update(dict.fromkeys(layout.shards(start, stop)))
         return list(shards)
 
@@ -189,28 +189,28 @@ class TrainingSampler:
         return streams_of_rank(self.streams, rank, world_size)
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
-        """Return neighbouring streams' starts in the epoch's row, and the last one's end."""
-        numbers = np.arange(streams.start, streams.stop + 1)
-        return numbers * self.samples_in_epoch(epoch) // self.streams
+        """Return consecutive streams' starts in the epoch's sequence, and the last one's end."""
+        indices = np.arange(streams.start, streams.stop + 1)
+        return indices * self.samples_in_epoch(epoch) // self.streams
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return the positions in the stream at `start` to `stop` of its shuffled order."""
+        """Return entries [start, stop) of the shuffled order, as positions in the stream."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
-            number, inside = divmod(start, self.window)
-            first = number * self.window
-            count = min(self.window, stop - first) - inside
-            permutation = self._permutation(epoch, stream, number, min(self.window, length - first))
-            parts.append(first + permutation[inside : inside + count].astype(np.int64))
+            index, offset = divmod(start, self.window)
+            first = index * self.window
+            count = min(self.window, stop - first) - offset
+            permutation = self._permutation(epoch, stream, index, min(self.window, length - first))
+            parts.append(first + permutation[offset : offset + count].astype(np.int64))
             start += count
         return np.concatenate(parts)
 
-    def _permutation(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
+    def _permutation(self, epoch: int, stream: int, index: int, size: int) -> np.ndarray:
         key, permutation = self._windows.get(stream, (None, None))
-        if key != (epoch, number) or permutation is None:
-            rng = make_rng(self.seed, epoch, stream, f"window {number}")
+        if key != (epoch, index) or permutation is None:
+            rng = make_rng(self.seed, epoch, stream, f"window {index}")
             permutation = rng.permutation(size).astype(self._position_type)
-            self._windows[stream] = (epoch, number), permutation
+            self._windows[stream] = (epoch, index), permutation
         return permutation
 
     def _epoch(self, epoch: int) -> EpochLayout:
@@ -223,26 +223,27 @@ class TrainingSampler:
         )
 
     def _chunks(self, epoch: int) -> np.ndarray:
-        """Return (5, chunks) of an epoch: source, shard, first position, visit, length."""
+        """Return the chunks (runs of one shard) that an epoch reads, as rows of `EpochLayout`."""
         parts = []
         for source, (sizes, total, weight) in enumerate(
             zip(self._sizes, self._totals, self._weights)
         ):
             start, stop = int(epoch * weight * total), int((epoch + 1) * weight * total)
-            for visit in range(start // total, -(-stop // total)) if total else ():
-                shards = make_rng(self.seed, visit, source, "shards").permutation(len(sizes))
-                ends = np.cumsum(sizes[shards]) + visit * total
-                first = np.maximum(ends - sizes[shards], start)
-                last = np.minimum(ends, stop)
-                mask = first < last
+            for source_pass in range(start // total, -(-stop // total)) if total else ():
+                rng = make_rng(self.seed, source_pass, source, "shards")
+                shards = rng.permutation(len(sizes))
+                ends = np.cumsum(sizes[shards]) + source_pass * total
+                starts = np.maximum(ends - sizes[shards], start)
+                stops = np.minimum(ends, stop)
+                mask = starts < stops
                 parts.append(
                     np.stack(
                         [
                             np.full(mask.sum(), source),
                             shards[mask],
-                            (first - (ends - sizes[shards]))[mask],
-                            np.full(mask.sum(), visit),
-                            (last - first)[mask],
+                            (starts - (ends - sizes[shards]))[mask],
+                            np.full(mask.sum(), source_pass),
+                            (stops - starts)[mask],
                         ]
                     )
                 )
@@ -264,7 +265,7 @@ class EndlessSampler:
         """Return the number of global batches of one epoch."""
         return -(-self.samples_in_epoch(epoch) // size)
 
-    def share(self, epoch: int, rank: int, world_size: int) -> int:
+    def samples_of_rank(self, epoch: int, rank: int, world_size: int) -> int:
         """Return the number of samples of one epoch that fall to one rank."""
         if self._size % world_size:
             raise ConfigError(f"{world_size} ranks cannot share a batch of {self._size} evenly")
@@ -274,80 +275,80 @@ class EndlessSampler:
         """Return the epoch, and its consumed samples, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
-    def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:
+    def steps(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
         """Yield global batches of `size` slots from `consumed` samples on, without end."""
         while True:
             epoch, start = self.locate(consumed)
             consumed += size
-            yield SampleStep(epoch, start, consumed)
+            yield GlobalBatch(epoch, start, consumed)
 
 
 class EpochLayout:
-    """The chunks of one epoch in order: rows source, shard, first position, visit, length."""
+    """The chunks of one epoch in order: rows source, shard, first position, pass, length."""
 
     def __init__(self, chunks: np.ndarray) -> None:
         self._chunks = [narrow(row) for row in chunks]
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return source and shard of the chunks that lie between two positions of the row."""
+        """Return source and shard of the chunks in [start, stop) of the sequence."""
         if start >= stop:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         return list(zip(*(row[first : last + 1].tolist() for row in self._chunks[:2])))
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of the chunks between two chunk borders of the row."""
+        """Return the starts of the chunks between two chunk borders of the sequence."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         return self._ends[first:last] - self._chunks[4][first:last]
 
-    def elements(self, positions: np.ndarray) -> list[Element]:
-        """Return the elements at positions of the row that the chunks form one after another."""
-        numbers = np.searchsorted(self._ends, positions, side="right")
-        source, shard, first, visit, length = (row[numbers] for row in self._chunks)
-        position = first + positions - (self._ends[numbers] - length)
-        columns = np.stack([source, shard, position, visit], axis=1)
-        return [Element(*row) for row in columns.tolist()]
+    def samples(self, positions: np.ndarray) -> list[SampleIndex]:
+        """Return the samples at positions of the sequence that the chunks form in order."""
+        chunks = np.searchsorted(self._ends, positions, side="right")
+        source, shard, first, source_pass, length = (row[chunks] for row in self._chunks)
+        position = first + positions - (self._ends[chunks] - length)
+        columns = np.stack([source, shard, position, source_pass], axis=1)
+        return [SampleIndex(*row) for row in columns.tolist()]
 
 
 _BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
 
 
 class _Timeline(NamedTuple):
-    """The chunks of a stream, and the number of elements of each chunk by block."""
+    """The chunks of a stream, and the number of samples of each chunk by block."""
 
-    starts: np.ndarray  # position of each chunk's first element; at the end, the stream's length
-    first_blocks: np.ndarray  # block in which each chunk's first element may come
-    cumulative: list[np.ndarray]  # elements of each chunk up to the end of each of these blocks
-    ends: np.ndarray  # elements of the stream up to the end of each block
+    starts: np.ndarray  # position of each chunk's first sample; at the end, the stream's length
+    first_blocks: np.ndarray  # block in which each chunk's first sample may be read
+    cumulative: list[np.ndarray]  # samples of each chunk up to each block's end, from its first
+    ends: np.ndarray  # samples of the stream up to the end of each block
 
 
 class SlidingSampler(TrainingSampler):
-    """Shards dealt to streams once a run and read through a sliding window.
+    """Shards assigned to streams once per run and read through a sliding window.
 
-    A shard comes to the same ranks in every epoch (for their caches), in another order. A stream
-    reads from about `window` / shard size shards at a time. Elements of a chunk with middle m come
-    evenly in [m - window/2, m + window/2], in blocks of an eighth of a window.
+    Ranks read the same shards in every epoch (for their caches), in another order. A stream reads
+    from about `window` / shard size shards at a time. Samples of a chunk with middle m are spread
+    evenly over [m - window/2, m + window/2], in blocks of an eighth of a window.
     """
 
-    def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
-        super().__init__(pools, streams, window, seed)
+    def __init__(self, sources: Sequence[Source], streams: int, window: int, seed: int) -> None:
+        super().__init__(sources, streams, window, seed)
         self._timelines: LRUCache[_Timeline] = LRUCache(2 * streams)
 
     @property
     def prefetch_window(self) -> int:
-        """Elements of a stream that are prefetched ahead of the current ones: a block."""
+        """Samples of a stream that are prefetched ahead of the current ones: a block."""
         return max(1, self.window // _BLOCKS)
 
     def shards_of_window(
-        self, epoch: int, number: int, rank: int = 0, world_size: int = 1
+        self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List (source, shard) that a rank reads while its streams go through window `number`."""
+        """List (source, shard) that a rank reads while its streams go through a window."""
         streams = self._streams_of_rank(rank, world_size)
         shards: dict[tuple[int, int], None] = {}
         for first, stream in zip(self._bounds(epoch, streams).tolist(), streams):
             timeline = self._timeline(epoch, stream)
-            start = number * self.prefetch_window
+            start = window_index * self.prefetch_window
             stop = min(start + self.prefetch_window, int(timeline.starts[-1]))
             for block in _blocks(timeline, start, stop):
                 for chunk in _open_chunks(timeline, block):
@@ -363,25 +364,25 @@ class SlidingSampler(TrainingSampler):
             make_rng(self.seed, 0, source, "deal").random(len(sizes))
             for source, sizes in enumerate(self._sizes)
         ]
-        dealt = [keys[source][shard] for source, shard in chunks[:2].T.tolist()]
-        chunks = chunks[:, np.lexsort((chunks[3], dealt))]
+        sort_keys = [keys[source][shard] for source, shard in chunks[:2].T.tolist()]
+        chunks = chunks[:, np.lexsort((chunks[3], sort_keys))]
         ends, bounds = np.cumsum(chunks[4]), self._bounds(epoch, range(self.streams))
-        cuts = np.union1d(ends, bounds[bounds > 0])  # where a chunk or a stream ends
-        begins, cut = np.append(0, cuts[:-1]), np.searchsorted(ends, cuts)
-        pieces = chunks[:, cut]
-        pieces[2] += begins - (ends - chunks[4])[cut]
-        pieces[4] = cuts - begins
-        mixed = make_rng(self.seed, epoch, "epoch", "chunks").random(len(cuts))
-        return EpochLayout(pieces[:, np.lexsort((mixed, np.searchsorted(bounds, cuts)))])
+        stops = np.union1d(ends, bounds[bounds > 0])  # where a chunk or a stream ends
+        starts, index = np.append(0, stops[:-1]), np.searchsorted(ends, stops)
+        parts = chunks[:, index]
+        parts[2] += starts - (ends - chunks[4])[index]
+        parts[4] = stops - starts
+        shuffle_keys = make_rng(self.seed, epoch, "epoch", "chunks").random(len(stops))
+        return EpochLayout(parts[:, np.lexsort((shuffle_keys, np.searchsorted(bounds, stops)))])
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return the positions in the stream at `start` to `stop` of its shuffled order."""
+        """Return entries [start, stop) of the shuffled order, as positions in the stream."""
         timeline = self._timeline(epoch, stream)
         parts = [np.empty(0, dtype=np.int64)]
         for block in _blocks(timeline, start, stop):
             before = int(timeline.ends[block - 1]) if block else 0
-            inside = slice(max(0, start - before), max(0, stop - before))
-            parts.append(self._block(epoch, stream, block)[inside])
+            entries = slice(max(0, start - before), max(0, stop - before))
+            parts.append(self._block(epoch, stream, block)[entries])
         return np.concatenate(parts)
 
     def _timeline(self, epoch: int, stream: int) -> _Timeline:
@@ -398,17 +399,17 @@ class SlidingSampler(TrainingSampler):
         counts = np.zeros(-(-length // block), dtype=np.int64)
         cumulative = []
         columns = zip(begins, ends, sizes, shifts, first_blocks.tolist())
-        for begin, end, size, shift, number in columns:
-            times = np.arange(number + 1, int(-(-end // block)) + 1) * block
-            chunk_counts = np.ceil((times - begin) * size / (end - begin) - shift)
-            chunk_counts = np.clip(chunk_counts, 0, size).astype(np.int64)
-            chunk_counts[-1] = size
-            counts[number : number + len(chunk_counts)] += np.diff(chunk_counts, prepend=0)
-            cumulative.append(chunk_counts)
+        for begin, end, size, shift, first_block in columns:
+            block_ends = np.arange(first_block + 1, int(-(-end // block)) + 1) * block
+            totals = np.ceil((block_ends - begin) * size / (end - begin) - shift)
+            totals = np.clip(totals, 0, size).astype(np.int64)
+            totals[-1] = size
+            counts[first_block : first_block + len(totals)] += np.diff(totals, prepend=0)
+            cumulative.append(totals)
         return _Timeline(starts, first_blocks, cumulative, np.cumsum(counts))
 
     def _block(self, epoch: int, stream: int, block: int) -> np.ndarray:
-        """Return the positions in the stream of a block, in shuffled order."""
+        """Return a block's samples in shuffled order, as positions in the stream."""
         cached = self._windows.get(stream)
         if cached is None or cached[0] != (epoch, block):
             positions = self._shuffle_block(epoch, stream, block)
@@ -417,21 +418,21 @@ class SlidingSampler(TrainingSampler):
 
     def _shuffle_block(self, epoch: int, stream: int, block: int) -> np.ndarray:
         timeline = self._timeline(epoch, stream)
-        times, positions = [np.empty(0)], [np.empty(0, dtype=np.int64)]
+        sort_keys, positions = [np.empty(0)], [np.empty(0, dtype=np.int64)]
         for chunk in _open_chunks(timeline, block):
-            row = block - int(timeline.first_blocks[chunk])
+            offset = block - int(timeline.first_blocks[chunk])
             counts = timeline.cumulative[chunk]
-            start, stop = int(counts[row - 1]) if row else 0, int(counts[row])
+            start, stop = int(counts[offset - 1]) if offset else 0, int(counts[offset])
             rng = make_rng(self.seed, epoch, stream, f"chunk {chunk}")
             order = rng.permutation(int(counts[-1]))[start:stop]
             within = rng.random(int(counts[-1]))[start:stop]
-            times.append((np.arange(stop - start) + within) / max(1, stop - start))
+            sort_keys.append((np.arange(stop - start) + within) / max(1, stop - start))
             positions.append(timeline.starts[chunk] + order)
-        return np.concatenate(positions)[np.argsort(np.concatenate(times), kind="stable")]
+        return np.concatenate(positions)[np.argsort(np.concatenate(sort_keys), kind="stable")]
 
 
 def _blocks(timeline: _Timeline, start: int, stop: int) -> range:
-    """Return the blocks that hold the elements from `start` to `stop` of a stream."""
+    """Return the blocks that hold the samples [start, stop) of a stream."""
     if start >= stop:
         return range(0)
     low, high = np.searchsorted(timeline.ends, [start, stop - 1], side="right").tolist()
@@ -439,7 +440,7 @@ def _blocks(timeline: _Timeline, start: int, stop: int) -> range:
 
 
 def _open_chunks(timeline: _Timeline, block: int) -> Iterator[int]:
-    """Yield the (consecutive) chunks that may have elements in a block."""
+    """Yield the (consecutive) chunks that may have samples in a block."""
     stop = int(np.searchsorted(timeline.first_blocks, block, side="right"))
     for chunk in reversed(range(stop)):
         if block - int(timeline.first_blocks[chunk]) >= len(timeline.cumulative[chunk]):

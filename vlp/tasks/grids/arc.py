@@ -12,7 +12,7 @@ from scipy import ndimage
 
 from vlp.config import Config, ConfigError
 from vlp.data.shards.tar import stored_files
-from vlp.data.stream.rng import identity
+from vlp.data.stream.rng import stable_hash
 from vlp.io import parse_json
 
 # (rows, columns) int64, colours 0 to 9; at most 30 of either.
@@ -181,7 +181,7 @@ class GridVariant(NamedTuple):
         # A hash, so that the variants are the same in every run.
         if self == GridVariant():
             return False
-        return identity("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
+        return stable_hash("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
 
 
 def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
