@@ -200,10 +200,10 @@ def _encoded_caption(loaded: Loaded, sample: CaptionedSample, device: torch.devi
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
     """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1."""
-    field = model.anchors(image, text)
+    paths = model.anchors(image, text)
     # Models without ACE-RPE, or with constant paths, have anchors in the features it would read.
-    if field is not None and "anchor" in model.config.cross.position:
-        similarity = field.similarity[0]
+    if paths is not None and "anchor" in model.config.cross.position:
+        similarity = paths.similarity[0]
     else:
         groups = model.config.cross.anchor.groups
         similarity = group_similarity(image.tokens.float(), text.tokens.float(), groups)[0]
@@ -212,12 +212,12 @@ def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tenso
 
 def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
     """Return path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
-    field = model.anchors(image, text)
-    if field is None:
+    paths = model.anchors(image, text)
+    if paths is None:
         nothing = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
         return nothing, nothing.bool()
     # The image side of the path counts [CLS].
-    return _by_token(model, field.path[0, 1:].float()), _by_token(model, field.reachable[0])
+    return _by_token(model, paths.image_path[0, 1:].float()), _by_token(model, paths.reachable[0])
 
 
 def _by_token(model: VLPModel, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from vlp.models.cross_encoder import ImageFeatures, PairIndices, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import group_similarity
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.pretraining.statistics import anchor_sums, from_sums
 
 POINTERS = ("cosine", "anchors", "path", "Grad-CAM")
@@ -100,7 +100,7 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
 
 
 def word_maps(
-    model: VLPModel, image: ImageFeatures, texts: TextFeatures, field: AnchorField | None
+    model: VLPModel, image: ImageFeatures, texts: TextFeatures, paths: AnchorPaths | None
 ) -> dict[str, NDArray[np.floating]]:
     """Return maps (captions, M, N) of one image's captions by the cross-modal encoder.
 
@@ -108,9 +108,9 @@ def word_maps(
     the middle layer.
     """
     maps: dict[str, NDArray[np.floating]] = {}
-    if field is not None:
-        path = field.path[:, 1:].float()
-        inverse = torch.where(field.reachable, 1 / path.clamp(min=1), 0)
+    if paths is not None:
+        path = paths.image_path[:, 1:].float()
+        inverse = torch.where(paths.reachable, 1 / path.clamp(min=1), 0)
         maps["path"] = inverse.mean(-1).cpu().numpy()
     layers = len(model.cross_encoder.layers)
     # In the last layer only [CLS] has a map.
@@ -427,17 +427,17 @@ def _score_scenes(
             similarity = group_similarity(patches[row].float(), pieces.float(), groups)
         # (captions, M, N): number of groups that anchor.
         anchor = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
-        field = None
+        paths = None
         if "anchor" in model.config.cross.position:
             captions = torch.arange(len(scene.captions), device=device)
             pairs = PairIndices(captions, torch.full_like(captions, row))
-            field = model.anchors(images, texts, pairs)
-            sums += _path_sums(model, field, texts).cpu()
+            paths = model.anchors(images, texts, pairs)
+            sums += _path_sums(model, paths, texts).cpu()
         maps = {}
         if controls:
             maps = {"cosine": cosine, "anchors": anchor, "centre": centre_map(grid)}
             maps |= word_maps(
-                model, images.select(torch.tensor([row], device=device)), texts, field
+                model, images.select(torch.tensor([row], device=device)), texts, paths
             )
             if attention_maps:
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
@@ -447,15 +447,15 @@ def _score_scenes(
     return words, sums
 
 
-def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) -> torch.Tensor:
+def _path_sums(model: VLPModel, paths: AnchorPaths | None, texts: TextFeatures) -> torch.Tensor:
     """Sum `anchor_sums` over all captions of an image."""
-    assert field is not None
+    assert paths is not None
     return anchor_sums(
-        field.similarity,
+        paths.similarity,
         # Clamped as in the computation of the paths.
         model.anchor_threshold.clamp(min=1e-3),
-        field.path[:, 1:],
-        field.reachable,
+        paths.image_path[:, 1:],
+        paths.reachable,
         texts.word_mask,
     )
 

@@ -140,7 +140,7 @@ def _own_encodings(monkeypatch):
 
         def bias(self, query, key, context):
             field = context.anchors
-            path = field.text_path if context.text_queries else field.path
+            path = field.text_path if context.text_queries else field.image_path
             content = query.mean(-1)[..., None] * key.mean(-1)[:, :, None]
             return self.factors * content * (1 + path.mean(-1)[:, None])
 

@@ -60,7 +60,7 @@ def test_equals_the_explicit_path(options, text_queries):
 @pytest.mark.parametrize("text_queries", [True, False])
 def test_gradients_of_paths(options, text_queries):
     layer, field = layer_and_field(**options)
-    side = "text_path" if text_queries else "path"
+    side = "text_path" if text_queries else "image_path"
     field = field._replace(
         **{
             name: getattr(field, name).clone().requires_grad_()
@@ -91,7 +91,7 @@ def test_other_sizes(grid, words, sizes, options):
 def test_what_lies_behind_the_keys_is_read_and_counts_nowhere(text_queries, mode):
     """Rows of 16 load fast; a compiler may leave anything between them."""
     layer, field = layer_and_field(mode=mode)
-    side = "text_path" if text_queries else "path"
+    side = "text_path" if text_queries else "image_path"
     path = getattr(field, side)
     aligned = path.new_full((*path.mT.shape[:3], 16), torch.nan)[..., : path.shape[2]].mT
     aligned.copy_(path)
@@ -123,7 +123,7 @@ def test_keys_are_read_only_where_memory_holds_them():
 def test_half_precision_over_many_keys(words, text_queries, mode, dtype):
     """A row's mean gradient, taken from a rounded output, would err several times as much."""
     layer, field = layer_and_field((6, 7), words, channels=24, groups=5, mode=mode)
-    side = "text_path" if text_queries else "path"
+    side = "text_path" if text_queries else "image_path"
 
     def gradients(kernel, dtype):
         moved = {name: x.to(dtype, copy=True) for name, x in field._asdict().items()}

@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor import embed_path
-from vlp.positions.anchor_field import PathSettings, anchor_field, join_fields, uniform_field
+from vlp.positions.anchor_field import PathSettings, compute_paths, join_paths, uniform_paths
 
 WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
 WORDS = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
@@ -23,7 +23,7 @@ def features():
 
 
 def field_of(image, text):
-    return anchor_field(image, text, WORDS, PathSettings(GRID, 0.05, GROUPS))
+    return compute_paths(image, text, WORDS, PathSettings(GRID, 0.05, GROUPS))
 
 
 @pytest.fixture
@@ -48,21 +48,22 @@ def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradi
     image, text = features()
     image.requires_grad_(gradient)
     settings = PathSettings(GRID, torch.tensor(0.8).double(), GROUPS, text_window=3, patch_window=1)
-    zero = anchor_field(image, text, WORDS, settings)
-    far = anchor_field(image, text, WORDS, settings._replace(unreachable="far"))
+    zero = compute_paths(image, text, WORDS, settings)
+    far = compute_paths(image, text, WORDS, settings._replace(unreachable="far"))
     lost = WORDS[:, None, :, None] & ~zero.reachable
     assert lost.any()
     assert not lost.all()
-    expected = zero.path[:, 1:].masked_fill(lost, 1 / 0.8 + 1)  # a window of 3 tokens, 1 patch
-    torch.testing.assert_close(far.path[:, 1:], expected)
-    assert (far.path[:, 0] == 0).all()
-    assert torch.equal(far.text_path, far.path.transpose(1, 2))
+    # A window of 3 tokens and 1 patch.
+    expected = zero.image_path[:, 1:].masked_fill(lost, 1 / 0.8 + 1)
+    torch.testing.assert_close(far.image_path[:, 1:], expected)
+    assert (far.image_path[:, 0] == 0).all()
+    assert torch.equal(far.text_path, far.image_path.transpose(1, 2))
     torch.testing.assert_close(far.text_mean, expected.mean(1))
     by_word = expected.sum(2) / WORDS.sum(-1).clamp(min=1)[:, None, None]
     torch.testing.assert_close(far.image_mean[:, 1:], by_word)
     if gradient:  # of anchors alone
-        (zero_gradient,) = torch.autograd.grad(zero.path.sum(), image)
-        (far_gradient,) = torch.autograd.grad(far.path.sum(), image)
+        (zero_gradient,) = torch.autograd.grad(zero.image_path.sum(), image)
+        (far_gradient,) = torch.autograd.grad(far.image_path.sum(), image)
         torch.testing.assert_close(far_gradient, zero_gradient)
 
 
@@ -105,7 +106,7 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
     def added(role, side):
         if role not in roles:
             return 0
-        vectors = embedded(field.path, position.tables[role], scale)  # (B, 1 + M, N, D)
+        vectors = embedded(field.image_path, position.tables[role], scale)  # (B, 1 + M, N, D)
         if side == "text":
             return vectors[:, 1:].mean(1)
         return vectors.sum(2) / WORDS.sum(-1).clamp(min=1)[:, None, None]
@@ -120,7 +121,7 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, poole
     weights = logits.softmax(-1)
     expected = weights @ value
     if "value" in roles:
-        vectors = embedded(field.path, position.tables["value"], scale)
+        vectors = embedded(field.image_path, position.tables["value"], scale)
         if text_queries:
             vectors = vectors.transpose(1, 2)  # (B, Q, K, D)
         per_head = vectors.unflatten(-1, (HEADS, -1))
@@ -137,7 +138,7 @@ def test_bias_mode_is_equation_9(field, text_queries, shared, scale):
     text, image = streams()
     queries, keys = (text, image) if text_queries else (image, text)
     context = PositionContext(anchors=field, text_queries=text_queries)
-    vectors = embedded(field.path, position.table, scale).unflatten(-1, (HEADS, -1))
+    vectors = embedded(field.image_path, position.table, scale).unflatten(-1, (HEADS, -1))
     bias = torch.einsum("bmnhd,hd->bhmn", vectors, position.bias_table.expand(HEADS, -1))
     if text_queries:
         bias = bias.transpose(-1, -2)
@@ -161,13 +162,13 @@ def test_zero_tables_change_nothing(field, mode):
 
 
 def test_class_tokens_and_padding_have_no_position(field):
-    assert field.path[:, 0].eq(0).all()
+    assert field.image_path[:, 0].eq(0).all()
     assert field.image_mean[:, 0].eq(0).all()
-    assert field.path.transpose(1, 2)[~WORDS].eq(0).all()
+    assert field.image_path.transpose(1, 2)[~WORDS].eq(0).all()
     assert field.text_mean[~WORDS].eq(0).all()
-    uniform = uniform_field(WORDS, 6, GROUPS)
-    assert uniform.path[:, 1:].transpose(1, 2)[WORDS].eq(1).all()
-    assert uniform.path.sum() == WORDS.sum() * 6 * GROUPS
+    uniform = uniform_paths(WORDS, 6, GROUPS)
+    assert uniform.image_path[:, 1:].transpose(1, 2)[WORDS].eq(1).all()
+    assert uniform.image_path.sum() == WORDS.sum() * 6 * GROUPS
 
 
 def test_missing_paths_are_an_error():
@@ -198,14 +199,14 @@ def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states(field
 
 
 def test_both_orders_of_the_paths_hold_the_same_and_know_what_is_reachable(field):
-    assert torch.equal(field.path.transpose(1, 2), field.text_path)
+    assert torch.equal(field.image_path.transpose(1, 2), field.text_path)
     assert field.text_path.transpose(-1, -2).is_contiguous()
-    assert field.path.transpose(-1, -2).is_contiguous()
-    assert torch.equal(field.reachable, field.path[:, 1:] != 0)
+    assert field.image_path.transpose(-1, -2).is_contiguous()
+    assert torch.equal(field.reachable, field.image_path[:, 1:] != 0)
     assert not field.reachable.transpose(1, 2)[~WORDS].any()
     assert 0 < field.reachable.float().mean() < 1
-    assert field.path[:, 1:][field.reachable].ge(1).all()
-    uniform = uniform_field(WORDS, 6, GROUPS)
+    assert field.image_path[:, 1:][field.reachable].ge(1).all()
+    uniform = uniform_paths(WORDS, 6, GROUPS)
     assert torch.equal(uniform.reachable, WORDS[:, None, :, None].expand_as(uniform.reachable))
 
 
@@ -215,7 +216,7 @@ def test_half_precision_comes_after_the_path():
     with torch.autocast("cpu", torch.bfloat16):
         half = field_of(*inputs)
     assert half.similarity.dtype == torch.float32
-    for name in ("path", "text_path", "image_mean", "text_mean"):
+    for name in ("image_path", "text_path", "image_mean", "text_mean"):
         assert torch.equal(getattr(half, name), getattr(exact, name).bfloat16())
 
 
@@ -275,7 +276,7 @@ def test_alignment_of_several_images():
     position = alignment([1.0, 2.0])
     joined, *parts = (
         position.bias(text, image, PositionContext(anchors=field))
-        for field in (join_fields(fields), *fields)
+        for field in (join_paths(fields), *fields)
     )
     torch.testing.assert_close(joined, torch.cat(parts, dim=-1))
     with pytest.raises(ValueError, match="alignment needs similarities in its context"):

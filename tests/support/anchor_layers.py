@@ -30,7 +30,7 @@ def outputs_and_gradients(layer, field, kernel, text_queries=True, wrap=lambda l
     layer.zero_grad()
     layer.fused = None if kernel else False
     generator = torch.Generator().manual_seed(7)
-    rows, patches, words, _ = field.path.shape
+    rows, patches, words, _ = field.image_path.shape
     text, image = (
         torch.randn(rows, tokens, layer.query.in_features, generator=generator)
         .to(layer.query.weight)

@@ -72,7 +72,7 @@ def gather_tokens(states: Tensor, index: Tensor) -> Tensor:
 
 
 class PostNormLayer(nn.Module):
-    """Self-attention and feed-forward, each dropped in part, added and normalised, as in BERT."""
+    """Self-attention and feed-forward, each with dropout, added and normalised, as in BERT."""
 
     def __init__(self, width: int, heads: int, intermediate: int, dropout: float = 0) -> None:
         super().__init__()
@@ -170,15 +170,15 @@ class CrossLayer(nn.Module):
         return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
 
-INIT_STD = 0.02
+INIT_STD = 0.02  # BERT's and ViT's
 SINE_BASE = 100.0
 
 
 class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
-    Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong as
-    words by root mean square, or with 0 as BERT's do, small and random.
+    Words and types are initialised as BERT's. Positions start as sinusoids of `sines` times the
+    root mean square of word embeddings; 0: small and random, as BERT's.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from vlp.positions import (
     create_position,
     position_options,
 )
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.positions.base import ByModality, through_call
 
 # Initial standard deviation of learned positions, which are added to states of deviation 1.
@@ -71,7 +71,7 @@ class CrossEncoder(nn.Module):
         text: Tensor,
         image: Tensor,
         text_mask: Tensor,
-        anchors: AnchorField | None,
+        anchors: AnchorPaths | None,
         pairs: PairIndices | None = None,
         need_image: bool = True,
         image_kv: ImageKeyValues | None = None,
@@ -266,6 +266,6 @@ class CrossFeatures(NamedTuple):
 
     text: Tensor
     image: Tensor | None
-    anchors: AnchorField | None
+    anchors: AnchorPaths | None
     attention_mask: Tensor
     token_score: Tensor | None = None

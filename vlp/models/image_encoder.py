@@ -1,4 +1,4 @@
-"""The image encoder: a vision transformer, own or from outside, and a projection of [CLS]."""
+"""The image encoder: a vision transformer, the package's or timm's, and a projection of [CLS]."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ImageEncoder(TrainableTower):
         self.vit = create_image_tower(config) if config.architecture else _create_vit(config)
         self._edit = _Edit()
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
-            # One hook for good: `torch.compile` cannot follow hooks that come and go.
-            embed.register_forward_hook(self._edited)
+            # A permanent hook: `torch.compile` cannot follow hooks that are added and removed.
+            embed.register_forward_hook(self._edit_hook)
         for name, options in config.positions.items():
             _attach(self.vit, name, dict(options))
         blocks = len(getattr(self.vit, "blocks", ()))
@@ -146,7 +146,7 @@ class ImageEncoder(TrainableTower):
             return torch.cat([patches.mean(1, keepdim=True), patches], dim=1)
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
 
-    def _edited(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
+    def _edit_hook(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
         edit = self._edit.patches
         return patches if edit is None else edit(patches)
 

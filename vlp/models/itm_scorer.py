@@ -16,7 +16,7 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
-from vlp.positions.anchor_field import AnchorField, field_of_similarity, uniform_field
+from vlp.positions.anchor_field import AnchorPaths, paths_from_similarity, uniform_paths
 from vlp.positions.base import PositionEncoding, hooks_of, through_call
 from vlp.precision import at_least_float32
 
@@ -46,8 +46,8 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
         empty = weight.new_zeros(0)
-        field = AnchorField(empty, empty, unit, unit, empty, empty)
-        context = PositionContext(anchors=field)
+        paths = AnchorPaths(empty, empty, unit, unit, empty, empty)
+        context = PositionContext(anchors=paths)
         inputs = [
             table[0]
             for table in through_call(
@@ -96,9 +96,9 @@ def attend_shared_image(
 ) -> Tensor:
     """Return the cross-attention of texts (T, Q, width) to the keys and values of one image."""
     rows, queries, _ = text.shape
-    field = context.anchors
-    if shift is not None and field is not None:
-        text = text + field.text_mean @ shift.query_inputs
+    paths = context.anchors
+    if shift is not None and paths is not None:
+        text = text + paths.text_mean @ shift.query_inputs
     # Heads first: the queries of all texts then meet a head's keys in one product.
     query = attention.query(text).unflatten(-1, (attention.heads, -1)).permute(2, 0, 1, 3)
     if not attention.positions:
@@ -107,16 +107,16 @@ def attend_shared_image(
         return attention.joined(out.unflatten(1, (rows, queries)).transpose(0, 1))
     query = query * query.shape[-1] ** -0.5
     logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
-    if shift is not None and field is not None:
+    if shift is not None and paths is not None:
         path_logits = (query @ shift.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
-        means = field.image_mean.mT.to(logits.dtype)
+        means = paths.image_mean.mT.to(logits.dtype)
         for head_logits, part in zip(logits, path_logits):
             head_logits.baddbmm_(part, means)
     attended = _softmax(attention, logits.transpose(0, 1), context, values.dtype)
     by_head = attended.transpose(0, 1)
     out = (by_head.flatten(1, 2) @ values).unflatten(1, (rows, queries))
-    if shift is not None and field is not None:
-        pooled = torch.stack([part @ field.image_mean for part in by_head])
+    if shift is not None and paths is not None:
+        pooled = torch.stack([part @ paths.image_mean for part in by_head])
         out = out + pooled @ shift.value[:, None]
     return attention.joined(_with_values(attention, out.transpose(0, 1), attended, context))
 
@@ -129,25 +129,25 @@ def attend_once(
     shift: PathShift | None,
 ) -> Tensor:
     """Return the cross-attention of one query (T, 1, width) each to images (T, 1 + M, width)."""
-    field = context.anchors
-    if shift is not None and field is not None:
-        text = text + field.text_mean @ shift.query_inputs
+    paths = context.anchors
+    if shift is not None and paths is not None:
+        text = text + paths.text_mean @ shift.query_inputs
     query = attention.by_head(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
     # The keys' bias adds the same to all logits of a query, which softmax does not see.
     key_queries = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
     logits = key_queries.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
-    if shift is not None and field is not None:
+    if shift is not None and paths is not None:
         path_logits = query @ shift.key.mT
-        logits = logits + path_logits.transpose(0, 1) @ field.image_mean.mT
+        logits = logits + path_logits.transpose(0, 1) @ paths.image_mean.mT
     attended = _softmax(attention, logits[:, :, None], context, image.dtype)
     pooled_image = (attended[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
     weight = attention.value.weight.unflatten(0, (attention.heads, -1)).mT
     out = pooled_image @ weight
     if attention.value.bias is not None:
         out = out + attention.value.bias.unflatten(0, (attention.heads, 1, -1))
-    if shift is not None and field is not None:
-        pooled = (attended[:, :, 0] @ field.image_mean).transpose(0, 1)
+    if shift is not None and paths is not None:
+        pooled = (attended[:, :, 0] @ paths.image_mean).transpose(0, 1)
         out = out + pooled @ shift.value
     out = out.transpose(0, 1)[:, :, None]
     return attention.joined(_with_values(attention, out, attended, context))
@@ -162,11 +162,11 @@ def attend_texts(
     shift: PathShift | None,
 ) -> Tensor:
     """Return the cross-attention of one image's queries (1, heads, 1 + M, head width) to texts."""
-    field, keys, values = context.anchors, text, text
-    if shift is not None and field is not None:
-        query = query + field.image_mean[:, None] @ shift.query
-        keys = text + field.text_mean @ shift.key_inputs
-        values = text + field.text_mean @ shift.value_inputs
+    paths, keys, values = context.anchors, text, text
+    if shift is not None and paths is not None:
+        query = query + paths.image_mean[:, None] @ shift.query
+        keys = text + paths.text_mean @ shift.key_inputs
+        values = text + paths.text_mean @ shift.value_inputs
     out = attend(
         query.expand(len(text), -1, -1, -1),
         attention.by_head(attention.key(keys)),
@@ -312,10 +312,10 @@ class ITMScorer:
         return torch.cat([self._match(image, texts.select(part, longest)) for part in rows])
 
     def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
-        field = self._field(prepared, texts)
+        paths = self._paths(prepared, texts)
         text_context, image_context = (
-            self._text_context(texts.states.shape[1], field),
-            self._image_context(field),
+            self._text_context(texts.states.shape[1], paths),
+            self._image_context(paths),
         )
         text, mask, image = texts.states, texts.attention_mask, prepared.states
         image = image if self.shares_keys else image.expand(len(text), -1, -1)
@@ -352,20 +352,20 @@ class ITMScorer:
             log_odds = log_odds + score.float()
         return log_odds
 
-    def _text_context(self, tokens: int, field: AnchorField | None) -> PositionContext:
-        return PositionContext((1, tokens - 1), 1, anchors=field, text_queries=True)
+    def _text_context(self, tokens: int, paths: AnchorPaths | None) -> PositionContext:
+        return PositionContext((1, tokens - 1), 1, anchors=paths, text_queries=True)
 
-    def _image_context(self, field: AnchorField | None) -> PositionContext:
-        return PositionContext(self.grid, 1, anchors=field, text_queries=False)
+    def _image_context(self, paths: AnchorPaths | None) -> PositionContext:
+        return PositionContext(self.grid, 1, anchors=paths, text_queries=False)
 
-    def _field(self, image: PreparedImage, texts: PreparedTexts) -> AnchorField | None:
+    def _paths(self, image: PreparedImage, texts: PreparedTexts) -> AnchorPaths | None:
         """Compute paths of the pairs as `VLPModel.anchors` does."""
         anchor, words = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
-            field = uniform_field(words, len(image.tokens), anchor.groups)
+            paths = uniform_paths(words, len(image.tokens), anchor.groups)
             dtype = texts.states.dtype
-            return field._replace(
-                image_mean=field.image_mean.to(dtype), text_mean=field.text_mean.to(dtype)
+            return paths._replace(
+                image_mean=paths.image_mean.to(dtype), text_mean=paths.text_mean.to(dtype)
             )
         if not {*CROSS_MODAL} & {*self.config.position}:
             return None
@@ -375,19 +375,19 @@ class ITMScorer:
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
-        return field_of_similarity(similarity, words, self.model.path_settings)
+        return paths_from_similarity(similarity, words, self.model.path_settings)
 
 
 def _first_query(context: PositionContext) -> PositionContext:
     """Return the context of a text with the first token as the only query."""
-    field = context.anchors
-    if field is not None:
-        field = field._replace(
-            text_path=field.text_path[:, :1],
-            text_mean=field.text_mean[:, :1],
-            alignment=None if field.alignment is None else field.alignment[:, :, :1],
+    paths = context.anchors
+    if paths is not None:
+        paths = paths._replace(
+            text_path=paths.text_path[:, :1],
+            text_mean=paths.text_mean[:, :1],
+            alignment=None if paths.alignment is None else paths.alignment[:, :, :1],
         )
-    return PositionContext(context.grid, 1, anchors=field, text_queries=True)
+    return PositionContext(context.grid, 1, anchors=paths, text_queries=True)
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

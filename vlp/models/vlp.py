@@ -27,11 +27,11 @@ from vlp.models.text_encoder import TextEncoder, require_ids
 from vlp.models.towers import with_architecture
 from vlp.positions import CROSS_MODAL, PositionEncoding
 from vlp.positions.anchor_field import (
-    AnchorField,
+    AnchorPaths,
     PathSettings,
-    anchor_field,
-    join_fields,
-    uniform_field,
+    compute_paths,
+    join_paths,
+    uniform_paths,
 )
 
 # INIT_STD is meant for this width. Image and cross-modal encoders scale it by sqrt(768 / width) to
@@ -179,21 +179,21 @@ class VLPModel(nn.Module):
 
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
-    ) -> AnchorField | None:
+    ) -> AnchorPaths | None:
         """Compute anchor paths of the pairs from the token features (papers.md#ace-a7)."""
         cross = self.config.cross
         if not set(CROSS_MODAL) & set(cross.position):
             return None
         word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
         if "uniform" in cross.position:
-            return uniform_field(word_mask, image.tokens.shape[1], cross.anchor.groups)
+            return uniform_paths(word_mask, image.tokens.shape[1], cross.anchor.groups)
         image_tokens, text_tokens = self.anchor_features(image, text)
         if not self.anchor_options.path_gradient:
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
         with record_function("anchor/field"):
-            return anchor_field(image_tokens, text_tokens, word_mask, self.path_settings)
+            return compute_paths(image_tokens, text_tokens, word_mask, self.path_settings)
 
     @property
     def path_settings(self) -> PathSettings:
@@ -252,9 +252,9 @@ class VLPModel(nn.Module):
         """
         typed = zip(images, image_type_embeddings)
         states = torch.cat([image.states + embedding for image, embedding in typed], dim=1)
-        fields = [self.anchors(image, text) for image in images]
-        present = [field for field in fields if field is not None]
-        anchors = join_fields(present) if present else None
+        paths = [self.anchors(image, text) for image in images]
+        present = [path for path in paths if path is not None]
+        anchors = join_paths(present) if present else None
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, anchors, need_image=False
         )

@@ -36,7 +36,7 @@ def block_sizes(
     # programs run at a time; wider heads need them for their registers. Blocks that load ahead
     # would leave room for fewer programs, too.
     options |= {"num_warps": 4 if forward or channels <= 64 else 8, "num_stages": 1}
-    # Three forward programs run where there were two, for which few numbers leave the registers.
+    # With fewer registers three forward programs run at a time, not two, with little spilling.
     return options | ({"maxnreg": 168} if forward and channels <= 64 else {})
 
 
@@ -58,7 +58,7 @@ def aligned_length(keys: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a number."""
+    """Round a number up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.anchor_attention import anchor_attention, contextual_terms
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.positions.base import PositionContext, PositionEncoding
 
 
@@ -83,7 +83,7 @@ class AnchorPosition(PositionEncoding):
         """Add mean(P) W of each side to the projections' inputs (Eq. 10)."""
         # By linearity mean(E) = mean(P) W: the embedding E = P W of all pairs is never built.
         # Where key and value are already projected, project the table instead.
-        query_mean, key_mean = _means(context)
+        query_mean, key_mean = _mean_paths(context)
         key_weight, value_weight = context.projections or (None, None)
         return (
             self._add_mean("query", query, query_mean),
@@ -94,13 +94,13 @@ class AnchorPosition(PositionEncoding):
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
         slopes = self._slopes()
-        bias = torch.einsum("bqkg,gh->bhqk", _paths(context).to(slopes.dtype), slopes)
+        bias = torch.einsum("bqkg,gh->bhqk", _query_paths(context).to(slopes.dtype), slopes)
         return bias.expand(-1, self.heads, -1, -1)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
         # By linearity sum_j a_ij E_ij = (sum_j a_ij P_ij) W.
-        path = _paths(context).to(attention.dtype)  # (B, Q, K, G)
+        path = _query_paths(context).to(attention.dtype)  # (B, Q, K, G)
         # This reshape does nothing forward; backward it gives both gradients of `attention` one
         # memory layout, as adding two layouts costs as much as the layer.
         attention = attention.flatten(2).unflatten(2, attention.shape[2:])
@@ -121,8 +121,8 @@ class AnchorPosition(PositionEncoding):
         """Compute Eqs 8-12 in one kernel (`anchor_attention`)."""
         terms = context.kernel_terms
         terms = self.kernel_terms(weights) if terms is None else terms
-        means = _means(context) if self.mode == "contextual" else None
-        path, heads = _paths(context), self.heads
+        means = _mean_paths(context) if self.mode == "contextual" else None
+        path, heads = _query_paths(context), self.heads
         return anchor_attention(query, key, value, path, terms, heads, means, mask, scale)
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -162,23 +162,23 @@ class AnchorPosition(PositionEncoding):
         return table if self.scale == 1 else table * self.scale
 
 
-def _field(context: PositionContext) -> AnchorField:
+def _anchor_paths(context: PositionContext) -> AnchorPaths:
     if context.anchors is None:
         raise ValueError("ACE-RPE needs anchor paths in its context (cross-attention only)")
     return context.anchors
 
 
-def _means(context: PositionContext) -> tuple[Tensor, Tensor]:
+def _mean_paths(context: PositionContext) -> tuple[Tensor, Tensor]:
     """Return mean paths of queries (B, Q, G) and keys (B, K, G)."""
-    field = _field(context)
-    text_mean, image_mean = field.text_mean, field.image_mean
+    paths = _anchor_paths(context)
+    text_mean, image_mean = paths.text_mean, paths.image_mean
     return (text_mean, image_mean) if context.text_queries else (image_mean, text_mean)
 
 
-def _paths(context: PositionContext) -> Tensor:
+def _query_paths(context: PositionContext) -> Tensor:
     """Return paths as (B, queries, keys, G)."""
-    field = _field(context)
-    return field.text_path if context.text_queries else field.path
+    paths = _anchor_paths(context)
+    return paths.text_path if context.text_queries else paths.image_path
 
 
 # Logit at factor 1 and cosine 1.

@@ -31,7 +31,7 @@ class PathSettings(NamedTuple):
     grid: (rows, columns) of the patches. threshold: delta of Eq. 4. groups: G, channel groups of
     Eq. 3. text_window: B_t in tokens, patch_window: B_p in patches; None is unbounded. metric:
     distance between patches. hard: only anchors pass; False is Eq. 4 with a finite tau
-    (papers.md#ace-a8). aligned: also return `AnchorField.alignment`. unreachable: path where no
+    (papers.md#ace-a8). aligned: also return `AnchorPaths.alignment`. unreachable: path where no
     anchor is in reach (papers.md#ace-a15).
     """
 
@@ -47,24 +47,24 @@ class PathSettings(NamedTuple):
     unreachable: Unreachable = "zero"
 
 
-class AnchorField(NamedTuple):
+class AnchorPaths(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]) with rows of 0.
 
-    path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
+    image_path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same values, 0 where not
     reachable. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of Eq. 10;
     alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for tokens that are no words,
     or None without `aligned`; similarity (B, M, N, G) is S. All but S are in the autocast type.
     """
 
-    path: Tensor
+    image_path: Tensor
     text_path: Tensor
     image_mean: Tensor
     text_mean: Tensor
     alignment: Tensor | None
     similarity: Tensor
 
-    def select_text(self, tokens: Tensor) -> AnchorField:
-        """Return the field for text queries (B, Q) int64 alone; `path` keeps all tokens."""
+    def select_text(self, tokens: Tensor) -> AnchorPaths:
+        """Select text queries (B, Q) int64; `image_path` keeps all tokens as keys."""
         index = tokens[..., None]
         path_index = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
         return self._replace(
@@ -73,9 +73,9 @@ class AnchorField(NamedTuple):
             alignment=None if self.alignment is None else _select_columns(self.alignment, index),
         )
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> AnchorField:
+    def map(self, change: Callable[[Tensor], Tensor]) -> AnchorPaths:
         """Apply a function to every tensor."""
-        return AnchorField._make(None if part is None else change(part) for part in self)
+        return AnchorPaths._make(None if part is None else change(part) for part in self)
 
     @property
     def reachable(self) -> Tensor:
@@ -84,7 +84,7 @@ class AnchorField(NamedTuple):
         With soft anchors or an `unreachable` path every word has one to every patch.
         """
         # A path is at least 1, the distance of the most similar anchor.
-        return self.path[:, 1:] > 0
+        return self.image_path[:, 1:] > 0
 
 
 def _select_columns(alignment: Tensor, index: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ def _select_columns(alignment: Tensor, index: Tensor) -> Tensor:
 
 
 @region
-def anchor_field(
+def compute_paths(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, settings: PathSettings
-) -> AnchorField:
+) -> AnchorPaths:
     """Compute Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 
     Args:
@@ -105,12 +105,12 @@ def anchor_field(
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
         similarity = group_similarity(_float(image_tokens), _float(text_tokens), settings.groups)
-    return field_of_similarity(similarity, word_mask, settings)
+    return paths_from_similarity(similarity, word_mask, settings)
 
 
-def field_of_similarity(
+def paths_from_similarity(
     similarity: Tensor, word_mask: Tensor, settings: PathSettings
-) -> AnchorField:
+) -> AnchorPaths:
     """Compute Eqs 4-7 and the averages of Eq. 10 from S of Eq. 3, (B, M, N, G)."""
     grid, threshold = settings.grid, settings.threshold
     windows = settings.text_window, settings.patch_window, settings.metric
@@ -124,8 +124,8 @@ def field_of_similarity(
     return with_prefix(path, similarity, word_mask, settings.aligned)
 
 
-def join_fields(fields: Sequence[AnchorField]) -> AnchorField:
-    """Join the fields of several images with one text along their tokens.
+def join_paths(images: Sequence[AnchorPaths]) -> AnchorPaths:
+    """Concatenate the paths of several images of one text along the image tokens.
 
     Each image keeps its prefix token and its paths; a word's mean (Eq. 10) is over all images.
     """
@@ -134,18 +134,18 @@ def join_fields(fields: Sequence[AnchorField]) -> AnchorField:
         # Side by side in memory as `with_prefix` leaves them.
         return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=-1).transpose(2, 3)
 
-    aligned = [field.alignment for field in fields if field.alignment is not None]
-    return AnchorField(
-        path=torch.cat([field.path.transpose(2, 3) for field in fields], dim=1).transpose(2, 3),
-        text_path=join([field.text_path for field in fields]),
-        image_mean=torch.cat([field.image_mean for field in fields], dim=1),
-        text_mean=torch.stack([field.text_mean for field in fields]).mean(0),
+    aligned = [image.alignment for image in images if image.alignment is not None]
+    return AnchorPaths(
+        image_path=torch.cat([x.image_path.transpose(2, 3) for x in images], dim=1).transpose(2, 3),
+        text_path=join([image.text_path for image in images]),
+        image_mean=torch.cat([image.image_mean for image in images], dim=1),
+        text_mean=torch.stack([image.text_mean for image in images]).mean(0),
         alignment=torch.cat(aligned, dim=1) if aligned else None,
-        similarity=torch.cat([field.similarity for field in fields], dim=1),
+        similarity=torch.cat([image.similarity for image in images], dim=1),
     )
 
 
-def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
+def uniform_paths(word_mask: Tensor, patches: int, groups: int) -> AnchorPaths:
     """Return the 'uniform' baseline, P = 1 (papers.md#ace-a26), for words (B, N)."""
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
@@ -153,7 +153,7 @@ def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
 
 def with_prefix(
     path: Tensor, similarity: Tensor, word_mask: Tensor, aligned: bool = True
-) -> AnchorField:
+) -> AnchorPaths:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25).
 
     Args:
@@ -174,8 +174,8 @@ def with_prefix(
     if aligned:
         alignment = similarity.mean(-1) * word_mask[:, None]
         alignment = functional.pad(alignment, (0, 0, 1, 0)).to(dtype)
-    return AnchorField(
-        path=image_path.transpose(2, 3),
+    return AnchorPaths(
+        image_path=image_path.transpose(2, 3),
         text_path=text_path.transpose(2, 3),
         image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)).to(dtype),
         text_mean=mean_over_patches(path).to(dtype),

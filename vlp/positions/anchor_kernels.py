@@ -143,7 +143,7 @@ def shift_kernel(
     terms: tl.tensor, width: tl.tensor,
     GROUPS: tl.constexpr, DOT_G: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of one role's S, and for the value its table: (4, G, width)."""
+    """Write a block of a role's table times its weight, and the value's table: (4, G, width)."""
     role = tl.program_id(0) % 3
     table = _select_role(role, query, key, value)
     weight = _select_role(role, query_weight, key_weight, value_weight)
@@ -211,7 +211,7 @@ def shift_backward_kernel(
 
 
 # Added to the logits of masked keys: a row without keys gives a mean, not NaN.
-HIDDEN = tl.constexpr(-1e38)
+MASK_BIAS = tl.constexpr(-1e38)
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def _delta(
     HAS_RESIDUAL: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the mean gradient of each row's weights, (BLOCK_Q,)."""
-    # A block without all keys takes it from the output times its gradient.
+    # With several blocks of keys it is the output times its gradient.
     if SINGLE_BLOCK:
         delta = tl.sum(weight * weight_grad, 1)
     else:
@@ -293,7 +293,7 @@ def _logits(
         logits += tl.sum(paths.to(tl.float32) * slope, 0)
     if MASKED:
         allowed = tl.load(mask + k_ids, mask=k_ids < keys, other=0)
-        logits += tl.where(allowed != 0, 0.0, HIDDEN)[None, :]
+        logits += tl.where(allowed != 0, 0.0, MASK_BIAS)[None, :]
     return tl.where(k_ids[None, :] < keys, logits, float("-inf"))
 
 
@@ -440,7 +440,7 @@ def backward_kernel(
         v = _load(value, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
-            # Read when needed, as there are few registers to spare.
+            # Loaded where used, as registers are scarce.
             key_terms = terms + GROUPS * width
             term_tile = _load(key_terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
             k = (k + tl.dot(key_means, term_tile, input_precision=PRECISION)).to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -42,8 +42,8 @@ class PositionContext:
     image's rows and columns, followed by padding. `boxes` (B, K, 4) are objects on the grid: x, y,
     width, height in cells; a row of width or height 0 is padding. In cross-attention `anchors`
     holds the paths of the pairs, `text_queries` is True for text-to-image, False for image-to-text;
-    `kernel_terms` are the layer's where both sides share them, and `projections` its weights of key
-    and value where these are projected.
+    `kernel_terms` are the layer's tables, projected once for both directions; `projections` its key
+    and value weights, where keys and values are projected already.
     """
 
     grid: tuple[int, int] | None = None
@@ -51,7 +51,7 @@ class PositionContext:
     coordinates: Tensor | None = None
     grids: Tensor | None = None
     boxes: Tensor | None = None
-    anchors: AnchorField | None = None
+    anchors: AnchorPaths | None = None
     text_queries: bool = True
     kernel_terms: Tensor | None = None
     projections: tuple[Tensor, Tensor] | None = None
@@ -129,7 +129,7 @@ class PositionEncoding(nn.Module):
         return None
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return what all calls of `attend` with these projections share (`has_kernel`)."""
+        """Return the tables projected for `attend`, the same in all its calls (`has_kernel`)."""
         raise NotImplementedError
 
     def attend(

@@ -74,7 +74,7 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "sine-2d": partial(SinePosition, 2),
     "sine-4d": partial(SinePosition, 4),
     "transformer-xl": TransformerXLPosition,
-    # The same module with a field of constant paths (papers.md#ace-a26).
+    # The same module with constant paths (papers.md#ace-a26).
     "uniform": AnchorPosition,
 }
 

@@ -125,7 +125,7 @@ TINT = 9
 MIN_SIDE = 16  # pixels
 BACKGROUND = (146, 186)
 
-_MAX_ATTEMPTS = 10_000
+_MAX_DRAWS = 10_000
 
 Rectangle = tuple[int, int, int, int]
 
@@ -169,11 +169,11 @@ def sample_scene(
     count = 1 + int((make_rng(seed, 0, key, "objects").random() >= thresholds).sum())
     count = max(count, 2 if split in ("swaps", "unseen") else min_objects)
     rng = make_rng(seed, 0, key, f"scene {attempt}")
-    for _ in range(_MAX_ATTEMPTS):
+    for _ in range(_MAX_DRAWS):
         scene = _random_scene(rng, key, count, image_size, variety)
         if split_of(scene) == split:
             return scene
-    raise RuntimeError(f"no scene of split {split!r} in {_MAX_ATTEMPTS} draws")
+    raise RuntimeError(f"no scene of split {split!r} in {_MAX_DRAWS} draws")
 
 
 def _random_scene(
@@ -210,10 +210,10 @@ def _random_scene(
 
 def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray:
     """Draw distinct numbers of colour and shape together."""
-    keep = rng.random() < SAME_COLOUR_SHARE
+    allow_same_colour = rng.random() < SAME_COLOUR_SHARE
     while True:
         names = rng.permutation(variety.colours * variety.shapes)[:count]
-        if keep or len(set(names // variety.shapes)) == count:
+        if allow_same_colour or len(set(names // variety.shapes)) == count:
             return names
 
 
@@ -293,19 +293,19 @@ def distinct_scenes(
     # A clash is drawn again with as many objects; `ambiguous_share` counts the captions that remain
     # ambiguous after `MAX_ATTEMPTS`.
     scenes: list[Scene] = []
-    written: list[list[SceneCaption]] = []
+    previous_captions: list[list[SceneCaption]] = []
     for index in range(count):
         for attempt in range(MAX_ATTEMPTS):
             scene = sample_scene(seed, index, split, image_size, attempt, variety=variety)
             texts = captions(scene)
             clash = any(
                 _any_true(texts, other) or _any_true(others, scene)
-                for other, others in zip(scenes, written, strict=True)
+                for other, others in zip(scenes, previous_captions, strict=True)
             )
             if not clash:
                 break
         scenes.append(scene)
-        written.append(texts)
+        previous_captions.append(texts)
         yield scene
 
 
@@ -324,10 +324,10 @@ def ambiguous_share(scenes: Sequence[Scene]) -> float:
 
 
 def _any_true(texts: Sequence[SceneCaption], scene: Scene) -> bool:
-    looks = {(obj.shape, obj.colour) for obj in scene.objects}
+    shape_colours = {(obj.shape, obj.colour) for obj in scene.objects}
     return any(
         # Every caption names each object's shape and colour, which rules out most scenes at once.
-        all((noun.shape, noun.colour) in looks for noun in caption.meaning.nouns)
+        all((noun.shape, noun.colour) in shape_colours for noun in caption.meaning.nouns)
         and holds(caption.meaning, scene, lenient=True)
         for caption in texts
     )

@@ -239,15 +239,15 @@ class VlpModel(PreTrainedModel):
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
         outputs = {"itm_logits": self.model.match_logits(features).float()} if match else {}
-        field = features.anchors if output_anchors else None
-        if field is not None:
+        paths = features.anchors if output_anchors else None
+        if paths is not None:
             word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
-            above = field.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
+            above = paths.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
             anchors = above & word_mask[:, None, :, None]
             outputs |= {
-                "similarity": field.similarity,
+                "similarity": paths.similarity,
                 "anchors": anchors,
-                "path": field.path[:, 1:],
+                "path": paths.image_path[:, 1:],
             }
         return outputs
 

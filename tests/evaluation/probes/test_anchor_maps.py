@@ -80,7 +80,7 @@ def test_details_equal_what_the_model_computes(model_folder, photo, tmp_path):
                 reached = [token for token in own if field.reachable[0, patch, token, group]]
                 assert detail.reachable[at] == bool(reached)
                 some.add(bool(reached))
-                paths = [float(field.path[0, 1 + patch, token, group]) for token in reached]
+                paths = [float(field.image_path[0, 1 + patch, token, group]) for token in reached]
                 expected = sum(paths) / max(len(paths), 1)
                 assert detail.path[at] == pytest.approx(expected, rel=1e-5)
                 assert not reached or detail.path[at] >= 1

@@ -49,13 +49,13 @@ def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
     for other in (1, 2):
         both = model.cross_multi_image([images[0], images[other]], text, task.tags).anchors
         patches = alone.similarity.shape[1]
-        assert torch.equal(both.path[:, : 1 + patches], alone.path)
+        assert torch.equal(both.image_path[:, : 1 + patches], alone.image_path)
         assert torch.equal(both.text_path[:, :, : 1 + patches], alone.text_path)
         theirs = model.anchors(images[other], text)
-        assert torch.equal(both.path[:, 1 + patches :], theirs.path)
+        assert torch.equal(both.image_path[:, 1 + patches :], theirs.image_path)
         mean = (alone.text_mean + theirs.text_mean) / 2
         torch.testing.assert_close(both.text_mean, mean)
-        assert not both.path[:, 1 + patches].any()  # the second [CLS]
+        assert not both.image_path[:, 1 + patches].any()  # the second [CLS]
 
 
 def test_the_order_of_two_images_matters_by_their_tags(folder, tmp_path):

@@ -32,7 +32,7 @@ from vlp.objectives.loss import Loss
 from vlp.objectives.mim import MIMHead, mim_loss
 from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_slots
 from vlp.objectives.token import phrase_loss, token_losses
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.teacher import TeacherOutput, gather_keys
 
 # Projections of tokens, where the model has them.
@@ -71,7 +71,7 @@ class Term(NamedTuple):
     loss: Loss
     weight: float
     # Detached paths of the B matching pairs, if computed.
-    anchors: AnchorField | None = None
+    anchors: AnchorPaths | None = None
 
 
 class Objective:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from vlp.compilation import on_gpu, region
 from vlp.data.text.word_boxes import OTHER, OWN
 from vlp.distributed import global_sum
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.precision import full_precision
 from vlp.tasks.pretraining.objectives import Step
 
@@ -175,20 +175,20 @@ class CollapseWatch:
         return ""
 
 
-def watch(step: Step, anchors: AnchorField | None) -> dict[str, Tensor]:
+def watch(step: Step, anchors: AnchorPaths | None) -> dict[str, Tensor]:
     """Compute all statistics of a step from its outputs and its matching pairs' `anchors`."""
     with record_function("pass/statistics"):
         shares = {} if anchors is None else anchor_shares(step, anchors)
         return shares | collapse(step) | word_cosines(step)
 
 
-def anchor_shares(step: Step, anchors: AnchorField) -> dict[str, Tensor]:
+def anchor_shares(step: Step, anchors: AnchorPaths) -> dict[str, Tensor]:
     """Measure how selective anchors are, as means and by channel group, and the threshold."""
     threshold = step.model.anchor_threshold
     shares = anchor_statistics(
         anchors.similarity,
         threshold.clamp(min=1e-3),
-        anchors.path[:, 1:],
+        anchors.image_path[:, 1:],
         anchors.reachable,
         step.batch.word_mask,
         step.batch.valid,

@@ -20,7 +20,7 @@ from vlp.models.folder import load_start, save_pretrained
 from vlp.models.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
-from vlp.positions.anchor_field import AnchorField
+from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
 from vlp.tasks.pretraining.objectives import OBJECTIVES, Objective, Step, Term
@@ -140,7 +140,7 @@ class Pretraining(PlainTask):
         images, texts = zip(*(recomputed(partial(encode, part)) for part in parts), strict=True)
         return joined(images), joined(texts)
 
-    def _run(self, step: Step, on_clean_pairs: bool) -> tuple[dict[str, Term], AnchorField | None]:
+    def _run(self, step: Step, on_clean_pairs: bool) -> tuple[dict[str, Term], AnchorPaths | None]:
         """Run one half of the objectives; return their terms, and anchors of matching pairs."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
@@ -154,13 +154,13 @@ class Pretraining(PlainTask):
         return {name: term._replace(anchors=None) for name, term in terms.items()}, anchors
 
     @torch.no_grad()
-    def _of_matching_pairs(self, step: Step, anchors: AnchorField | None) -> AnchorField | None:
+    def _of_matching_pairs(self, step: Step, anchors: AnchorPaths | None) -> AnchorPaths | None:
         """Return the anchors of the matching pairs, computed here where no objective did."""
         if "anchor" not in self.config.cross.position:
             return None
         return self.model.anchors(step.image, step.text) if anchors is None else anchors
 
-    def _move_threshold(self, batch: Batch, anchors: AnchorField) -> None:
+    def _move_threshold(self, batch: Batch, anchors: AnchorPaths) -> None:
         """Move the running threshold after the similarities of the matching pairs."""
         options = self.model.anchor_options
         if options.threshold is None and self.training:
