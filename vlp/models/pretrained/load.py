@@ -151,11 +151,11 @@ def check_image_tower(
 
 
 def check_pixels(
-    settings: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
+    source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
 ) -> None:
     """Check the normalisation of pixels that weights were trained with."""
     # A normalisation that the user sets takes precedence.
-    values = getattr(settings, "pretrained_cfg", settings) or {}
+    values: Any = getattr(source_model, "pretrained_cfg", source_model) or {}
     theirs = tuple(tuple(values.get(key) or ()) for key in ("mean", "std"))
     if config.normalisation is None and all(theirs) and theirs != config.statistics:
         raise ConfigError(
