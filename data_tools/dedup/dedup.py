@@ -44,7 +44,7 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     """
     images = near.load(shards_of(folders), "hash")
     records = images.records
-    drops = duplicate_images(records, near.most)
+    drops = duplicate_images(records, near.max_distance)
     same = records["bytes"][drops.dropped] == records["bytes"][drops.originals]
     bits = differing_bits(records["coarse"][drops.dropped], records["coarse"][drops.originals])
     heading = (
@@ -113,7 +113,7 @@ def overlap(
     """
     searched, sought = shards_of(pretraining), shards_of(evaluation)
     theirs, ours = near.load(sought, "evaluation"), near.load(searched, "pretraining")
-    matches = find_matches(ours.records, theirs.records, near.most)
+    matches = find_matches(ours.records, theirs.records, near.max_distance)
     heading = "overlap: pretraining samples that show evaluation images"
     lines = _match_lines(matches, ours, theirs, near)
     count = write_list(near.out, heading, lines, pretraining)

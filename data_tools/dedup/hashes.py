@@ -69,8 +69,8 @@ class NearOptions(WorkerOptions):
     exact: Annotated[bool, Option("--exact", help="the same bytes only")] = False
 
     @property
-    def most(self) -> int | None:
-        """Return the most bits of 64 in which near-duplicates differ; None for exact ones."""
+    def max_distance(self) -> int | None:
+        """Return the maximum of 64 bits in which near-duplicates differ; None for exact ones."""
         return None if self.exact else DISTANCE
 
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
@@ -83,7 +83,7 @@ class NearOptions(WorkerOptions):
 
 
 class HashedImages(NamedTuple):
-    """All images of shards: RECORDs in order, and the place of each one's shard in `shards`."""
+    """All images of shards: RECORDs in order, and the index of each one's shard in `shards`."""
 
     shards: Sequence[Shard]
     records: NDArray[np.void]
@@ -257,25 +257,25 @@ def near_pairs(
         order = np.argsort(stored & mask, kind="stable")
         value = stored[order]
         queries = value if query_hashes is None else query_hashes
-        names = order if query_hashes is None else np.arange(len(queries))
+        query_indices = order if query_hashes is None else np.arange(len(queries))
         lower = np.searchsorted(value & mask, queries & mask, side="left")
         upper = np.searchsorted(value & mask, queries & mask, side="right")
         if query_hashes is None:
             # Each hash with those behind it, so that a pair comes once.
             lower = np.arange(1, len(value) + 1)
         for start in range(0, len(queries), _COMPARED_AT_ONCE):
-            some = slice(start, start + _COMPARED_AT_ONCE)
-            rows = start + np.flatnonzero(lower[some] < upper[some])
+            chunk = slice(start, start + _COMPARED_AT_ONCE)
+            rows = start + np.flatnonzero(lower[chunk] < upper[chunk])
             columns = lower[rows]
             while len(rows):
                 go_on()
                 different = queries[rows] ^ value[columns]
-                near = differing_bits(queries[rows], value[columns]) <= distance
+                is_near = differing_bits(queries[rows], value[columns]) <= distance
                 # An earlier choice of bands has found those that agree in it.
                 for earlier in masks[:number]:
-                    near &= (different & earlier) != 0
-                if near.any():
-                    left, right = names[rows[near]], order[columns[near]]
+                    is_near &= (different & earlier) != 0
+                if is_near.any():
+                    left, right = query_indices[rows[is_near]], order[columns[is_near]]
                     if query_hashes is None:
                         left, right = np.minimum(left, right), np.maximum(left, right)
                     yield left, right
@@ -344,12 +344,12 @@ def near_duplicate_groups(records: NDArray[np.void], distance: int = DISTANCE) -
 
 
 def _near_links(records: NDArray[np.void], indices: Indices, distance: int) -> Iterator[Indices]:
-    """Yield pairs of images that look alike, (2, pairs), the earlier one first."""
+    """Yield pairs of near-duplicate images, (2, pairs), the earlier one first."""
     fine = records["fine"]
     for left, right in near_pairs(records["coarse"][indices], distance):
         first, second = indices[left], indices[right]
-        alike = fine_distance(fine[first], fine[second]) <= FINE_DISTANCE
-        yield np.stack((first[alike], second[alike]))
+        is_near = fine_distance(fine[first], fine[second]) <= FINE_DISTANCE
+        yield np.stack((first[is_near], second[is_near]))
 
 
 def _link_equal(values: NDArray[np.generic], indices: Indices) -> Indices:

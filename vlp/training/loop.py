@@ -77,11 +77,11 @@ def train(
     NonFiniteError after more than MAX_NON_FINITE non-finite steps in a row.
     """
     training = config.training
-    main = engine.rank == 0
+    is_main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
     checkpoint = checkpoints.load(engine, task) if resume else None
     with distributed.raise_on_all_ranks(ConfigError):
-        if resume and main and not checkpoint:
+        if resume and is_main and not checkpoint:
             folder.require_same_run(config)
             folder.require_no_progress(str(checkpoints))
     finished_at = distributed.from_rank_0(folder.finished_at())
@@ -90,7 +90,7 @@ def train(
     if checkpoint:
         progress.resumed.append(progress.step)
     devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
-    if main:
+    if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
         # Before all other files: a folder without it is not recognised as a run's.
         record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
@@ -104,7 +104,7 @@ def train(
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
-            _run_log(config, folder if main else None, progress, total) as log,
+            _run_log(config, folder if is_main else None, progress, total) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
@@ -193,7 +193,7 @@ def train(
                     flush_pending()
                     record = _record(meter, progress, rate, data)
                     log.write(record)
-                    if main:
+                    if is_main:
                         collapse_monitor.check(progress.step, _feature_statistics(record))
                 # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
@@ -220,7 +220,7 @@ def train(
         ended = "paused"
         raise
     finally:
-        report = write_report(folder if main else None, ended, progress, record, engine, total)
+        report = write_report(folder if is_main else None, ended, progress, record, engine, total)
     return report
 
 
