@@ -79,7 +79,7 @@ def fit_boxes(
     """Scale, turn and cut every box by the rule of `vlp.data.boxes`.
 
     Boxes are [x, y, width, height] in pixels of `size`, by default of the upright original. Returns
-    the annotation, and the names of faulty boxes by kind (`OUTSIDE`, `CUT`, `OTHER_SHAPE`).
+    the annotation, and the names of faulty boxes by kind (`vlp.data.boxes.OUTSIDE`, ...).
     """
     faults: dict[str, list[str]] = defaultdict(list)
     upright = image.original[::-1] if image.orientation > 4 else image.original

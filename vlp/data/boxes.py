@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 OUTSIDE, CUT = "box outside its image", "box cut at the edge of its image (kept)"
 OTHER_SHAPE = "box of an image of another shape"
+SHARES = "box in shares of the image, not in pixels"
 
 Corners = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 Size = tuple[int, int]  # width, height in pixels
 
 _ROUNDING, _SHAPE_ROUNDING = 1.0, 2.0  # pixels: overhang of a box, error of a resized side
+_SMALLEST = 16  # pixels of a side from which on nobody draws a box in the first pixel
 
 # What each EXIF orientation does to a point, in shares of width and height.
 _TURNED = {
@@ -32,6 +34,8 @@ def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | No
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
     if right <= left or bottom <= top:
         return OUTSIDE, None
+    if right <= 1 and bottom <= 1 and min(size) >= _SMALLEST:
+        return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)
     return CUT if overhang > _ROUNDING else None, (left, top, right, bottom)
 

@@ -62,7 +62,7 @@ def test_a_small_file_is_read_as_it_says(tmp_path):
         assert (first.width, first.image.width) == (20, 10)  # stored smaller than annotated
         assert second.labels.tolist() == [1, 0]
         assert second.boxes.tolist() == [[30, 5, 40, 15], [0, 0, 8, 4]]  # half a pixel is cut
-        assert second.areas.tolist() == [105, 9]
+        assert second.areas.tolist() == [100, 9]
         assert second.crowds.tolist() == [False, True]
     assert CocoImages(source, ["cat", "fox", "dog"]).read(1).labels.tolist() == [0, 2]
 
@@ -98,6 +98,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, content, message
         ({"bbox": ["30", 5, 10, 10]}, [30, 5, 40, 15], ""),
         ({"bbox": [50, 5, 10, 10]}, None, "1 box outside its image: annotation 1 [50.0, "),
         ({"bbox": [5, 5, 0, 10]}, None, "1 box outside its image"),
+        ({"bbox": [0.1, 0.2, 0.9, 0.3]}, None, "1 box in shares of the image"),
         ({"bbox": [5, 5, 10, -3]}, None, "1 box outside its image"),
         ({"bbox": [1, 2, 3]}, None, "1 rows of another layout: annotations[0].bbox"),
         ({"bbox": [1, 2, 3, float("nan")]}, None, "annotations[0].bbox.3"),
@@ -119,6 +120,12 @@ def test_a_bad_row_costs_itself_and_never_the_image(tmp_path, values, kept, said
 def test_crowds_may_be_written_as_text(tmp_path, crowd, is_one):
     images = CocoImages(write(tmp_path, changed("annotations", 0, iscrowd=crowd)))
     assert images.read(1).crowds.tolist() == [bool(is_one), True]
+
+
+@pytest.mark.parametrize(("area", "kept"), [(7, 7), (0, 50), (-3, 50), (None, 50)])
+def test_an_area_that_is_none_is_that_of_the_box_inside(tmp_path, area, kept):
+    row = changed("annotations", 0, area=area, bbox=[30, 10, 5, 80])
+    assert CocoImages(write(tmp_path, row)).read(1).areas[0] == kept
 
 
 def test_boxes_that_were_drawn_before_exif_turned_the_image_turn_with_it(tmp_path):

@@ -135,6 +135,8 @@ def test_what_cannot_be_judged_is_refused():
         coco_figures([truth(box)] * 2, [found(box)], CLASSES)
     with pytest.raises(ValueError, match="labels 0 to 2, but 2 classes"):
         coco_figures([truth(box)], [found(box, [2])], CLASSES)
+    with pytest.raises(ValueError, match="not finite"):
+        coco_figures([truth(box)], [found([[float("nan")] * 4])], CLASSES)
     for nothing in ([], [truth([])], [truth(box, crowds=[True])]):
         with pytest.raises(ValueError, match="no object in"):
             coco_figures(nothing, [found([])] * len(nothing), CLASSES)

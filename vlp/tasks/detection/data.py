@@ -234,7 +234,7 @@ class CocoImages:
             size[1],
             boxes,
             np.array([self._label[row.category_id] for row, _ in objects], dtype=np.int64),
-            np.array([_area(row) for row, _ in objects], dtype=np.float64),
+            np.array([_area(*item) for item in objects], dtype=np.float64),
             np.array([bool(row.iscrowd) for row, _ in objects], dtype=bool),
             where,
         )
@@ -323,8 +323,11 @@ def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
     return isinstance(row.id, str), row.id
 
 
-def _area(annotation: _Object) -> float:
-    return annotation.bbox[2] * annotation.bbox[3] if annotation.area is None else annotation.area
+def _area(annotation: _Object, corners: Corners) -> float:
+    # Exporters without masks write 0, or nothing.
+    if annotation.area is not None and annotation.area > 0:
+        return annotation.area
+    return (corners[2] - corners[0]) * (corners[3] - corners[1])
 
 
 def _summary(faults: Mapping[str, Sequence[str]]) -> str:

@@ -57,6 +57,9 @@ def coco_figures(
     labels = np.concatenate(label_arrays or [np.zeros(0, dtype=np.int64)])
     if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
+    # To pycocotools a box of NaN covers every object.
+    if not all(np.isfinite(part).all() for d in detections for part in (d.boxes, d.scores)):
+        raise ValueError("the model gives boxes or scores that are not finite")
     if not any((~image.crowds).any() for image in truth):
         raise ValueError(f"no object in {len(truth)} images; there is nothing to judge")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
