@@ -1,5 +1,3 @@
-"""Two and four processes (gloo) against one: ranks must not change what is trained."""
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,12 +123,3 @@ def test_ranks_do_not_change_losses_gradients_queue_or_statistics(ranks, tmp_pat
             torch.testing.assert_close(
                 result[name], value, msg=lambda m, n=name, i=index: f"{n}, rank {i}: {m}"
             )
-
-
-def test_one_process_needs_no_group():
-    x = torch.randn(3, requires_grad=True)
-    assert gather(x) is x
-    assert (rank(), world_size(), is_distributed()) == (0, 1, False)
-    total = global_sum(x)
-    assert torch.equal(total, x)
-    assert not total.requires_grad

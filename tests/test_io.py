@@ -1,5 +1,3 @@
-"""Files and folders: replaced whole, and texts without secrets."""
-
 from __future__ import annotations
 
 import json
@@ -83,18 +81,7 @@ def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):
     place = tmp_path / "model"
     write(place, 1)
     monkeypatch.setattr(vlp.io, "_exchanged", lambda new, place: False)
-    monkeypatch.setattr(Path, "rename", renamed_once(Path.rename))
-    with pytest.raises(KeyboardInterrupt):
-        write(place, 2)
-    monkeypatch.undo()
-    assert not place.exists()
-    restore_folder(place)
-    assert (place / "a").read_text() == "1"
-
-
-def renamed_once(rename):
-    """`Path.rename` that is interrupted at its second call."""
-    calls = []
+    calls, rename = [], Path.rename
 
     def interrupted(self, to):
         calls.append(self)
@@ -102,7 +89,13 @@ def renamed_once(rename):
             raise KeyboardInterrupt
         return rename(self, to)
 
-    return interrupted
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(place, 2)
+    monkeypatch.undo()
+    assert not place.exists()
+    restore_folder(place)
+    assert (place / "a").read_text() == "1"
 
 
 @pytest.mark.parametrize(

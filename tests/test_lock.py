@@ -1,5 +1,3 @@
-"""The lock of a folder: kept, released, left by a kill, and held by another machine."""
-
 import json
 import multiprocessing
 import os

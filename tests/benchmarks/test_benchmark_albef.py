@@ -1,5 +1,3 @@
-"""The benchmark beside ALBEF: equal sizes and losses of ours; its checkout is the user's."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The benchmark of encodings: its counts, its ratios, and the published code beside ours."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Counted FLOPs against PyTorch's own counter and against the figures of papers.md#flops."""
-
 import json
 import math
 

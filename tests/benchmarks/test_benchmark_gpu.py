@@ -1,5 +1,3 @@
-"""The check of a GPU on a machine without one."""
-
 import json
 from pathlib import Path
 

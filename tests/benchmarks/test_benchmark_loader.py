@@ -1,5 +1,3 @@
-"""The loaders' benchmark: turns, what it refuses, and the whole command beside open_clip."""
-
 import json
 
 import pytest

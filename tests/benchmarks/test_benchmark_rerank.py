@@ -1,5 +1,3 @@
-"""The benchmark of re-ranking: both ways agree, and each computes in its precision."""
-
 import pytest
 import torch
 from tests_support import tiny_config

@@ -1,5 +1,3 @@
-"""The simulation of scale, made small: order, one rank, and collective calls of a step."""
-
 import json
 from pathlib import Path
 

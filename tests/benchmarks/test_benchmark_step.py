@@ -1,35 +1,23 @@
-"""The benchmark of ACE-RPE's overhead: what it compares, and its figures."""
-
 import numpy as np
 import pytest
 import torch
-import yaml
 from tests_support import TINY_MODEL
 
 from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, measure_overhead, variants
-from vlp.config import load_config
+from vlp.config import merged
 from vlp.training.config import PretrainConfig
 
-
-@pytest.fixture
-def config_file(tmp_path):
-    content = {
-        "model": TINY_MODEL,
-        "data": {"sources": [{"path": "shards"}], "vocabulary": "none", "canonical_streams": 2},
-        "objectives": {"itm": {"group": 4}, "contrastive": {"token": {"group": 4}}},
-        "training": {"batch": 4, "precision": "float32"},
-    }
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+CONTENT = {
+    "model": TINY_MODEL,
+    "data": {"sources": [{"path": "shards"}], "vocabulary": "none", "canonical_streams": 2},
+    "objectives": {"itm": {"group": 4}, "contrastive": {"token": {"group": 4}}},
+    "training": {"batch": 4, "precision": "float32"},
+}
 
 
-def config(path, *overrides):
-    return load_config(str(path), PretrainConfig, overrides)
-
-
-def test_only_the_position_differs(config_file):
-    given = config(config_file, "model.text.weights=hub/bert", "model.image.weights=vit")
+def test_only_the_position_differs():
+    weights = {"text": {"weights": "hub/bert"}, "image": {"weights": "vit"}}
+    given = PretrainConfig.model_validate(merged(CONTENT, {"model": weights}))
     both = variants(given)
     with_it, without = (both[name].model_dump() for name in (WITH, WITHOUT))
     assert with_it["model"]["cross"].pop("position") == ("anchor",)
@@ -52,8 +40,9 @@ def test_slow_moments_that_hit_both_do_not_move_the_share():
 
 
 @pytest.mark.nightly
-def test_every_pass_and_part_is_measured(config_file):
-    found = measure_overhead(config(config_file), 4, 3, 5, torch.device("cpu"), profiled_steps=1)
+def test_every_pass_and_part_is_measured():
+    config = PretrainConfig.model_validate(CONTENT)
+    found = measure_overhead(config, 4, 3, 5, torch.device("cpu"), profiled_steps=1)
     for name in (WITH, WITHOUT):
         parts = {part: values[name] for part, values in found.parts.items()}
         assert set(parts) == {"forward", "backward", "optimiser", "step"}

@@ -1,5 +1,3 @@
-"""A tiny generated corpus, and the command under test on it."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Runs of the command under test on one tiny configuration."""
-
 from __future__ import annotations
 
 import json
@@ -44,8 +42,6 @@ def until(true, seconds=120, said=lambda: ""):
 
 @dataclass
 class Lab:
-    """A configuration on disk, and runs of it."""
-
     folder: Path
     config: Path
 
@@ -79,7 +75,6 @@ class Lab:
         return said
 
     def steps(self, name):
-        """The number of logged steps."""
         log = self.output(name) / "log.jsonl"
         return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -92,15 +87,12 @@ class Lab:
         return found
 
     def saved_steps(self, name):
-        """Steps of a run's checkpoints."""
         folders = (self.output(name) / "checkpoints").glob("step_*[0-9]")
         return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
 
     def begin_with(self, source, step, name):
-        """Begin a run with the checkpoint that another one wrote."""
         folder = f"checkpoints/step_{step}"
         shutil.copytree(self.output(source) / folder, self.output(name) / folder)
 
     def weights(self, name, step):
-        """Weights of a checkpoint."""
         return load_file(self.output(name) / f"checkpoints/step_{step}/weights.safetensors")

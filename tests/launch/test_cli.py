@@ -1,5 +1,3 @@
-"""`vlp`: every command is found, explained and refused without PyTorch and at once."""
-
 import functools
 import importlib
 import json
@@ -48,13 +46,7 @@ def without_torch(*arguments):
     return ran.returncode, "\n".join(said) + ran.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *((), ("evaluate", "retrieval")),
-        *(pytest.param((name,), marks=pytest.mark.nightly) for name in ("data", "train", "plan")),
-    ],
-)
+@pytest.mark.parametrize("arguments", [(), ("evaluate", "retrieval")])
 def test_help_is_answered_without_pytorch(arguments):
     code, said = without_torch(*arguments, "--help")
     assert code == 0
@@ -74,9 +66,7 @@ def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert f"written by process {os.getpid()}" in said
     assert "20 of 60" in said
-    assert "0.03 h, 3 s a step" in said
     assert "vlp train --config own.yaml" in said
-    assert "2 on node, CPU" in said
     assert main(["info", str(tmp_path / "nothing")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
 
@@ -161,13 +151,6 @@ def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
     assert "saved" in log.read_text()
 
 
-def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    config = str(ROOT / "configs/pretrain/small.yaml")
-    assert main(["train", "--config", config, "--ranks", "3"]) == 2
-    assert "cannot be shared equally by 3 ranks" in capsys.readouterr().err
-
-
 def test_shells_complete_commands(monkeypatch, capsys):
     monkeypatch.setenv("_VLP_COMPLETE", "complete_bash")
     for words, place, expected in (("vlp eva", "1", "evaluate"), ("vlp config k", "2", "keys")):
@@ -178,37 +161,31 @@ def test_shells_complete_commands(monkeypatch, capsys):
         assert capsys.readouterr().out.split() == [expected]
 
 
-def results(colour=0.9, shape=0.8, **changed):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dual R@1", 0.80, None),
+        ("dual R@1", 0.74, "R@1 74.0% is below 75%"),
+        ("dual R@10", 0.94, "R@10 94.0% is below 95%"),
+        ("rerank R@1", 0.79, "R@1 80.0% drops to 79.0% re-ranked"),
+        ("colour", 0.79, "colour words point right in 79.0%, below 80%"),
+        ("shape", 0.59, "shape words point right in 59.0%, below 60%"),
+    ],
+)
+def test_every_promise_of_the_demo_is_checked(name, value, message):
     values = {"dual R@1": 0.80, "dual R@10": 0.99, "rerank R@1": 0.81, "rerank R@10": 0.99}
-    values |= {name.replace("_", " ").replace(" at ", "@"): v for name, v in changed.items()}
+    values |= {"colour": 0.9, "shape": 0.8, name: value}
+    kinds = {
+        kind: KindFigures(10, Figure(values.pop(kind), 0, 1, 0.09), 0.4, Figure(1, 1, 1, 0.2), None)
+        for kind in ("colour", "shape")
+    }
     figures = {
-        (name.split()[0], direction, name.split()[1]): Figure(value, value, value, 0.0)
-        for name, value in values.items()
+        (key.split()[0], direction, key.split()[1]): Figure(share, share, share, 0.0)
+        for key, share in values.items()
         for direction in demo.DIRECTIONS
     }
-    kinds = {
-        kind: KindFigures(10, Figure(pointing, 0, 1, 0.09), 0.4, Figure(1, 1, 1, 0.2), None)
-        for kind, pointing in (("colour", colour), ("shape", shape))
-    }
-    return (
+    problems = demo.shortfalls(
         RetrievalResult("retrieval", {}, ("val",), figures),
         PointingResult("pointing", {}, ("val",), {}, kinds=kinds),
     )
-
-
-def test_the_demo_passes_a_good_model():
-    assert demo.shortfalls(*results()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dual_R_at_1": 0.74}, "R@1 74.0% is below 75%"),
-        ({"dual_R_at_10": 0.94}, "R@10 94.0% is below 95%"),
-        ({"rerank_R_at_1": 0.79}, "R@1 80.0% drops to 79.0% re-ranked"),
-        ({"colour": 0.79}, "colour words point right in 79.0%, below 80%"),
-        ({"shape": 0.59}, "shape words point right in 59.0%, below 60%"),
-    ],
-)
-def test_every_promise_of_the_demo_is_checked(change, message):
-    assert any(message in problem for problem in demo.shortfalls(*results(**change)))
+    assert any(message in problem for problem in problems) if message else not problems

@@ -1,5 +1,3 @@
-"""A hundred mistakes of users: each is answered at once, in a sentence or two."""
-
 import os
 import shlex
 import shutil
@@ -59,6 +57,7 @@ MISTAKES = [
     (TRAIN + "training.trackers=wandb", "[wandb]"),
     (TRAIN + "training.trackers=[mlflow]", "training.trackers"),
     (TRAIN + "--ranks 0", "0"),
+    (TRAIN + "--ranks 3", "cannot be shared equally by 3 ranks"),
     ("retrieval", "evaluate retrieval"),
     ("evaluate retrieval --modle model", "--model"),
     ("finetune vqaa --config tuned.yaml", "vqa"),

@@ -1,5 +1,3 @@
-"""`vlp plan`: its answers, exit codes and figures."""
-
 import json
 from pathlib import Path
 
@@ -56,7 +54,6 @@ def test_figures_of_a_run(config, tmp_path, capsys):
         (48, [], "24 can"),
         (5, ["objectives.itm.group=5"], "no number can"),
         (8, ["training.batch=95"], "is not a multiple of data.canonical_streams"),
-        (8, ["training.engine=zero9"], "unknown name 'zero9'"),
     ],
 )
 def test_what_cannot_start_is_refused(config, gpus, more, said, capsys):

@@ -1,5 +1,3 @@
-"""What the command says and does when something is wrong, or it is told to stop."""
-
 import io
 import os
 import shutil
@@ -19,16 +17,6 @@ from vlp.training.checkpoints import verify
 from vlp.training.command import _explain, run_training
 from vlp.training.config import PretrainConfig
 from vlp.training.stop_requests import REQUEUE
-
-
-@pytest.mark.nightly
-def test_two_ranks_report_an_error_once(lab):
-    said = "".join(lab.ended("refused", "data.sources=[{path: nowhere}]", codes=(2, 2)))
-    assert "nowhere" in said
-    assert said.count("error:") == 1, said
-    said = "".join(lab.ended("refused", "output=/proc/run", codes=(2, 2)))
-    assert said.count("error: /proc/run: cannot be written (No such file or directory)\n") == 1
-    assert not lab.output("refused").exists()
 
 
 def test_ranks_of_slurm_without_a_rendezvous_are_told_what_is_missing(lab, monkeypatch, capsys):
@@ -182,15 +170,6 @@ def test_a_full_disk_at_the_final_model_loses_no_training(lab):
     assert not list(run.glob("model*"))
     lab.train(run.name, *more, "--resume", world_size=2)
     assert (run / "model" / "model.safetensors").exists()
-
-
-def test_a_checkpoint_of_another_configuration_is_refused(lab):
-    lab.train("other", "training.steps=1")
-    changes = ("model.cross.anchor.groups=8", "objectives.mim=null")
-    said = "".join(lab.ended("other", *changes, "--resume", codes=(1, 1)))
-    assert said.count("was trained with another configuration") == 1
-    assert "model.cross.anchor.groups: saved 4, now 8" in said
-    assert "objectives.mim.output" in said
 
 
 @pytest.mark.nightly

@@ -1,5 +1,3 @@
-"""The real command on real shards: killed, resumed, on other ranks and ZeRO stages."""
-
 import os
 import signal
 
@@ -160,16 +158,7 @@ def test_a_checkpoint_resumes_on_other_ranks_and_another_stage(lab, whole, sourc
     assert distance(final(lab, name), final(lab, origin)) < 1e-5
 
 
-def test_the_model_folder_is_the_trained_model(lab, whole):
-    name = whole(0, 1)
-    loaded = vlp.load(lab.output(name) / "model")
-    state = load_file(final(lab, name) / "weights.safetensors")
-    for key, value in loaded.model.state_dict().items():
-        assert torch.equal(value, state[f"model.{key}"]), key
-
-
 def looks(lab, name):
-    """Figures of the validations by step."""
     lines = [line for line in lab.log(name) if "validation/mean" in line]
     return {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in lines}
 

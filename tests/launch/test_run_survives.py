@@ -1,5 +1,3 @@
-"""A run survives a resume: results, edited files, checkpoints, and folders of others."""
-
 import json
 import os
 import shutil
@@ -13,21 +11,18 @@ from evaluation.__main__ import main as evaluation
 
 
 def files(folder):
-    """Contents by path of all files below a folder."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 @pytest.fixture(scope="module")
 def finished(lab):
-    """The folder of a finished run of steps 4, 8 and 12, which tests copy."""
     lab.train("survivor")
     return lab.output("survivor")
 
 
 @pytest.fixture
 def run(lab, finished, request):
-    """A copy of the finished run."""
     return Path(shutil.copytree(finished, lab.output(f"copy_{request.node.name}")))
 
 
@@ -37,7 +32,6 @@ def resume(lab, run, *more, code=0):
 
 
 def results(lab, model, capsys):
-    """Evaluate a model with the default place of its results; returns that."""
     shards = str(lab.folder / "scenes" / "train")
     assert evaluation(["retrieval", "--model", str(model), "--shards", shards, "--limit", "8"]) == 0
     return Path(capsys.readouterr().out.rpartition("written to ")[2].strip())

@@ -1,5 +1,3 @@
-"""Secrets of a store: a run reads through them, and nothing that it writes or says holds one."""
-
 import pytest
 import ranks
 import yaml
@@ -22,7 +20,6 @@ def store(lab, monkeypatch):
 
 
 def configured(lab, store, folder, user, query):
-    """A configuration outside of what is searched."""
     values = yaml.safe_load(lab.config.read_text())
     url = store.url.replace("://", f"://{user}") + f"?{query}"
     values["data"] |= {

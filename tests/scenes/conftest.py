@@ -1,5 +1,3 @@
-"""Hand-made scenes, small enough to check by eye."""
-
 import pytest
 
 from vlp.scenes.graph import PLACES, Obj, Scene

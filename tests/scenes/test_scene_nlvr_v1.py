@@ -1,5 +1,3 @@
-"""Three boxes in NLVR v1's manner, and what is said of them."""
-
 import re
 from collections import defaultdict
 from itertools import pairwise

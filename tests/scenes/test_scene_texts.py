@@ -1,5 +1,3 @@
-"""Every text of a scene, read back word by word and held against the boxes."""
-
 import re
 from collections import Counter, defaultdict
 
@@ -52,7 +50,6 @@ def stands(one, words, other):
 
 
 def read_caption(text, scene):
-    """Hold each part of a caption against the boxes."""
     nouns = list(re.finditer(CAPTION_NOUN, text))
     objects = [find(scene, *noun.group(2, 3)) for noun in nouns]
     assert len(objects) == len(scene.objects), "every object is mentioned"

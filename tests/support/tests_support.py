@@ -71,6 +71,20 @@ def train(task, data, steps, rate):
     return outputs
 
 
+def saved_bytes(function):
+    """Return how many bytes a call keeps for its backward pass."""
+    total = 0
+
+    def count(tensor):
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        function()
+    return total
+
+
 def first_batch(data):
     """Return the first batch of a task's data."""
     return next(iter(data.batches()))[0]

@@ -97,7 +97,6 @@ def asked() -> Iterator[list[Asked]]:
 
 
 def pretraining(config: PretrainConfig):
-    """Return pretraining's task and a batch of it."""
     training = config.training
     with torch.device("cuda"):
         task = Pretraining(
@@ -149,7 +148,6 @@ def downstream(kind: str, model: ModelConfig):
 
 
 def measure(case: str):
-    """Train on one case."""
     kind, size, how = (*case.split(":"), "", "")[:3]
     run = [*NO_WEIGHTS, f"training.compile={how or 'none'}"]
     if size == "unanchored":

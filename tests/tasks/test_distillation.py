@@ -1,5 +1,3 @@
-"""Distillation in fine-tuning against sums written out, and the teacher beside the parameters."""
-
 import pytest
 import torch
 from pair_shards import entailment_shards, statement_shards, tiny_folder
@@ -21,16 +19,14 @@ def settings(kind, shards, **task):
     return kind.model_validate({"data": data} | task)
 
 
-def snli_ve(tmp_path, teacher=TEACHER):
+def snli_ve(tmp_path, teacher=TEACHER, kind=SnliVeConfig, write=entailment_shards):
     parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
-    shards = entailment_shards(tmp_path / "train", 8)
-    return build_pairs(settings(SnliVeConfig, shards, teacher=teacher), parts, 4, 0, "float32")
+    config = settings(kind, write(tmp_path / "train", 8), teacher=teacher)
+    return build_pairs(config, parts, 4, 0, "float32")
 
 
 def nlvr2(tmp_path):
-    parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
-    shards = statement_shards(tmp_path / "train")
-    return build_pairs(settings(Nlvr2Config, shards, teacher=TEACHER), parts, 4, 0, "float32")
+    return snli_ve(tmp_path, kind=Nlvr2Config, write=statement_shards)
 
 
 def vqa(tmp_path):
@@ -40,7 +36,6 @@ def vqa(tmp_path):
 
 
 def taught(task, epoch_steps=10, noise=0.3):
-    """Start the teacher and move the student away from it, so that they predict otherwise."""
     task.start_teacher(epoch_steps)
     torch.manual_seed(1)
     with torch.no_grad():

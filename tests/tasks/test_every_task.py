@@ -1,5 +1,3 @@
-"""What must hold for every task, vision-only or fine-tuned, whatever its loss."""
-
 import numpy as np
 import pytest
 import torch
@@ -48,7 +46,6 @@ every_task = pytest.mark.parametrize("kind", [*VISION, *DOWNSTREAM])
 
 @pytest.fixture(scope="module")
 def places(shared, tmp_path_factory):
-    """Training data by the kind of task."""
     folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
     for name in ("a", "b"):
         (folder / "images" / name).mkdir(parents=True)

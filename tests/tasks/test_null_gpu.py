@@ -30,12 +30,10 @@ COMPILED = {"blocks": 5100, "step": 3500}
 
 @pytest.fixture(scope="module")
 def steps(shared, tmp_path_factory):
-    """What each case asks of the device, by its name."""
     return counted(shared, tmp_path_factory.mktemp("null_gpu"), [*SIZES], 500)
 
 
 def counted(shared, folder, cases, seconds):
-    """Run cases of null_gpu_steps.py on the null device."""
     tool = shared / "tools" / "null_gpu" / "run.sh"
     if not tool.is_file() or torch.version.cuda is None or shutil.which("gcc") is None:
         pytest.skip("needs the null device, PyTorch for CUDA, and gcc")
@@ -75,7 +73,6 @@ def compiler(folder):
 
 
 def run_tool(tool, arguments, environment, seconds):
-    """Run Python on the null device; return what it prints."""
     done = subprocess.run(
         ["bash", str(tool), *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,

@@ -1,5 +1,3 @@
-"""Settings of the training tests."""
-
 import pytest
 import torch
 

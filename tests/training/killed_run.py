@@ -6,20 +6,12 @@ usage: killed_run.py FOLDER STEP. Where STEP is `none` the steps are counted int
 import sys
 from pathlib import Path
 
-import torch
+import training_toy
 from killed_steps import killed_at
-from training_toy import PlainEngine, ToyData, ToyTask, toy_config
-
-from vlp.training.loop import train
-from vlp.training.run_folder import RunFolder
 
 
-def run(folder, resume=False, **training):
-    torch.manual_seed(0)
-    config, task = toy_config(folder, trackers=[], **training), ToyTask()
-    engine = PlainEngine(task, config.training)
-    train(config, task, ToyData(), engine, RunFolder(folder, resume), resume)
-    return task
+def run(folder, **options):
+    return training_toy.run(folder, trackers=[], **options)
 
 
 if __name__ == "__main__":

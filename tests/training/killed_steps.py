@@ -1,5 +1,3 @@
-"""Work that is killed before any of its steps on the disk."""
-
 import multiprocessing
 import os
 import signal

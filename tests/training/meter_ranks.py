@@ -1,4 +1,4 @@
-"""One rank of test_meter.py: the last rank has a share without samples."""
+"""One rank of test_loop.py: the last rank has a share without samples."""
 
 import json
 

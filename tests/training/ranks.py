@@ -39,8 +39,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @dataclass
 class Rank:
-    """One running rank and the file that takes its output."""
-
     process: BaseProcess
     output: Path
 
@@ -99,7 +97,6 @@ def _become(command, environment, output):
 
 
 def finish(ranks, timeout=400):
-    """Exit code and output of every rank, in rank order."""
     end = time.monotonic() + timeout
     late = []
     for rank, started in enumerate(ranks):

@@ -1,5 +1,3 @@
-"""Checkpoints with one-process engines: what they hold, and what faults leave."""
-
 import errno
 import hashlib
 import importlib.metadata
@@ -26,9 +24,7 @@ from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoints import CheckpointError, Checkpoints, verify
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.ddp import DdpEngine
-from vlp.training.loop import train
 from vlp.training.progress import Progress
-from vlp.training.run_folder import RunFolder
 
 CONFIG = toy_config()
 
@@ -252,14 +248,11 @@ def test_the_sums_are_those_of_sha256sum(tmp_path):
 
 def judged_run(folder, figures, patience=None, resume=False, data="", steps=8):
     """A run of 8 steps that is judged every second step, and finds these figures."""
-    torch.manual_seed(0)
-    config, task = toy_config(folder, steps=steps), ToyTask()
     found = iter(figures)
     selection = BestCheckpoint(
         lambda _: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience, data
     )
-    engine = PlainEngine(task, config.training)
-    return train(config, task, ToyData(), engine, RunFolder(folder, resume), resume, selection)
+    return run(folder, resume=resume, best=selection, steps=steps)[1]
 
 
 def test_the_best_model_on_the_validation_data_is_kept(tmp_path):
@@ -418,16 +411,8 @@ def test_a_run_that_fails_still_writes_what_it_has_copied(tmp_path, gate):
             threading.Timer(0.2, gate.set).start()
             raise KeyError("no such sample")
 
-    torch.manual_seed(0)
-    config, task = toy_config(tmp_path), ToyTask()
     with pytest.raises(KeyError):
-        train(
-            config,
-            task,
-            ToyData(before=fail),
-            PlainEngine(task, config.training),
-            RunFolder(tmp_path, False),
-        )
+        run(tmp_path, data=ToyData(before=fail))
     assert verify(tmp_path / "checkpoints" / "step_3") is None
 
 
@@ -437,8 +422,7 @@ def test_the_best_model_is_written_after_the_checkpoint(tmp_path, gate):
         threading.Timer(0.2, gate.set).start()
         return {"accuracy": 0.5}
 
-    torch.manual_seed(0)
-    config, task = toy_config(tmp_path, steps=3), ToyTask()
+    task = ToyTask()
     save_model = task.save_model
 
     def checked(folder, state):
@@ -447,14 +431,13 @@ def test_the_best_model_is_written_after_the_checkpoint(tmp_path, gate):
 
     task.save_model = checked  # type: ignore[method-assign]
     best = BestCheckpoint(validate, "accuracy", 3)
-    engine, place = PlainEngine(task, config.training), RunFolder(tmp_path, False)
-    report = train(config, task, ToyData(), engine, place, best=best)
+    _, report = run(tmp_path, task=task, best=best, steps=3)
     assert report["best"]["step"] == 3
 
 
 def test_writing_beside_the_training_changes_nothing_of_it(tmp_path):
-    quiet = run(tmp_path / "quiet", checkpoint_every=8, log_every=1)
-    busy = run(tmp_path / "busy", checkpoint_every=1, log_every=1, keep_last=8)
+    quiet, _ = run(tmp_path / "quiet", checkpoint_every=8, log_every=1)
+    busy, _ = run(tmp_path / "busy", checkpoint_every=1, log_every=1, keep_last=8)
     logs = [log_lines(tmp_path / name, times=False) for name in ("quiet", "busy")]
     assert logs[0] == logs[1]
     assert all(torch.equal(v, busy.state_dict()[name]) for name, v in quiet.state_dict().items())
@@ -471,7 +454,7 @@ def ended(folder, step):
 
 
 def check_kills(tmp_path, number):
-    whole = run(tmp_path / "whole")
+    whole, _ = run(tmp_path / "whole")
     assert ended(tmp_path / "counted", "none") == 0
     steps = int((tmp_path / "counted.steps").read_text())
     assert steps > 50
@@ -481,7 +464,7 @@ def check_kills(tmp_path, number):
         assert ended(folder, str(at)) == -signal.SIGKILL
         there = sorted(folder.glob("checkpoints/step_?"))
         assert all(verify(path) is None for path in there)
-        resumed = run(folder, resume=True)
+        resumed, _ = run(folder, resume=True)
         # One that a kill did not let go stays where nothing more was to be saved.
         left = names(folder / "checkpoints")
         assert left[-2:] == ["step_6", "step_8"]

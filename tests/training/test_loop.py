@@ -1,5 +1,3 @@
-"""The loop on a one-process engine: policy, logs, signals; DeepSpeed is in its own tests."""
-
 import json
 import math
 import os
@@ -10,24 +8,17 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, log_lines, toy_config
+from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, log_lines, run, toy_config
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
+from vlp.tasks.pretraining.statistics import CollapseWatch
 from vlp.training import loop
 from vlp.training.config import PretrainConfig
-from vlp.training.loop import NonFiniteError, nan_if_non_finite, total_steps, train
+from vlp.training.loop import NonFiniteError, nan_if_non_finite, total_steps
 from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
-
-
-def run(folder, data=None, resume=False, **training):
-    torch.manual_seed(0)
-    config, task = toy_config(folder, **training), ToyTask()
-    engine = PlainEngine(task, config.training)
-    report = train(config, task, data or ToyData(), engine, RunFolder(folder, resume), resume)
-    return task, report
 
 
 def state(folder, step):
@@ -174,24 +165,13 @@ def test_a_finished_run_resumes_to_nothing(tmp_path):
     assert same(before, state(tmp_path, 8))
 
 
-def test_resume_without_a_checkpoint_begins_anew(tmp_path, capsys):
-    _, report = run(tmp_path, resume=True)
-    assert report["ended"] == "finished"
-    assert report["resumed_at_steps"] == []
-    assert "no checkpoint; starting from the beginning" in capsys.readouterr().err
-
-
 def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, capsys):
-    kept = []
-    torch.manual_seed(0)
-    config, task = toy_config(tmp_path, log_every=1), ToyTask()
+    kept, task = [], ToyTask()
 
     def look(number):
         kept.append({name: value.clone() for name, value in task.state_dict().items()})
 
-    data = ToyData(bad=frozenset({3}), before=look)
-    engine = PlainEngine(task, config.training)
-    report = train(config, task, data, engine, RunFolder(tmp_path, False))
+    _, report = run(tmp_path, ToyData(bad=frozenset({3}), before=look), task=task, log_every=1)
     assert same(kept[3], kept[4])
     assert not same(kept[2], kept[3])
     assert not same(kept[4], kept[5])
@@ -210,12 +190,9 @@ def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, capsys):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_too(tmp_path, capsys):
-    torch.manual_seed(0)
-    config, task = toy_config(tmp_path), ToyTask()
-    engine = PlainEngine(task, config.training)
-    spoil = iter([False, False, True] + [False] * 5)
+    task, spoil = ToyTask(), iter([False, False, True] + [False] * 5)
     task.out.weight.register_hook(lambda g: g * float("inf") if next(spoil) else g)
-    report = train(config, task, ToyData(), engine, RunFolder(tmp_path, False))
+    _, report = run(tmp_path, task=task)
     assert report["non_finite_steps"] == 1
     assert all(torch.isfinite(value).all() for value in task.parameters())
     assert "step 3 skipped: a gradient is not finite" in capsys.readouterr().err
@@ -264,7 +241,6 @@ def test_a_finite_loss_is_not_touched():
 
 
 def test_a_used_folder_is_refused_and_left_alone(tmp_path):
-
     (tmp_path / "something").write_text("precious")
     with pytest.raises(ConfigError, match="not empty; continue its run with --resume"):
         RunFolder(tmp_path, resume=False)
@@ -274,22 +250,16 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path):
         RunFolder(tmp_path / "file", resume=False)
 
 
-def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
-    from vlp.tasks.pretraining import statistics as collapse
-
-    monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
+def change_outputs(monkeypatch, change):
     forward = ToyTask.forward
+    monkeypatch.setattr(ToyTask, "forward", lambda *arguments: change(forward(*arguments)))
 
-    def dead(self, *arguments):
-        output = forward(self, *arguments)
-        statistics = {
-            "image_token_cosine": torch.tensor(0.99),
-            "text_spread": torch.tensor(0.7),
-            "anchor_spread": torch.tensor(0.0),
-        }
-        return output._replace(statistics=statistics)
 
-    monkeypatch.setattr(ToyTask, "forward", dead)
+def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
+    values = {"image_token_cosine": 0.99, "text_spread": 0.7, "anchor_spread": 0.0}
+    statistics = {name: torch.tensor(value) for name, value in values.items()}
+    change_outputs(monkeypatch, lambda output: output._replace(statistics=statistics))
     run(tmp_path)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
@@ -297,13 +267,7 @@ def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
 
 
 def test_dropout_is_the_same_after_a_resume(tmp_path, monkeypatch):
-    forward = ToyTask.forward
-
-    def dropping(self, *arguments):
-        output = forward(self, *arguments)
-        return output._replace(loss=output.loss * torch.rand(()))
-
-    monkeypatch.setattr(ToyTask, "forward", dropping)
+    change_outputs(monkeypatch, lambda output: output._replace(loss=output.loss * torch.rand(())))
     run(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_8")
@@ -314,11 +278,8 @@ def test_dropout_is_the_same_after_a_resume(tmp_path, monkeypatch):
 def test_outcomes_that_are_read_late_change_nothing(tmp_path, capsys):
     found = {}
     for kind in (PlainEngine, UnreadEngine):
-        torch.manual_seed(0)
         folder = tmp_path / kind.__name__
-        config, task = toy_config(folder), ToyTask()
-        data, engine = ToyData(bad=frozenset({2, 6})), kind(task, config.training)
-        report = train(config, task, data, engine, RunFolder(folder, False))
+        _, report = run(folder, ToyData(bad=frozenset({2, 6})), engine=kind)
         said = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
         states = state(folder, 6), state(folder, 8)
         found[kind] = log_lines(folder, times=False), report["non_finite_steps"], *states, said
@@ -332,10 +293,8 @@ def test_outcomes_that_are_read_late_change_nothing(tmp_path, capsys):
 
 def test_a_row_of_skips_that_is_read_late_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", 1)
-    config, task = toy_config(tmp_path, log_every=4), ToyTask()
-    data, engine = ToyData(bad=frozenset({1, 2})), UnreadEngine(task, config.training)
     with pytest.raises(NonFiniteError, match=r"2 steps in a row were skipped, the last \(3\)"):
-        train(config, task, data, engine, RunFolder(tmp_path, False))
+        run(tmp_path, ToyData(bad=frozenset({1, 2})), engine=UnreadEngine, log_every=4)
 
 
 SCRIPT = Path(__file__).with_name("meter_ranks.py")

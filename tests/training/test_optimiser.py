@@ -1,5 +1,3 @@
-"""The paper's model with every objective, without memory for its weights."""
-
 import math
 import re
 from itertools import pairwise
@@ -14,7 +12,6 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.positions import (
-    PositionEncoding,
     create_fitting_position,
     list_positions,
     position_options,
@@ -33,7 +30,6 @@ from vlp.training.optimiser import (
 
 @pytest.fixture(scope="module")
 def task():
-    """The paper's model with every objective, without memory for its weights."""
     with torch.device("meta"):
         return Pretraining(ModelConfig(), ObjectivesConfig(), vocabulary="unused")
 
@@ -81,22 +77,6 @@ def test_encodings_declare_their_tables_and_vectors(name, options):
     inside = nn.ModuleDict({"layer": nn.ModuleList([position])})
     vectors = {name for name, one in inside.named_parameters() if one.ndim < 2}
     assert undecayed(inside) == vectors | {f"layer.0.{name}" for name in expected}
-
-
-class Slope(PositionEncoding):
-    """An encoding from outside, whose parameter no rule of names could know."""
-
-    NO_WEIGHT_DECAY = ("slope",)
-
-    def __init__(self):
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(2, 2))
-        self.matrix = nn.Parameter(torch.zeros(2, 2))
-
-
-def test_an_encoding_from_outside_declares_its_own():
-    model = nn.Sequential(nn.Linear(2, 2), Slope())
-    assert undecayed(model) == {"0.bias", "1.slope"}
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out():

@@ -1,5 +1,3 @@
-"""The folder of a run: which configurations may resume it, and the starts in `run.json`."""
-
 import subprocess
 from contextlib import nullcontext
 from copy import deepcopy
@@ -38,10 +36,8 @@ def changed(key, value, saved=SAVED):
     ("key", "value", "rule"),
     [
         ("model.text.layers", 3, "fatal"),
-        ("objectives.mlm", None, "fatal"),
         ("data.canonical_streams", 4, "fatal"),
         ("data.sources.0.weight", 2.0, "fatal"),
-        ("data.augment.hflip", False, "fatal"),
         ("training.seed", 1, "fatal"),
         ("model.text.weights", "gone", "tolerated"),
         ("training.steps", 99, "tolerated"),
@@ -107,14 +103,10 @@ FINE_TUNING = FinetuneConfig.model_validate(
         (CONFIG, "data.workers", 7, False),
         (CONFIG, "data.cache", {"folder": "/scratch/cache", "limit": 5}, False),
         (CONFIG, "data.sources.0.weight", 2.0, True),
-        (CONFIG, "training.log_every", 7, True),
-        (CONFIG, "training.steps", 7, True),
-        (CONFIG, "validation", {"shards": ["val"], "rerank": 0}, True),
         (CONFIG, "model.text.layers", 7, True),
         (FINE_TUNING, "task.data.train.0", "/scratch/train", False),
         (FINE_TUNING, "task.data.validation.0", "/scratch/val", False),
         (FINE_TUNING, "task.data.workers", 3, False),
-        (FINE_TUNING, "model.text.max_tokens", 9, True),
         (FINE_TUNING, "task.label_smoothing", 0.5, True),
     ],
 )

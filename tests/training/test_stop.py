@@ -1,5 +1,3 @@
-"""Processes that are asked to end, and cannot all say so themselves."""
-
 import json
 import os
 import resource
@@ -217,31 +215,23 @@ def until(true, seconds=20):
 
 @pytest.fixture
 def family(tmp_path):
-    """Start bash - launcher - bash - child; returns them once the child has looked around."""
-
-    def start(launcher, **more):
-        (tmp_path / "child.py").write_text(LOST.format(wait=""))
-        (tmp_path / launcher).write_text(START)
-        subprocess.Popen(
-            ["bash", "-c", f"{sys.executable} {launcher}; true"],
-            cwd=tmp_path,
-            env=os.environ | more,
-        )
-        until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
-        child = psutil.Process(int((tmp_path / "child").read_text()))
-        return [child, *child.parents()[:3]]
-
-    return start
+    """Child, bash, launcher and bash, once the child has looked around."""
+    (tmp_path / "child.py").write_text(LOST.format(wait=""))
+    (tmp_path / "torchrun").write_text(START)
+    subprocess.Popen(["bash", "-c", f"{sys.executable} torchrun; true"], cwd=tmp_path)
+    until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    return [child, *child.parents()[:3]]
 
 
 @pytest.mark.parametrize("dies", [1, 2])
 def test_a_shell_between_and_the_launcher_are_missed(dies, family, tmp_path):
-    family("torchrun")[dies].kill()
+    family[dies].kill()
     until((tmp_path / "lost").exists)
 
 
 def test_a_shell_above_the_launcher_is_not_missed(family, tmp_path):
-    _, _, launcher, shell = family("torchrun")
+    _, _, launcher, shell = family
     shell.kill()
     time.sleep(0.5)
     assert not (tmp_path / "lost").exists()

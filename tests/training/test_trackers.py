@@ -1,5 +1,3 @@
-"""Figures of a run at the real trackers, offline, over two starts."""
-
 import json
 import struct
 import time
@@ -16,7 +14,6 @@ from vlp.training.run_folder import RunFolder, read_record
 
 
 def two_starts(folder, name):
-    """Steps 1 and 2, and after a resume at 2 step 3."""
     folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
     for step, more in ((0, (1, 2)), (2, (3,))):
         with RunLog(folder, step, 3, open_trackers([name], folder, step)) as log:
@@ -50,7 +47,6 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 def history(folder, one):
-    """What a run of wandb has logged, by step."""
     found = {}
     for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}*/*.wandb")):
         for record in records(file):
@@ -165,8 +161,7 @@ def test_tensorboard_has_every_number(tmp_path):
     with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, 0)) as log:
         log.write({"step": 1, "loss/total": 3.0, "skipped": {"total": 0}, "norm": float("nan")})
         log.write({"step": 2, "loss/total": 2.0, "skipped": {"total": 1}, "norm": 1.0})
-    events = EventAccumulator(str(folder.tensorboard))
-    events.Reload()
+    events = EventAccumulator(str(folder.tensorboard)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss/total", "skipped/total", "norm"}
     assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 3.0), (2, 2.0)]
     assert [(e.step, e.value) for e in events.Scalars("norm")] == [(2, 1.0)]
@@ -179,6 +174,5 @@ def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path, resumed_at):
         with RunLog(folder, step, 2, open_trackers(["tensorboard"], folder, step)) as log:
             for number in range(step + 1, 3):
                 log.write({"step": number, "loss": 1.0})
-    events = EventAccumulator(str(folder.tensorboard))
-    events.Reload()
+    events = EventAccumulator(str(folder.tensorboard)).Reload()
     assert [scalar.step for scalar in events.Scalars("loss")] == [1, 2]

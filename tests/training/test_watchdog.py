@@ -1,5 +1,3 @@
-"""Ranks that are named, by signs of life with clocks of the test's own."""
-
 import time
 
 from vlp.training.watchdog import HangDetector, Sign, Watchdog

@@ -1,4 +1,4 @@
-"""One rank of test_together.py: 60 steps of a toy; rank 1 is told to stop while it trains.
+"""One rank of test_stop.py: 60 steps of a toy; rank 1 is told to stop while it trains.
 
 Prints the collective calls of each step as the flight recorder has them, and where the run ended.
 """

@@ -1,5 +1,3 @@
-"""A small task, endless data and a one-process engine, for tests of the training code."""
-
 import json
 import math
 
@@ -14,7 +12,9 @@ from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput, autocast
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.engine import Update
+from vlp.training.loop import train
 from vlp.training.optimiser import OptimiserConfig
+from vlp.training.run_folder import RunFolder
 
 TOKENS = 31
 STREAMS = 2
@@ -236,6 +236,15 @@ def toy_config(output="unused", **training):
             "training": values | training,
         }
     )
+
+
+def run(folder, data=None, resume=False, engine=PlainEngine, task=None, best=None, **training):
+    """Train the toy; return its task and the report."""
+    torch.manual_seed(0)
+    config = toy_config(folder, **training)
+    task = task or ToyTask(precision=config.training.precision)
+    engine, place = engine(task, config.training), RunFolder(folder, resume)
+    return task, train(config, task, data or ToyData(), engine, place, resume, best)
 
 
 def log_lines(folder, times=True):

@@ -1,5 +1,3 @@
-"""Signals to launchers, and launchers that die: every rank ends, with a checkpoint."""
-
 import signal
 import sys
 import time
@@ -35,8 +33,6 @@ exit $code
 
 
 class Launched:
-    """A training without an end, under a launcher."""
-
     def __init__(self, lab, launcher, name, *more):
         self.lab, self.name = lab, name
         self.folder = lab.folder / f"{name}_codes"
@@ -66,7 +62,6 @@ class Launched:
         return int(file.read_text())
 
     def end(self):
-        """Wait for both ranks, at most 30 s."""
         alive = psutil.Process.is_running
         until(lambda: not any(map(alive, self.ranks)), 30, self.said.read_text)
 

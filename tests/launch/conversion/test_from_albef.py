@@ -1,5 +1,3 @@
-"""The command that turns an ALBEF checkpoint into a model folder."""
-
 import re
 
 import pytest
@@ -21,7 +19,6 @@ def command():
 
 @pytest.fixture
 def files(tmp_path):
-    """A tiny checkpoint as ALBEF's training writes it, and its vocabulary."""
     text = tiny_text()
     text.save(tmp_path / "vocabulary")
     state = albef_tensors(TINY._replace(vocabulary=text.vocab_size))

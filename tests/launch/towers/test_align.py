@@ -1,5 +1,3 @@
-"""Aligned projections: a model folder that ranks pairs better than its start, without training."""
-
 import re
 import time
 from math import prod
@@ -34,7 +32,6 @@ def settings(lab, *more):
 
 
 def similarity(config, model):
-    """Cosines of the first captions (rows) with the first images."""
     _, data = build(config)
     batch = next(data.batches())[0].to("cpu")
     with torch.no_grad():
@@ -99,7 +96,6 @@ def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeyp
 
 
 def towers_images(monkeypatch):
-    """Images of each pass of the tower, from now on."""
     seen, tower = [], ImageEncoder.tower
 
     def counted(self, pixels, *more):

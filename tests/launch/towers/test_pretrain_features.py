@@ -1,5 +1,3 @@
-"""Pretraining on frozen towers, of pixels and of stored features."""
-
 import json
 
 import pytest
@@ -50,7 +48,6 @@ def test_losses_are_those_of_pixels_but_for_rounding(lab, features):
 
 
 def require_same_resumed(lab, name, first, second, world_size):
-    """Run whole, and from its checkpoint of step 2 with other arguments: all weights are equal."""
     whole, again = f"whole_{name}", f"again_{name}"
     lab.train(whole, *first, world_size=world_size)
     lab.begin_with(whole, 2, again)

@@ -1,5 +1,3 @@
-"""Captioned images as batches; the task, its folder, and caption scores."""
-
 import json
 import math
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from vlp.tasks.caption import metrics as spice
 from vlp.tasks.caption.data import CaptionDataConfig, CaptionDataset, captions_in
 from vlp.tasks.caption.metrics import PARSER, caption_scores, spice_scores
 from vlp.tasks.caption.task import CaptionConfig, build
-from vlp.tasks.downstream.task import load_task
 
 
 def captions(folder, parts=captions_in, **options):
@@ -118,18 +115,15 @@ def test_the_loss_is_smoothed_cross_entropy_per_word(shards, smoothing):
     torch.testing.assert_close(task.eval()(batch, 0).loss, plain)
 
 
-def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path):
+def test_it_learns_to_caption(shards):
     torch.manual_seed(0)
     task, data = built(shards, batch=12, data={"captions": "one"}, label_smoothing=0.0)
     train(task, data, 80, 5e-3)
     task.eval()
     own = task.dataset([shards])
     batch = own.collate([own.make(own.items.read(number), number) for number in range(6)])
-    said = task.predict(batch)
-    for colour, caption in zip(("red", "green", "blue") * 2, said):
+    for colour, caption in zip(("red", "green", "blue") * 2, task.predict(batch)):
         assert caption in (f"a {colour} picture", f"a plain {colour} one")
-    task.save_model(tmp_path, task.state_dict())
-    assert load_task(tmp_path).predict(batch) == said
 
 
 def plain(candidates, references):

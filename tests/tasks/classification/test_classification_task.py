@@ -1,5 +1,3 @@
-"""The classification task: its loss, mixing, learning, and the folder it leaves."""
-
 import shutil
 
 import numpy as np
@@ -17,7 +15,7 @@ from vlp.config import ConfigError
 from vlp.tasks.classification.data import LabelledBatch
 from vlp.tasks.classification.task import Classification, ClassificationConfig
 from vlp.tasks.pixels.task import PixelsConfig
-from vlp.tasks.vision_only import build_task, load_task
+from vlp.tasks.vision_only import build_task
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -97,10 +95,6 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
     train(task, data, 60, 3e-3)
     folder = tmp_path / "model"
     task.save_model(folder, dict(task.state_dict()))
-    loaded = load_task(folder)
-    assert loaded.classes == ("above", "below")
-    given = batch(classes=2)
-    torch.testing.assert_close(loaded.model(given.pixels), task.eval().model(given.pixels))
     figures = evaluate_folder(folder)
     assert figures["top1"] > 90
     assert figures["loss"] < 0.4
@@ -121,10 +115,8 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
     [
         ("vit_small_patch16_224", {}, (0.5, 0.5, 0.5)),
         ("vit_small_patch16_224", {"std": [0.25, 0.25, 0.25]}, (0.485, 0.456, 0.406)),
-        ("deit_small_patch16_224", {}, (0.485, 0.456, 0.406)),
         ("vlp_deit_small_patch16_irpe_k_224", {}, (0.485, 0.456, 0.406)),
         ("no_such_vit", {}, (0.485, 0.456, 0.406)),
-        ("vit_small_patch16_224.no_such_tag", {}, (0.485, 0.456, 0.406)),
     ],
 )
 def test_public_weights_see_pixels_as_they_were_trained_to(name, given, expected):

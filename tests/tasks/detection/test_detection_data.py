@@ -1,5 +1,3 @@
-"""Images with boxes: COCO's files, generated scenes, sizes, crops, mirrors and batches."""
-
 import copy
 import json
 import pickle
@@ -24,9 +22,6 @@ from vlp.tasks.detection.data import (
     SceneSource,
     fit_size,
 )
-
-# Bad files, each from a good one
-
 
 GOOD = {
     "images": [{"id": 7, "file_name": "a.png", "width": 40, "height": 20},
@@ -244,9 +239,6 @@ def test_too_many_objects_are_left_out_by_name():
         samples(crowded, rng_for(0))
 
 
-# Scenes
-
-
 def test_scenes_have_their_boxes_at_every_size():
     small, large = (SceneImages(SceneSource(**SCENES), side) for side in (64, 160))
     for number in range(12):
@@ -262,9 +254,6 @@ def test_scenes_have_their_boxes_at_every_size():
         assert np.abs(pixels[top:bottom, left:right] - background).max() > 30
     with pytest.raises(ConfigError, match="16 px a side at least, not 8"):
         SceneImages(SceneSource(**SCENES), 8)
-
-
-# Preparation
 
 
 @pytest.mark.parametrize("hflip", [False, True])

@@ -1,5 +1,3 @@
-"""The detection task: its loss, learning, sizes, and the folder it leaves."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Grids: ARC's files, rules, variants, templates and batches; the task and its folder."""
-
 import itertools
 import json
 import tarfile
@@ -41,8 +39,7 @@ from vlp.tasks.grids.data import (
     open_grids,
     to_tokens,
 )
-from vlp.tasks.grids.task import Grids, GridsConfig, build, question_of
-from vlp.tasks.vision_only import read_task
+from vlp.tasks.grids.task import GridsConfig, build, question_of
 
 GRIDS = arrays.arrays(
     np.int64, st.tuples(st.integers(1, 5), st.integers(1, 5)), elements=st.integers(0, 9)
@@ -66,7 +63,6 @@ def batches(chosen, count, batch=10, seed=0):
 
 
 def to_grid(tokens, size):
-    """The reverse of `to_tokens`."""
     template = tokens.reshape(size + 1, size + 1)
     rows, columns = np.argwhere(template == CORNER)[0]
     return template[:rows, :columns]
@@ -388,17 +384,10 @@ def test_the_loss_is_torchs_cross_entropy_over_all_cells(archive):
     assert float(out.statistics["exact"]) == pytest.approx(float(right.all(-1).float().mean()))
 
 
-def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
+def test_training_learns_a_shift(archive):
     torch.manual_seed(0)
     task, data = build(task_config(archive, "25ff71a9"), 32, 0, "float32")
     assert evaluate(task, EvalOptions())["exact"] < 20
     outputs = train(task, data, 250, 3e-3)
     assert outputs[-1].loss < 0.1 * outputs[0].loss
-    after = evaluate(task, EvalOptions())
-    assert after["exact"] > 80
-
-    task.save_model(tmp_path / "model", task.state_dict())
-    plain, known, state = read_task(tmp_path / "model")
-    again = Grids.restore(GridsConfig.model_validate(plain), known)
-    again.load_state_dict(state)
-    assert evaluate(again.eval(), EvalOptions()) == after
+    assert evaluate(task, EvalOptions())["exact"] > 80

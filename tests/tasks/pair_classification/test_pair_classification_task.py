@@ -1,5 +1,3 @@
-"""Entailment, statements and text assignment on a tiny model."""
-
 import pytest
 import torch
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder

@@ -1,17 +1,12 @@
-"""Passes in chunks, or that share and leave out work on a CPU, against whole passes."""
-
 import pytest
 import torch
 from pretraining_batch import batch
 from test_pretraining import ALL, task
-from tests_support import TINY_MODEL, ace
+from tests_support import TINY_MODEL, ace, saved_bytes
 
 from vlp.compilation import compile_regions, gpu_form
-from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.models.cross_encoder import CrossEncoder
-from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.loss import require_whole_groups
 from vlp.tasks.pretraining import grad_cache as module
 from vlp.tasks.pretraining import task as task_module
 from vlp.training.engines.compile import compile_task
@@ -212,26 +207,6 @@ def test_the_running_threshold_is_that_of_the_whole_batch():
 
 def test_activations_are_those_of_one_chunk():
     built = task(ALL | SMALL)
-
-    def saved_bytes(chunk):
-        total = 0
-
-        def count(tensor):
-            nonlocal total
-            total += tensor.nbytes
-            return tensor
-
-        built.grad_cache = chunk
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            built(batch(32), 0)
-        return total
-
-    assert saved_bytes(4) < saved_bytes(None) / 3
-
-
-def test_a_chunk_that_cuts_groups_is_refused():
-    objectives = ObjectivesConfig.model_validate(SMALL)
-    require_whole_groups(objectives, 32, 2, chunk=8)
-    require_whole_groups(objectives, 32, 2, chunk=17)  # all of a rank's share
-    with pytest.raises(ConfigError, match=r"grad_cache 6 is not a multiple of objectives\.itm"):
-        require_whole_groups(objectives, 32, 2, chunk=6)
+    whole = saved_bytes(lambda: built(batch(32), 0))
+    built.grad_cache = 4
+    assert saved_bytes(lambda: built(batch(32), 0)) < whole / 3

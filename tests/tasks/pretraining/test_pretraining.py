@@ -1,5 +1,3 @@
-"""The pretraining task: which passes run, what counts, and what it keeps between steps."""
-
 import re
 import sys
 from pathlib import Path
@@ -59,41 +57,12 @@ def test_itm_of_lists_ranks_a_matching_pair_among_its_negatives():
     torch.testing.assert_close(loss, expected / (2 * ROWS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("objectives", "losses"),
-    [
-        ({}, {"contrastive", "token", "word", "phrase", "itm", "mlm", "mim"}),
-        ({"contrastive": {"kind": "itc"}}, {"contrastive", "itm", "mlm", "mim"}),
-        ({"contrastive": {"kind": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
-        ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "phrase", "itm"}),
-        ({"itm": None, "mim": None}, {"contrastive", "token", "word", "phrase", "mlm"}),
-        ({"contrastive": None}, {"itm", "mlm", "mim"}),
-        (
-            {"itm": None, "mlm": None, "mim": {"output": "cross"}},
-            {"contrastive", "token", "word", "phrase", "mim"},
-        ),
-    ],
-)
-def test_the_configuration_decides_what_is_trained(objectives, losses):
-    output = task(ALL | objectives)(batch(), 0)
-    assert set(output.losses) == losses
-    assert all(torch.isfinite(loss) for loss in output.losses.values())
-
-
 def test_total_is_the_weighted_sum():
     weights = {"contrastive": {"weight": 2.0}, "itm": {"group": 8, "weight": 0.5}}
-    losses = task(ALL | weights)(batch(), 0)
-    parts = losses.losses
-    expected = (
-        2 * parts["contrastive"]
-        + parts["token"]
-        + parts["word"]
-        + 2 * parts["phrase"]
-        + 0.5 * parts["itm"]
-        + parts["mlm"]
-        + parts["mim"]
-    )
-    torch.testing.assert_close(losses.loss.detach(), expected)
+    output = task(ALL | weights)(batch(), 0)
+    factors = {"contrastive": 2, "phrase": 2, "itm": 0.5}
+    expected = sum(factors.get(name, 1) * loss for name, loss in output.losses.items())
+    torch.testing.assert_close(output.loss.detach(), expected)
 
 
 def test_pixels_predicted_from_the_cross_modal_output_read_the_text():
@@ -124,7 +93,6 @@ def test_pixels_behind_the_mask_are_not_seen_through_the_cross_modal_encoder():
         ({"itm": None, "mlm": None, "mim": None}, PROJECTIONS),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "paper"}}, PROJECTIONS),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "itc"}}, set()),
-        ({"itm": None, "mlm": None, "contrastive": {"kind": "sigmoid"}}, set()),
         ({"itm": None, "mlm": None, "mim": {"output": "cross"}}, {"cross_encoder"} | PROJECTIONS),
         ({"itm": None, "mim": None}, {"cross_encoder"} | PROJECTIONS),
         ({"mlm": None, "mim": None}, {"cross_encoder", "match_head"} | PROJECTIONS),

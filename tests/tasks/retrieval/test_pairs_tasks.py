@@ -1,5 +1,3 @@
-"""Retrieval and weakly supervised grounding on a tiny model: what is trained, what is judged."""
-
 import json
 
 import pytest

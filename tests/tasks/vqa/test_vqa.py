@@ -1,5 +1,3 @@
-"""Questions as batches, lists of answers, VQA accuracy; the task, its loss and its folder."""
-
 import gzip
 import json
 from collections import Counter
@@ -35,7 +33,6 @@ from vlp.tasks.vqa.task import VqaConfig, build
 
 
 def questions(folder, limit=None, max_answer=5, **augment):
-    """The set of a folder's questions."""
     preprocess = Preprocessing(16)
     transform = TrainTransform(AugmentConfig.model_validate(AUGMENT | augment), preprocess)
     prepare = ImagePreparation(transform, preprocess, "image", 4)
@@ -171,10 +168,6 @@ class TestAnswers:
         assert read_answers(tmp_path / name) == ("yes", "no")
 
 
-def folder(shared):
-    return shared / "data_tasks" / "vqa_v2"
-
-
 def by_leaving_out(prediction, people):
     """The definition, one person after another; for answers that need no normalisation."""
     parts = []
@@ -185,14 +178,15 @@ def by_leaving_out(prediction, people):
 
 
 def test_normalisation_of_real_answers(shared):
-    pairs = json.loads((folder(shared) / "eval_check" / "normalisation_pairs.json").read_text())
+    place = shared / "data_tasks/vqa_v2/eval_check"
+    pairs = json.loads((place / "normalisation_pairs.json").read_text())
     assert len(pairs) == 3000
     assert [pair for pair in pairs if normalise_answer(pair[0]) != pair[1]] == []
 
 
 @pytest.mark.parametrize("version", ["official", "albef_copy"])
 def test_the_evaluators_figures(shared, version):
-    place = folder(shared)
+    place = shared / "data_tasks/vqa_v2"
     with gzip.open(place / "annotations_test.json.gz") as file:
         questions = {one["question_id"]: one for one in json.load(file)["annotations"]}
     expected = json.loads((place / "eval_check" / "expected_accuracy.json").read_text())[version]

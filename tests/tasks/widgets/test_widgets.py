@@ -1,5 +1,3 @@
-"""View hierarchies, generated screens and batches of both; the task and its loss."""
-
 import csv
 import json
 import tarfile
@@ -190,7 +188,6 @@ class TestGenerated:
 
 class TestRico:
     def folder(self, tmp_path, count=6):
-        """Generated screens in the files that RICO and the captions come in."""
         place = tmp_path / "rico"
         place.mkdir()
         rows = []

@@ -140,7 +140,6 @@ def check_float16(kind):
 
 
 def resumed(kind, home):
-    """Final weights of a run that another engine began."""
     torch.manual_seed(7)
     engine = make(ToyTask(), kind)
     steps(engine, 0, 1)  # what it has learned and gathered so far must not shine through

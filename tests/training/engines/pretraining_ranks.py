@@ -57,7 +57,6 @@ VARIANTS = [
 
 
 def share(step):
-    """This rank's share of a global batch."""
     whole, size = batch(ROWS, seed=step), ROWS // distributed.world_size()
     rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
     return Batch(*(field[rows] if isinstance(field, Tensor) else field for field in whole))
@@ -96,7 +95,6 @@ def steps(task, engine, first, last):
 
 
 def state(task, engine):
-    """Weights, and teacher with queue, on rank 0."""
     return engine.state_dict() | distributed.on_rank_0(task.extra_state())
 
 

@@ -1,10 +1,8 @@
-"""`training.compile` and recomputation: few graphs, and neither losses nor names change."""
-
 from contextlib import nullcontext
 
 import pytest
 import torch
-from tests_support import TINY_MODEL
+from tests_support import POOLED_TOWER, TINY_MODEL, saved_bytes
 from torch import nn
 
 from benchmarks.step import random_batch
@@ -139,15 +137,6 @@ def test_sizes_that_change_become_symbols(counters):
     assert not counters["graph_break"]
 
 
-@pytest.mark.nightly
-def test_inductor_changes_losses_by_rounding_alone():
-    config = configuration(masked=False)
-    task = task_of(config)
-    compile_task(task, "blocks", CPU)
-    expected = losses(task_of(config), config, 3)
-    assert losses(task, config, 3) == pytest.approx(expected, abs=1e-5)
-
-
 def test_blocks_of_a_task_are_those_of_its_encoders():
     task = task_of(configuration(layers=2))
     kinds = [type(block).__name__ for block in transformer_blocks(task)]
@@ -248,14 +237,7 @@ def test_steps_have_the_same_losses_of(how, rows, text_window):
 
 
 TOWERS = {
-    "image": {
-        "architecture": {
-            **{"name": "vit_tiny_patch16_224", "depth": 2, "embed_dim": 24, "num_heads": 2}
-        },
-        "image_size": 32,
-        "patch_size": 16,
-        "trainable": 1,
-    },
+    "image": POOLED_TOWER | {"trainable": 1},
     "text": {
         "architecture": {
             "model_type": "distilbert",
@@ -290,19 +272,6 @@ def loss(built):
     return crossed.text.square().mean() + image.feature[0] @ text.feature[1]
 
 
-def kept(built):
-    total = 0
-
-    def count(tensor):
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss(built)
-    return total
-
-
 @pytest.mark.parametrize("parts", [{"text": {"dropout": 0.2}, "cross": {"dropout": 0.2}}, TOWERS])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_losses_and_gradients_keep_every_bit(parts, precision):
@@ -311,7 +280,7 @@ def test_losses_and_gradients_keep_every_bit(parts, precision):
         built = model(**parts)
         checkpoint_activations(built, setting)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            memory.append(kept(built))
+            memory.append(saved_bytes(lambda built=built: loss(built)))
             total = loss(built)
         total.backward()
         gradients = {n: p.grad for n, p in built.named_parameters() if p.grad is not None}

@@ -1,5 +1,3 @@
-"""A process without a launcher, and without a process group."""
-
 import os
 
 import pytest

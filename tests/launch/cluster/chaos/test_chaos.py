@@ -54,7 +54,6 @@ class Job:
 
 
 def pretrain(lab, out, url, shards):
-    """Two ranks that read from a store."""
     arguments = [
         *lab.arguments(out.name, f"output={out}", f"data.sources=[{{path: {url}}}]"),
         f"data.cache={{folder: {out.parent / 'cache'}, limit: 100MB}}",
@@ -87,13 +86,11 @@ def reshard(source, out):
 
 
 def evaluate(model, shards, out):
-    """Two ranks; its files are small, and it has no owner."""
     command = [EVALUATION, "retrieval", "--model", model, "--shards", shards, "--out", out]
     return Job("evaluate", 2, command, frozenset({"store", "second owner", "corrupt file"}))
 
 
 def originals(folder, count=80):
-    """A list in the form of Flickr8k's, and its images."""
     folder.mkdir()
     rows = []
     for number in range(count):
@@ -106,7 +103,6 @@ def originals(folder, count=80):
 
 
 def small_shards(source, out):
-    """The same samples in shards of 25."""
     assert data_tools(["reshard", str(source), "--out", str(out), "--samples-per-shard", "25"]) == 0
     return out
 
@@ -239,7 +235,6 @@ own, where it is lost; it may come while Python handles an exception that it exp
 
 @pytest.fixture
 def server(lab, tmp_path):
-    """A store of eight shards with their checksums."""
     with serve(small_shards(lab.folder / "scenes" / "train", tmp_path / "shards")) as told:
         manifest(told)
         yield told
@@ -296,7 +291,6 @@ def test_faults_change_nothing(lab, server, tmp_path, capsys):
 
 
 def undisturbed(job, out):
-    """Results of a quiet run and the seconds that it takes."""
     started = time.monotonic()
     ranks.run(job.command, job.ranks)
     last = time.monotonic() - started
@@ -375,13 +369,11 @@ def enough(survived):
 
 
 def differing(found, expected):
-    """Names of the files that are not alike."""
     names = sorted(found.keys() | expected.keys())
     return [name for name in names if found.get(name) != expected.get(name)]
 
 
 def table(survived, jobs):
-    """Faults survived, by kind and job."""
     lines = [f"\nseed {SEED}: {survived.total()} faults survived"]
     lines.append("".join(f"{word:>14}" for word in ("", *jobs)))
     for kind in BEFORE | DURING:
