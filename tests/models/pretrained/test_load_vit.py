@@ -97,6 +97,14 @@ def as_folder_of_torch(vit, folder):
     return folder
 
 
+def as_flat_folder(vit, folder):
+    """A folder of another tool, with keys of its own beside the architecture."""
+    save_file(vit.state_dict(), folder / "model.safetensors")
+    cfg = {"architecture": "deit_tiny_patch16_224", "patch_size": 16, "mean": MEAN, "std": STD}
+    (folder / "config.json").write_text(json.dumps(cfg))
+    return folder
+
+
 def as_hub_name(vit, folder):
     repository = folder / "models--acme--vit"
     (repository / "refs").mkdir(parents=True)
@@ -110,7 +118,7 @@ def as_hub_name(vit, folder):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("form", "classes"),
-    [(as_file, 0), (as_pth, 1000), (as_folder, 1000), (as_folder_of_torch, 0), (as_hub_name, 1000)],
+    [(as_file, 0), (as_pth, 1000), (as_folder, 1000), (as_flat_folder, 0), (as_folder_of_torch, 0), (as_hub_name, 1000)],
 )
 def test_every_source_gives_timm_s_own_features(tmp_path, monkeypatch, form, classes):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

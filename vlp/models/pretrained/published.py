@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -280,12 +281,21 @@ def _from_timm(name: str) -> Published:
 
 
 def _network_of_folder(folder: Path) -> nn.Module:
-    """Make the model that timm reads from a folder's configuration, without its weights."""
+    """Make the timm model of a folder's configuration, without its weights."""
     import timm
 
+    config = _read_config(folder / CONFIG)
     try:
         with torch.device("meta"):
-            return timm.create_model(f"{_LOCAL}{folder}", pretrained=False)
+            if "pretrained_cfg" in config:
+                return timm.create_model(f"{_LOCAL}{folder}", pretrained=False)
+            # Flat as timm wrote it once; keys of other tools among them are not timm's.
+            keys = {field.name for field in fields(timm.models.PretrainedCfg)}
+            return timm.create_model(
+                config["architecture"],
+                pretrained_cfg_overlay={key: config[key] for key in keys & config.keys()},
+                **config.get("model_args", {}),
+            )
     except Exception as error:  # of any key that its configuration has
         raise ValueError(f"{folder / CONFIG}: timm makes no model of it ({error})") from error
 
