@@ -20,6 +20,7 @@ from vlp.training.run_folder import read_log
 
 EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
+_NOT_ITEMS = {"rerank", "bank_skipped", "bank_shared"}
 _TAILS = {"best", "model", "evaluation"}
 # Dotted keys of config.yaml in the order that a reader asks; those that a run lacks are left out.
 _SETTINGS = (
@@ -201,8 +202,8 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             variants=_stages(figures, content.get("rerank"))
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))},
-            # Every other whole number counts something.
-            counts={k: v for k, v in content.items() if type(v) is int and k != "rerank"},
+            # Every other whole number counts evaluated items.
+            counts={k: v for k, v in content.items() if type(v) is int and k not in _NOT_ITEMS},
             shards=tuple(map(str, content.get("shards") or ())),
             skipped=dict(content.get("skipped") or {}),
             notes=tuple(map(str, content.get("notes") or ())),

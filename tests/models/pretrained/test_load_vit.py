@@ -118,7 +118,14 @@ def as_hub_name(vit, folder):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("form", "classes"),
-    [(as_file, 0), (as_pth, 1000), (as_folder, 1000), (as_flat_folder, 0), (as_folder_of_torch, 0), (as_hub_name, 1000)],
+    [
+        (as_file, 0),
+        (as_pth, 1000),
+        (as_folder, 1000),
+        (as_flat_folder, 0),
+        (as_folder_of_torch, 0),
+        (as_hub_name, 1000),
+    ],
 )
 def test_every_source_gives_timm_s_own_features(tmp_path, monkeypatch, form, classes):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -284,5 +284,6 @@ def _from_hub(name: str) -> str:
     except Exception as error:  # no network, no such name, not a name: one answer to all
         raise ConfigError(
             f"vocabulary {name!r} is neither a folder with tokenizer.json or vocab.txt nor a name "
-            f"on the hub that can be reached ({type(error).__name__})"
+            f"on the hub that can be reached ({type(error).__name__}); without a hub pass "
+            "--text-tower DIR and --image-tower DIR, or data.vocabulary=DIR"
         ) from error
