@@ -88,8 +88,6 @@ def task_folders(tmp_path_factory):
 
 @pytest.fixture
 def class_folders():
-    """A function that writes two class folders of eight images each."""
-
     def write(root):
         rng = np.random.default_rng(0)
         for name, level in (("dark", 40), ("light", 200)):

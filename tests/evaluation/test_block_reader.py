@@ -1,5 +1,3 @@
-"""Blocks that worker processes read: equal to those of one process, and nothing is left behind."""
-
 from __future__ import annotations
 
 import os
@@ -164,7 +162,6 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def bad_shards(tmp_path_factory):
-    """Two images that cannot be decoded, two without text, and one that is whole."""
     scene = annotation(sample_scene(0, 50))
     samples = [(b"", scene), (photo(), Annotation()), (photo(side=20), scene)]
     return write_shards(tmp_path_factory.mktemp("bad"), [*samples, *samples[:2]], per_shard=2)

@@ -1,5 +1,3 @@
-"""Features as files: equal to the model's, in shard order, from any number of ranks, never half."""
-
 import os
 import signal
 import subprocess
@@ -81,7 +79,6 @@ def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_
 
 
 def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
-    """Three ranks one after the other in this process, the last one empty."""
     only_first = lambda self, count, work: [work(0)] if self.first else [None]  # noqa: E731
     monkeypatch.setattr(ProcessGroup, "map_blocks", only_first)
     arguments = (tmp_path / "out", ("a", "b"), 2, "float32")

@@ -1,5 +1,3 @@
-"""Commands of evaluations: what they refuse in one line with code 2, and hub models."""
-
 import os
 import shlex
 import subprocess
@@ -97,7 +95,6 @@ ZEROSHOT = "zeroshot --model MODEL --shards SHARDS"
 
 @pytest.fixture
 def places(tmp_path, monkeypatch, model_folder, scene_shards):
-    """Be in a folder of images and lists, some of them unfit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")

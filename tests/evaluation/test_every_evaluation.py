@@ -126,7 +126,6 @@ def content(result):
 
 
 def of_three_ranks(self, count, work):
-    """Run shares as ranks have them, one rank after the other in this process."""
     done = {
         block: work(block) for rank in (2, 0, 1) for block in ProcessGroup(rank, 3).share(count)
     }

@@ -1,4 +1,3 @@
-import json
 import os
 import socket
 import subprocess
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.__main__ import main
 from evaluation.work_sharding import ProcessGroup, inference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,22 +39,6 @@ def launch(world_size, code):
         out, err = process.communicate(timeout=120)
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return done
-
-
-@pytest.mark.nightly
-def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_shards):
-    command = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
-    command += ["--rerank", "5", "--batch", "4", "--out"]
-    assert main([*command, str(tmp_path / "1")]) == 0
-    first, second = launch(2, ["-m", "evaluation", *command, str(tmp_path / "2")])
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "text → image" in first.stdout
-    assert second.stdout == ""
-    one, two = (
-        json.loads((tmp_path / ranks / "retrieval.json").read_text()) for ranks in ("1", "2")
-    )
-    assert one == two
-    assert one["images"] == 21
 
 
 FAILING = """

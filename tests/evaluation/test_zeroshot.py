@@ -1,5 +1,3 @@
-"""Zero-shot classes against a slow reference, from shards, folders and tars."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""`attach` on small timm models: what it adds, and that all else goes on working."""
-
 import copy
 import subprocess
 import sys
@@ -190,7 +188,6 @@ def test_tokens_of_a_swin_are_its_embedded_patches():
 
 
 def test_dynamic_image_sizes():
-    """A model made for another size, with the same weights, is what the dynamic one computes."""
     options = {"pos_embed": "none"}
     dynamic = encoded(vit, dynamic_img_size=True, **options)
     for size in ((16, 24), (32, 12), (8, 48)):

@@ -1,5 +1,3 @@
-"""`attach` on 27 models of timm and transformers, small and without weights."""
-
 import copy
 import pickle
 
@@ -239,22 +237,6 @@ def test_other_patch_sizes(name):
         model.set_input_size(**sizes)  # first to as many patches as before
         model(inputs(name, *sizes["img_size"])["x"])
     assert [context.grid for context, _ in recorder.contexts] == [(2, 8), (4, 8)]
-
-
-def test_images_of_different_grids_have_coordinates():
-    name = "Siglip2VisionModel"
-    model = attach(make(name), "rope-axial")
-    attach(model, Recorder)
-    given = inputs(name, 48, 96)
-    given["spatial_shapes"] = torch.tensor([[3, 6], [4, 2]])
-    given["pixel_attention_mask"] = (torch.arange(18) < torch.tensor([[18], [8]])).long()
-    out = model(**given).last_hidden_state
-    context = next(one for one in encodings(model) if isinstance(one, Recorder)).contexts[0][0]
-    assert context.grid is None
-    x, y = context.coordinates[1, 5]  # third row of two columns
-    assert (x, y) == (0.75, 2.5 / 4)
-    assert torch.equal(context.grids, given["spatial_shapes"])
-    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Attention against loops, and its probabilities within reach of a hook."""
-
 import itertools
 import math
 
@@ -93,15 +91,6 @@ def test_a_hook_reads_the_probabilities_of_the_explicit_path():
     attention(queries, source, mask)
     expected, _ = by_loops(attention, queries, source, mask)
     torch.testing.assert_close(taken, [expected])
-
-
-def test_a_hook_replaces_the_probabilities():
-    attention = layer(fused=False, output=False)
-    attention.probabilities.register_forward_hook(lambda _, __, x: torch.full_like(x, 0.25))
-    source = states(2, 4)
-    out = attention(states(2, 3), source)
-    mean = attention.value(source).mean(1, keepdim=True)
-    torch.testing.assert_close(out, mean.expand(-1, 3, -1))
 
 
 def test_value_encodings_see_what_the_hook_gave():

@@ -1,5 +1,3 @@
-"""Positioned layers against timm's own, and against our attention with the same weights."""
-
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""Encodings inside wrappers, such as those of checkpointing, compilation and adapters."""
-
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer

@@ -1,5 +1,3 @@
-"""A saved model folder gives the same model back and says what is wrong with a damaged one."""
-
 import json
 import resource
 import time
@@ -151,7 +149,6 @@ def test_a_folder_is_read_with_another_threshold(saved):
 
 
 def trained_folder(folder, config):
-    """A model whose every encoding has learned something."""
     torch.manual_seed(0)
     model = VLPModel(config).eval()
     for name, parameter in model.named_parameters():
@@ -382,7 +379,6 @@ def tables(model, place):
     ids=str,
 )
 def test_a_tower_carries_every_encoding_to_another_image_size(tmp_path, position):
-    """A start at 24 px from a folder of 16 px, patches of 4."""
     model = trained_folder(tmp_path, tower(16, position))
     larger = VLPModel(tower(24, position)).eval()
     report = start_from(larger, tmp_path)
@@ -440,21 +436,3 @@ def test_encodings_of_a_tower_are_found_by_their_names(tmp_path):
     lost = {name.rpartition(".positions.")[2].partition(".")[0] for name in report.unused}
     assert lost == {"0"}  # learned-2d of the tokens, Shaw of both layers
     assert all(name.startswith("image_encoder.vit.") for name in report.unused)
-
-
-@torch.no_grad()
-def test_encodings_are_added_to_a_tower_and_removed(tmp_path):
-    plain = trained_folder(tmp_path, tower(16))
-    added = VLPModel(tower(16, "irpe-product")).eval()
-    report = start_from(added, tmp_path)
-    assert report.missing == ["image_encoder.vit.blocks.*.attn.positions"]
-    pixels = torch.randn(1, 3, 16, 16)
-    states = added.encode_image(pixels).states
-    torch.testing.assert_close(states, plain.encode_image(pixels).states)
-
-    trained = trained_folder(tmp_path, tower(16, "irpe-product", "learned-1d"))
-    report = start_from(VLPModel(tower(16)), tmp_path)
-    assert not report.missing
-    assert sorted(report.unused) == sorted(
-        name for name in trained.state_dict() if ".positions." in name
-    )

@@ -1,5 +1,3 @@
-"""Scores with shared parts are those of `VLPModel.match`, pair by pair."""
-
 import pytest
 import torch
 from tests_support import ace, tiny_config

@@ -1,5 +1,3 @@
-"""The model card says what the files say, and goes with the folder to the hub."""
-
 import json
 import shlex
 

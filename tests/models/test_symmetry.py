@@ -7,6 +7,7 @@ from tests_support import ace, tiny_config
 from vlp.models.vlp import VLPModel
 
 SIDE, PATCH = 4, 4
+GRID = torch.arange(SIDE * SIDE).unflatten(0, (SIDE, SIDE))
 TURNS = {
     "mirrored": lambda grid: grid.flip(1),
     "upside down": lambda grid: grid.flip(0),
@@ -39,16 +40,12 @@ def drawn(patches):
     return rows.reshape(3, SIDE * PATCH, SIDE * PATCH)
 
 
-def grid():
-    return torch.arange(SIDE * SIDE).unflatten(0, (SIDE, SIDE))
-
-
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize(
     ("mode", "metric"), [("contextual", "euclidean"), ("bias", "manhattan"), ("bias", "chebyshev")]
 )
 def test_a_image_and_its_mirror_image_are_one_to_ace_rpe(turn, mode, metric):
-    straight, turned = score(["anchor"], TURNS[turn](grid()), mode=mode, metric=metric)
+    straight, turned = score(["anchor"], TURNS[turn](GRID), mode=mode, metric=metric)
     assert straight.item() == pytest.approx(turned.item(), abs=1e-10)
 
 
@@ -59,5 +56,5 @@ def test_other_orders_of_its_patches_are_not():
 
 @pytest.mark.parametrize("position", [["ape"], ["rpe"]])
 def test_absolute_and_directed_positions_know_them_apart(position):
-    straight, turned = score(position, TURNS["mirrored"](grid()))
+    straight, turned = score(position, TURNS["mirrored"](GRID))
     assert abs(straight - turned) > 1e-4

@@ -1,5 +1,3 @@
-"""Sizes, streams and public calls of the VLP model."""
-
 import copy
 import itertools
 import pickle

@@ -1,13 +1,11 @@
-"""Anchor loss, running quantile, and statistics that watch a training."""
-
 import logging
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_support import unit
 
 from vlp.objectives.anchor import anchor_loss, paper_anchor_loss
 from vlp.tasks.pretraining.statistics import (
@@ -19,11 +17,6 @@ from vlp.tasks.pretraining.statistics import (
     similarity_quantile,
     token_cosine,
 )
-
-
-def unit(*shape, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(*shape, generator=random, dtype=torch.float64), dim=-1)
 
 
 def reference(case, scale, margin):
@@ -134,13 +127,6 @@ def test_without_entries_it_is_nan(nothing):
     words = torch.full((2, 3), nothing != "words")
     valid = torch.full((2,), nothing != "slots")
     assert similarity_quantile(similarity, words, valid, 0.9).isnan()
-
-
-def test_ends_of_the_range_stay_inside():
-    similarity, real = torch.tensor([-1.0, 1.0]).view(1, 2, 1, 1), torch.ones(1, 1) > 0
-    for quantile, expected in ((0.25, -1 + 2 / BINS), (0.75, 1)):
-        found = similarity_quantile(similarity, real, real[0], quantile)
-        assert float(found) == pytest.approx(expected)
 
 
 def test_the_form_for_a_gpu_counts_the_same():

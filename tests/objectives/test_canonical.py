@@ -1,5 +1,3 @@
-"""Canonical correlation of both towers' features."""
-
 import pytest
 import torch
 

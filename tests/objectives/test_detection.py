@@ -1,5 +1,3 @@
-"""Hungarian matching and the set prediction loss."""
-
 import itertools
 import math
 
@@ -71,7 +69,6 @@ def problem(counts=(2, 0, 3)):
 
 
 def slow(logits, boxes, labels, objects, layer, no_object):
-    """The best assignment of every image by trying all, then the sums by hand."""
     classes = weights = l1 = giou = 0.0
     right = 0
     for image, (label, target) in enumerate(zip(labels, objects)):

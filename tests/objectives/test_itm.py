@@ -87,18 +87,6 @@ def test_similarities_that_are_not_finite_and_no_rows_at_all():
         assert (result.text_for_image // 2).tolist() == [0, 0, 1, 1][:rows]
 
 
-@pytest.mark.parametrize("ids", [[5, 5, 5], [1, 2, 3]])
-def test_rows_without_candidates_have_none(ids):
-    """One image with all its captions, or one real sample among empty slots."""
-    valid = torch.tensor([True, len(set(ids)) == 1, False])
-    result = hard_negatives(
-        torch.zeros(3, 3), torch.tensor(ids), valid, torch.rand(3, 2).double(), 64
-    )
-    assert not result.has_text.any()
-    assert not result.has_image.any()
-    assert result.text_for_image.tolist() == result.image_for_text.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("by_id", [True, False])
 def test_an_equal_caption_of_another_image_is_no_negative(by_id):
     """By its id, and where images alone have ids by its similarities."""

@@ -1,17 +1,10 @@
-"""Token and phrase terms against loops."""
-
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests_support import unit
 
 from vlp.objectives.token import MARGIN, REACH, SCALE, phrase_loss, token_losses, word_response
-
-
-def unit(*shape, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(*shape, generator=random, dtype=torch.float64), dim=-1)
 
 
 def softmax(row):
@@ -20,7 +13,6 @@ def softmax(row):
 
 
 def slow_loss(image_tokens, text_tokens, word_mask, valid):
-    """One word after the other, over real words of valid rows: sum and count."""
     total, count = 0.0, 0
     for row in range(len(valid)):
         if not valid[row]:
@@ -57,25 +49,6 @@ def test_the_loss_equals_the_loop(seed):
     torch.testing.assert_close(loss.total, torch.tensor(total, dtype=torch.float64))
 
 
-def phrase(*words):
-    """One image of four patches, each a direction of its own, and a text of given words."""
-    text = F.normalize(torch.tensor(words, dtype=torch.float64), dim=-1)[None]
-    every = torch.ones(1, len(words), dtype=torch.bool)
-    return torch.eye(4, dtype=torch.float64)[None], text, every, torch.ones(1, dtype=torch.bool)
-
-
-RED, VAGUE = (1.0, 0, 0, 0), (1.0, 1, 1, 1)
-
-
-def test_a_neighbour_out_of_reach_leads_nobody():
-    within = phrase(*([RED] + [VAGUE] * REACH))
-    beyond = phrase(*([RED] + [VAGUE] * (REACH + 1)))
-    rest = torch.zeros(1, REACH + 2, dtype=torch.bool)
-    rest[:, [0, REACH + 1]] = True
-    assert phrase_loss(*within).total > 0
-    assert phrase_loss(beyond[0], beyond[1], rest, beyond[3]).total == 0
-
-
 @pytest.mark.parametrize("width", [1, 4])
 def test_one_word_one_patch_or_nothing_at_all_is_zero(width):
     patches, word = unit(2, width, 3), unit(2, 1, 3, seed=1)
@@ -109,7 +82,6 @@ def slow_scores(image_tokens, text_tokens, word_mask):
 
 
 def slow_losses(image_tokens, text_tokens, word_mask, words, ids, valid, scale, group):
-    """Group after group, over valid rows alone: sums and counts of captions and of words."""
     captions, rows_counted, single, words_counted = 0.0, 0, 0.0, 0
     for start in range(0, len(ids), group):
         rows = [r for r in range(start, min(start + group, len(ids))) if valid[r]]
@@ -139,7 +111,6 @@ def slow_losses(image_tokens, text_tokens, word_mask, words, ids, valid, scale, 
 
 @pytest.fixture
 def batch():
-    """Eight samples; two captions of one image, an empty slot, a caption without words."""
     random = torch.Generator().manual_seed(3)
     word_mask = torch.rand(8, 4, generator=random) < 0.7
     word_mask[:, 1] = True
@@ -160,15 +131,6 @@ def test_losses_equal_the_loop(batch, group):
     torch.testing.assert_close(losses.words.total, words)
     assert losses.captions.count == rows == 6
     assert losses.words.count == counted > 0
-
-
-def test_a_word_in_every_text_says_nothing(batch):
-    image_tokens, text_tokens, word_mask, words, ids, valid = batch
-    only = torch.zeros_like(word_mask)
-    only[:, 1] = True  # the word that all texts have
-    losses = token_losses(image_tokens, text_tokens, only, words, ids, valid, 7.0)
-    assert losses.words.count == 0
-    assert losses.words.total == 0
 
 
 def test_written_out_gradient_equals_autograd(batch):

@@ -1,5 +1,3 @@
-"""The anchor path against its definition, four loops deep."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""The kernels of ACE-RPE's attention against the explicit path: interpreted, or on a GPU."""
-
 import logging
 from types import SimpleNamespace
 

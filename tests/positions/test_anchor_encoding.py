@@ -1,5 +1,3 @@
-"""ACE-RPE and alignment in cross-attention against Eqs 8-12 with the (M, N, D) tensor built."""
-
 import re
 from pathlib import Path
 

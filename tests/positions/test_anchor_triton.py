@@ -1,5 +1,3 @@
-"""The Triton kernel against plain PyTorch: in Triton's interpreter, compiled, and on a GPU."""
-
 import importlib.util
 import math
 import os

@@ -1,5 +1,3 @@
-"""PEmixer, dispatch by stream, and results that layers share."""
-
 import itertools
 
 import pytest

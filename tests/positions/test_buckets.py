@@ -1,5 +1,3 @@
-"""Buckets against loops over all pairs and against the counts of iRPE's Table 1."""
-
 import math
 
 import pytest

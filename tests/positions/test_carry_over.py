@@ -1,5 +1,3 @@
-"""What was trained on one grid computes on another what the trained encoding would there."""
-
 import pytest
 import timm
 import torch

@@ -1,5 +1,3 @@
-"""Ids of clipped offsets against a loop over pairs, and the options that the encodings share."""
-
 import pytest
 import torch
 from hypothesis import given

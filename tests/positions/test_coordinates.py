@@ -1,5 +1,3 @@
-"""Where tokens lie: raster order, units, and what is refused."""
-
 import pytest
 import torch
 
@@ -58,14 +56,6 @@ def test_given_places_at_the_patches_are_the_patches(dimensions, extent):
     assert torch.equal(again, given[:1])
 
 
-def test_the_context_names_the_grid_before_the_options():
-    x = tokens(6)
-    found = token_coordinates("test", 2, x, PositionContext((2, 3)), (3, 2))
-    assert found[0, -1].tolist() == [2, 1]
-    found = token_coordinates("test", 2, x, PositionContext(), (3, 2))
-    assert found[0, -1].tolist() == [1, 2]
-
-
 def test_kind_and_gradient():
     for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         expected = torch.promote_types(kind, torch.float32)
@@ -114,12 +104,6 @@ def test_places_that_cannot_be_used_are_named(context, message):
 def test_rounding_errors_of_shares_are_no_error():
     shares = torch.tensor([[[0.0, 0.7], [1.0000001, -1e-6]]])
     token_coordinates("test", 2, tokens(2), PositionContext(coordinates=shares), extent=1.0)
-
-
-def test_the_grid_of_the_context_comes_before_that_of_the_options():
-    assert require_grid_tokens("x", PositionContext((2, 3), 1), (3, 4), 7, 7) == (2, 3)
-    assert require_grid_tokens("x", PositionContext(prefix_tokens=2), (3, 4), 14, 14) == (3, 4)
-    assert require_grid_tokens("x", PositionContext((2, 3)), None, 6, 6, False) == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Fourier features, their kernel, the regulariser and the encoder against Algorithm 1."""
-
 import math
 
 import pytest

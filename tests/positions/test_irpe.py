@@ -1,5 +1,3 @@
-"""iRPE's fast path against Eqs 13-17 with the (T, T, head width) tensor built."""
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,5 +1,3 @@
-"""Functions that launch kernels, called directly and as operators."""
-
 import pytest
 import torch
 from torch import Tensor

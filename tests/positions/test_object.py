@@ -1,5 +1,3 @@
-"""Object ids against a painter's loop, and ViTARC's Eq. 13 channel by channel."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Encodings from outside the package: the decorator, plugins, and how options are checked."""
-
 import json
 import os
 import sys

@@ -1,5 +1,3 @@
-"""Shaw, Huang, SASA and Transformer-XL against their equations as printed, pair by pair."""
-
 import math
 from itertools import product
 

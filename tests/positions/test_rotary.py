@@ -1,5 +1,3 @@
-"""RoPE against loops over tokens and pairs, and what rotation must leave as it was."""
-
 import cmath
 import copy
 import itertools

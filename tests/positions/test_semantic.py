@@ -1,5 +1,3 @@
-"""CoPE and SaPE against loops that build every place, vector and distance one by one."""
-
 import functools
 import itertools
 import math

@@ -1,5 +1,3 @@
-"""Sinusoids against Eq. 1 written out, token by token and channel by channel."""
-
 import math
 
 import pytest
@@ -130,14 +128,6 @@ def test_an_mlp_serves_every_group(dimensions, groups):
     assert not list(plain.parameters())
     count = sum(parameter.numel() for parameter in encoding.parameters())
     assert count == share * 5 + 5 + 5 * share + share
-
-
-def test_md_sine_with_shared_frequencies_knows_only_the_sum():
-    encoding = MDSinePosition(8)
-    out = added(encoding, PositionContext((4, 5)), 20).view(4, 5, 8)
-    for row in range(4):
-        for column in range(5):
-            close(out[row, column], slow_sinusoid(row + column, 8))
 
 
 def test_md_sine_with_frequencies_of_its_own():

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from torch.nn.functional import normalize
 
 from vlp.config import merged
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -38,6 +39,11 @@ def tiny_config(**parts):
 
 def tiny_text(max_tokens=12):
     return TextProcessor(train_wordpiece(CAPTIONS, 64), max_tokens)
+
+
+def unit(*shape, seed=0, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    return normalize(torch.randn(*shape, generator=random, dtype=dtype), dim=-1)
 
 
 def launch_script(name):

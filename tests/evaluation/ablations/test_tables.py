@@ -1,5 +1,3 @@
-"""Tables of an ablation: means, paired tests with Holm's correction, and the files they go to."""
-
 import json
 import math
 import statistics

@@ -1,5 +1,3 @@
-"""Predictions without labels: rows, each benchmark's format, and single files."""
-
 import gzip
 import json
 import math
@@ -200,7 +198,6 @@ def test_what_cannot_be_predicted_is_one_line(
 
 @pytest.fixture(scope="module")
 def panelled(folders, tmp_path_factory):
-    """A folder for statements about one image of three boxes, and such an image."""
     root = tmp_path_factory.mktemp("panelled")
     parts, _ = start_parts(folders["plain"], {})
     values = {"data": {"train": ["unused"]}, "images": 1, "panels": 3}

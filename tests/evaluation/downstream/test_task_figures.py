@@ -1,5 +1,3 @@
-"""Figures of fine-tuned tasks: those of the metrics on predictions, and what is counted."""
-
 import gzip
 import json
 from collections import Counter
@@ -7,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
-from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
+from question_shards import coloured, photo, question, write_shards
 
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
@@ -20,25 +18,19 @@ from vlp.data.schema import Annotation
 from vlp.scenes.render import encode_png, render
 from vlp.scenes.sample import sample_scene
 from vlp.tasks.caption import metrics
-from vlp.tasks.caption import task as caption
-from vlp.tasks.downstream.task import start_parts
+from vlp.tasks.downstream.task import load_task, start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification, SnliVeConfig
-from vlp.tasks.vqa import task as vqa
 from vlp.tasks.vqa.metrics import vqa_accuracy
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("vqa"), coloured(12))
+def questions(task_folders):
+    return task_folders["shards"]
 
 
 @pytest.fixture(scope="module")
-def vqa_task(questions):
-    """Untrained; the start is one whose answers differ."""
-    values = {"data": {"train": [str(questions)], "canonical_streams": 1, "augment": AUGMENT,
-                       "max_answer": 6}, "decoder": {"layers": 2}}  # fmt: skip
-    made, _ = vqa.build(vqa.VqaConfig.model_validate(values), toy_parts(seed=3), 4, 0, "float32")
-    return made
+def vqa_task(task_folders):
+    return load_task(task_folders["vqa"])
 
 
 def test_figures_are_those_of_the_predictions(vqa_task, questions):
@@ -106,26 +98,16 @@ def test_intervals_are_over_images(vqa_task, tmp_path):
     assert figure.low == figure.high == pytest.approx(1 / 6)
 
 
-@pytest.fixture(scope="module")
-def captioned(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("captions"), coloured(6))
+@pytest.fixture
+def caption_task(task_folders):
+    return load_task(task_folders["caption"])
 
 
-def caption_task(captioned, **options):
-    data = {"train": [str(captioned)], "canonical_streams": 1, "augment": AUGMENT, "max_caption": 6}
-    values = {"data": data, "decoder": {"layers": 1}, "java": False, **options}
-    task, _ = caption.build(
-        caption.CaptionConfig.model_validate(values), toy_parts(seed=1), 2, 0, "float32"
-    )
-    return task
-
-
-def test_figures_are_those_of_the_metrics(captioned, tmp_path):
-    result = evaluate_task(
-        caption_task(captioned), [captioned], options=EvalOptions(batch=4, resamples=20)
-    )
+def test_figures_are_those_of_the_metrics(caption_task, questions, tmp_path):
+    options = EvalOptions(batch=4, resamples=20)
+    result = evaluate_task(caption_task, [questions], options=options)
     said = [row["caption"] for row in result.predictions]
-    truth = [list(sample.captions) for _, sample in coloured(6)]
+    truth = [list(sample.captions) for _, sample in coloured(12)]
     wanted = metrics.caption_scores(said, truth, "plain", meteor=False)
     for name in ("bleu1", "bleu4", "cider", "rouge_l"):
         assert result.metrics[name] == pytest.approx(wanted.corpus[name])
@@ -136,17 +118,17 @@ def test_figures_are_those_of_the_metrics(captioned, tmp_path):
     write_captions(tmp_path / "results.json", result.predictions)
 
 
-def test_without_java_the_way_out_is_named(captioned, monkeypatch):
+def test_without_java_the_way_out_is_named(caption_task, questions, monkeypatch):
     monkeypatch.setattr(metrics.shutil, "which", lambda name: None)
-    task = caption_task(captioned, java=True)
-    monkeypatch.setattr(task, "predict", lambda inputs: pytest.fail("before anything is written"))
+    caption_task.config = caption_task.config.model_copy(update={"java": True})
+    monkeypatch.setattr(
+        caption_task, "predict", lambda inputs: pytest.fail("before anything is written")
+    )
     with pytest.raises(EvaluationError, match=r"no `java` on the path.*`task.java: false`"):
-        evaluate_task(task, [captioned], options=EvalOptions(resamples=2))
+        evaluate_task(caption_task, [questions], options=EvalOptions(resamples=2))
 
 
-def test_samples_of_one_image_are_one_item_with_all_references(captioned, tmp_path):
-    """As retrieval merges them: one caption an image against all that people wrote."""
-    task = caption_task(captioned)
+def test_samples_of_one_image_are_one_item_with_all_references(caption_task, tmp_path):
     whole, single = [], []
     for number, (image, annotation) in enumerate(coloured(4)):
         texts = [*annotation.captions, "some other words", f"picture {number}"]
@@ -155,14 +137,14 @@ def test_samples_of_one_image_are_one_item_with_all_references(captioned, tmp_pa
         single += [(image, Annotation(captions=[text], **ids)) for text in texts]
     options = EvalOptions(batch=3, resamples=4)
     results = [
-        evaluate_task(task, [write_shards(tmp_path / name, samples)], options)
+        evaluate_task(caption_task, [write_shards(tmp_path / name, samples)], options)
         for name, samples in (("whole", whole), ("single", single))
     ]
     assert results[0].metrics == results[1].metrics
     assert [result.counts["items"] for result in results] == [4, 4]
     write_captions(tmp_path / "results.json", results[1].predictions)
     alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
-    separate = evaluate_task(task, [write_shards(tmp_path / "alone", alone)], options)
+    separate = evaluate_task(caption_task, [write_shards(tmp_path / "alone", alone)], options)
     assert separate.counts["items"] == 3
 
 

@@ -1,5 +1,3 @@
-"""Validation of a fine-tuning is tried on a few items before it, and on all where those lack."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,6 @@ def select(chosen):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Limits of the evaluations; the first items have no label."""
     asked = []
 
     def evaluate(task, folders, options):

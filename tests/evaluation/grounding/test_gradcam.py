@@ -1,5 +1,3 @@
-"""Grad-CAM against finite differences on injected attention probabilities."""
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,5 +1,3 @@
-"""Grounding on generated scenes: what counts as right, proposals, and bad expressions."""
-
 import shutil
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The page in Chromium: one click on an example answers in every tab, on a desktop and a phone."""
-
 import shutil
 import time
 from urllib.parse import urlsplit
@@ -40,7 +38,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory, scene_shards):
-    """Where the page of an untrained model for questions is served, with images to search."""
     folder = tmp_path_factory.mktemp("served") / "model"
     data = {"train": [str(scene_shards)], "augment": AUGMENT, "max_answer": 6}
     config = vqa.VqaConfig.model_validate({"data": data, "decoder": {"layers": 1}})
@@ -62,7 +59,6 @@ def browser():
 
 @pytest.fixture(params=SIZES)
 def seen(request, browser, address):
-    """The open page; what went wrong in it fails the test at its end."""
     width, height = SIZES[request.param]
     page = browser.new_page(viewport={"width": width, "height": height})
     wrong, hosts = [], set()

@@ -1,5 +1,3 @@
-"""What can be tried by hand, and the page around it."""
-
 import importlib.util
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Pairs that differ in one thing, foils and swaps, against loops over pairs."""
-
 import itertools
 
 import numpy as np
@@ -36,7 +34,6 @@ def loaded(model_folder):
 
 
 def slow_shares(loaded, shards):
-    """One caption and one foil at a time."""
     right = {}
     samples = Samples([shards])
     for sample in map(samples.read, range(len(samples))):

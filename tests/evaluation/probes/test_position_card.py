@@ -1,33 +1,13 @@
-"""Maps of encodings: what they show, not how it looks."""
-
-import sys
-
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from evaluation.probes.position_card import disc, position_map
 from launch.cli.main import main
-from vlp.config import PLUGINS
-from vlp.positions import registry
+from vlp.positions import PositionEncoding, register_position, registry
 
 GRID, QUERY = (9, 11), (4, 5)
-OWN = """
-import torch
-from torch import nn
-from vlp.positions import PositionEncoding, register_position
-
-
-@register_position("same-column")
-class SameColumn(PositionEncoding):
-    def __init__(self, heads: int, start: float = 0.0) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.full((heads,), start))
-
-    def bias(self, query, key, context):
-        column = torch.arange(context.grid[0] * context.grid[1]) % context.grid[1]
-        return self.table[:, None, None] * (column[:, None] == column[None])
-"""
 
 
 @pytest.mark.parametrize("name", ["rope-axial", "sine-2d", "alibi-2d"])
@@ -48,11 +28,18 @@ def test_sape_sees_where_a_region_ends():
 
 def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(registry, "_ENCODINGS", dict(registry._ENCODINGS))
-    monkeypatch.setenv(PLUGINS, "")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    plugin = tmp_path / "same_column.py"
-    plugin.write_text(OWN)
-    given = ["positions", "show", "same-column", "--plugin", str(plugin), "--grid", "7x7"]
+
+    @register_position("same-column")
+    class SameColumn(PositionEncoding):
+        def __init__(self, heads: int, start: float = 0.0) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.full((heads,), start))
+
+        def bias(self, query, key, context):
+            column = torch.arange(context.grid[0] * context.grid[1]) % context.grid[1]
+            return self.table[:, None, None] * (column[:, None] == column[None])
+
+    given = ["positions", "show", "same-column", "--grid", "7x7"]
     assert main([*given, "start=1.5", "--out", str(tmp_path / "map.png")]) == 0
     assert "start (float) = 1.5" in capsys.readouterr().out
     with Image.open(tmp_path / "map.png") as image:

@@ -1,5 +1,3 @@
-"""Reports: the figures that were written, beside the right rows, in a page that needs no other."""
-
 import json
 import math
 import re

@@ -75,8 +75,6 @@ def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_bucket
     np.testing.assert_array_equal(scores(tight, again, pairs), expected)
 
     class Two(ProcessGroup):
-        """The work of two ranks, the second one's first."""
-
         def map_blocks(self, count, work):
             halves = [ProcessGroup(rank, 2).share(count) for rank in (1, 0)]
             done = {block: work(block) for half in halves for block in half}

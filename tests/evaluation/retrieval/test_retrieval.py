@@ -96,7 +96,6 @@ def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
 
 
 def test_samples_of_one_image_become_one_image(tmp_path):
-    """One row per caption, as some corpora come, against one row per image."""
     apart = tmp_path / "apart"
     with ShardWriter(apart, samples_per_shard=4) as writer:
         for number, count in enumerate(CAPTIONS):

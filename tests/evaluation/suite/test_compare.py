@@ -1,5 +1,3 @@
-"""Paired differences against slow references and known answers, and results that do not match."""
-
 import itertools
 import json
 
@@ -68,7 +66,6 @@ def test_items_of_one_image_are_one_draw():
 
 @pytest.fixture(scope="module")
 def statements(tmp_path_factory, task_folders):
-    """Results of two heads on the same pairs of images, in folders `a` and `b`."""
     folder = tmp_path_factory.mktemp("statements")
     shards = statement_shards(folder / "shards", 24)
     task = load_task(task_folders["nlvr2"])

@@ -1,5 +1,3 @@
-"""Models of other libraries in the suite: features as their own libraries give them."""
-
 import importlib.util
 import json
 import sys

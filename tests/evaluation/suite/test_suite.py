@@ -1,5 +1,3 @@
-"""Suites: what is missing is judged, what is there is kept, what fails is named."""
-
 import json
 import os
 import shutil

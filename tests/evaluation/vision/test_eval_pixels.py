@@ -1,5 +1,3 @@
-"""Bits per dimension of test images, real ones too."""
-
 import numpy as np
 import pytest
 import torch
@@ -35,7 +33,6 @@ def folder(tmp_path):
 
 
 def by_hand(model, folder, numbers):
-    """Mean of -log2 p over all channels, image by image, and of red alone."""
     bits = torch.zeros(4, 4, 3, dtype=torch.float64)
     for number in numbers:
         values = torch.from_numpy(np.array(Image.open(folder / "all" / f"{number}.png"))).long()

@@ -1,5 +1,3 @@
-"""Captions of widgets are judged widget by widget."""
-
 import pytest
 import torch
 
@@ -46,7 +44,6 @@ def test_right_answers_are_perfect(monkeypatch, task):
 
 
 def test_seen_and_unseen_places_make_up_the_whole(monkeypatch, task):
-    """Counted one by one, from the boxes of both parts."""
     figures = answers(monkeypatch, task, lambda screen, both: "open the home tab")
     train, test = (open_screens(task.config.data.screens, part) for part in ("train", "test"))
 

@@ -1,5 +1,3 @@
-"""The last blocks of a ViT, trained from stored outputs of its first ones."""
-
 import json
 
 import pytest

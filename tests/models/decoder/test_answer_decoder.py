@@ -1,5 +1,3 @@
-"""The answer decoder: what it sees, where it starts, and what it writes."""
-
 import itertools
 
 import pytest
@@ -53,7 +51,6 @@ def embedding(of):
 
 
 def padded(texts):
-    """[CLS] words [SEP], padded."""
     ids = torch.full((len(texts), max(map(len, texts)) + 2), PAD)
     for row, text in enumerate(texts):
         ids[row, : len(text) + 2] = torch.tensor([CLS, *text, SEP])
@@ -66,7 +63,6 @@ MARKS = SpecialIds(CLS, SEP, SILENT)
 
 @pytest.fixture
 def parts():
-    """A decoder, the embedding, and what three questions left it; the last is shorter."""
     of = model()
     made, words = decoder(of), embedding(of)
     states = torch.randn(3, 5, 16, dtype=torch.float64)
@@ -203,7 +199,6 @@ class TestGeneration:
 class TestRanking:
     @pytest.fixture
     def answers(self):
-        """40 answers of one to three words, of which many share their first."""
         words = torch.randint(5, 12, (400, 3), generator=torch.Generator().manual_seed(3)).tolist()
         texts = {tuple(text[: 1 + n % 3]): None for n, text in enumerate(words)}
         return padded([list(text) for text in texts][:40])
@@ -260,7 +255,6 @@ class TestRanking:
 
 
 def bert(layers=3, width=16, **more):
-    """A public BERT's names with numbers of its own."""
     state = {
         f"encoder.layer.{n}.{module}.{kind}": torch.randn(
             *sizes[: 2 if kind == "weight" and "Norm" not in module else 1]
@@ -356,7 +350,6 @@ class TestStart:
 
 class TestBeamSearch:
     def table(self, rows, words, length, seed):
-        """Log-probabilities of a next word by row and everything said before."""
         rng = torch.Generator().manual_seed(seed)
         table = {
             (row, said): torch.randn(words, generator=rng, dtype=torch.float64).log_softmax(0)
@@ -373,7 +366,6 @@ class TestBeamSearch:
         return table, step
 
     def best(self, table, row, words, length, end, penalty):
-        """The best of all sequences, tried one by one."""
         best = (-torch.inf, ())
         for said in itertools.product(range(words), repeat=length):
             over = said.index(end) + 1 if end in said else length
@@ -413,22 +405,3 @@ class TestBeamSearch:
             beam_search(
                 lambda ids, parents: ids, **{"rows": 1, "start": 0, "end": 1, "length": 2, **wrong}
             )
-
-    @pytest.mark.parametrize("beams", [1, 3, 50])
-    def test_parents_tell_whose_text_goes_on(self, beams):
-        """A decoder that keeps its texts by the parents has those that it is handed."""
-        _, step = self.table(2, 3, 4, 5)
-        kept: list[list[int]] = []
-
-        def remembering(ids, parents):
-            nonlocal kept
-            # The first call has one row for each sequence, each its own parent.
-            before = kept or [[]] * len(ids)
-            kept = [
-                before[parent] + [own[-1]] for parent, own in zip(parents.tolist(), ids.tolist())
-            ]
-            assert kept == ids.tolist()
-            return step(ids, parents)
-
-        beam_search(remembering, 2, 0, 1, 4, beams)
-        assert len(kept[0]) == 4

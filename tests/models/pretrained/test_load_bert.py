@@ -1,5 +1,3 @@
-"""bert-base-uncased's names and sizes, as the hub's older files have them; and what is refused."""
-
 import json
 
 import pytest

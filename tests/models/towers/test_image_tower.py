@@ -1,5 +1,3 @@
-"""Image towers of timm, each held against timm's own model and output."""
-
 import json
 
 import pytest

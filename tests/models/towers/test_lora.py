@@ -1,5 +1,3 @@
-"""Low-rank adaptation: trained beside frozen weights, and merged in the model folder."""
-
 import pytest
 import torch
 from tests_support import tiny_config, tiny_text

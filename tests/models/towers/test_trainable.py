@@ -1,5 +1,3 @@
-"""Frozen and partly frozen towers, and learning rates that fall from block to block."""
-
 import pytest
 import torch
 from pretraining_batch import batch

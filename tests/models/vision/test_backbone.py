@@ -1,5 +1,3 @@
-"""timm models as a configuration names them: `absolute: drop` works, or is refused."""
-
 from pathlib import Path
 
 import pytest
@@ -98,7 +96,6 @@ def test_sizes_are_filled_in_and_options_win():
 
 
 def later_tokens_matter(encodings):
-    """Whether outputs at early places change with late tokens, tables drawn at random."""
     attention = CausalAttention(WIDTH, HEADS, encodings).double()
     for table in attention.positions.parameters():
         torch.nn.init.normal_(table)

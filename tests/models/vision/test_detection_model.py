@@ -1,5 +1,3 @@
-"""DETR against a slow one written out, on grids of several sizes, with every position encoding."""
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,3 @@
-"""Names registered with timm: options, features, weights, parameter counts of the papers."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""The encoder-decoder for grids: no look ahead, encodings where they belong, greedy writing."""
-
 import pytest
 import torch
 

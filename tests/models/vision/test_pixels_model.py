@@ -1,5 +1,3 @@
-"""The pixel transformer: likelihood that is one, no look ahead, and images drawn from it."""
-
 import math
 from pathlib import Path
 
@@ -171,7 +169,6 @@ def test_attention_is_that_of_a_loop(length):
 
 
 def test_a_layer_can_be_undone():
-    """What reversible layers are: their input follows from their output."""
     layer = ReformerLayer(WIDTH, HEADS, HEAD_WIDTH, 8).double()
     x = torch.randn(2, 5, 2 * WIDTH, dtype=torch.float64)
     first, second = layer(x, PositionContext()).chunk(2, -1)

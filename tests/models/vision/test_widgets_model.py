@@ -1,5 +1,3 @@
-"""The screen encoder and the caption decoder."""
-
 import itertools
 from pathlib import Path
 
@@ -149,7 +147,6 @@ class TestModel:
 
 
 def test_parameters_by_part_at_the_papers_size():
-    """The column 'ours' of papers.md#fourier-f15."""
     config = load_config(RICO, VisionConfig).task.model
     with torch.device("meta"):
         made = WidgetCaptioner(config, 10_000, tuple(range(5)), pad_id=0, start=2, end=3)
