@@ -7,6 +7,7 @@ A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json`, and option
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,8 @@ from vlp.data.shards.sample_files import (
 )
 from vlp.data.shards.shard_writer import ShardWriter
 from vlp.data.shards.tar import BLOCK, open_tar
+
+logger = logging.getLogger(__name__)
 
 # Of the cache: rows of samples that take more are not fetched to save the reading of headers.
 _SMALL_SHARE = 0.01
@@ -332,6 +335,13 @@ class ShardIndex:
     def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Rows:
         def scan() -> _Rows:
             samples, problem, _ = file.list_samples()
+            if (excess := len(samples) - entry.samples) > 0:
+                logger.warning(
+                    "%s: %d samples more than its index says, which are not read; index the "
+                    "folder again",
+                    file.path,
+                    excess,
+                )
             return sample_rows(samples, [0] * len(samples)), problem
 
         # A file of another length than its index says is another file.
