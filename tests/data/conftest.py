@@ -1,13 +1,9 @@
-"""Small folders of shards with images that can be told apart."""
-
 import time
 import tracemalloc
 from contextlib import contextmanager
-from io import BytesIO
 
-import numpy as np
 import pytest
-from PIL import Image
+from raw_images import raw_image
 
 from vlp.data.config import DataConfig
 from vlp.data.pretrain import PretrainData
@@ -25,14 +21,6 @@ def caption(number, which=0):
     return f"a {first} {second} number {number} {'again ' * which}".strip()
 
 
-def encoded(number, size=(20, 16), kind="png"):
-    rng = np.random.default_rng(number)
-    image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-    stream = BytesIO()
-    image.save(stream, "jpeg" if kind == "jpg" else kind)
-    return stream.getvalue()
-
-
 @pytest.fixture
 def make_shards(tmp_path):
     def make(name="shards", count=23, per_shard=5, captions=2, kind="png"):
@@ -40,7 +28,7 @@ def make_shards(tmp_path):
             for number in range(count):
                 writer.write(
                     f"{name}_{number:04d}",
-                    encoded(number, kind=kind),
+                    raw_image(number, (20, 16), {"jpg": "jpeg"}.get(kind, kind)),
                     kind,
                     Annotation(
                         captions=[caption(number, which) for which in range(captions)],

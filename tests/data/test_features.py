@@ -1,5 +1,3 @@
-"""Stored features: the tower's own, and batches that differ from plain ones by pixels alone."""
-
 import json
 import os
 import signal

@@ -1,12 +1,10 @@
-"""Images with classes from folders, tar files and shards; augmentation and batches of them."""
-
-import io
 import tarfile
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from retrieval_stub import png
 
 from vlp.config import ConfigError
 from vlp.data.boxes import turn_of
@@ -18,12 +16,6 @@ from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, l
 
 CLASSES = ("blue", "red")
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
-
-
-def png(colour, side=8):
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), colour).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -113,15 +105,6 @@ def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
             archive.add(folder, part)
     with pytest.raises(ConfigError, match=r"both\.tar: its class folders lie in test, train"):
         open_labelled(str(tmp_path / "both.tar"))
-
-
-def test_classes_of_shards_may_be_numbers(tmp_path):
-    with ShardWriter(tmp_path) as writer:
-        for number in range(3):
-            label = Annotation.model_validate_json(b'{"label": %d}' % number)
-            writer.write(f"k{number}", png((number, 0, 0)), "png", label)
-    images = open_labelled(str(tmp_path), ("0", "1", "2"))
-    assert [images.read(number).label for number in range(3)] == [0, 1, 2]
 
 
 def test_what_is_not_usable_is_named(folder, tmp_path):

@@ -26,10 +26,6 @@ def sheet(folder, *options):
     return Image.open(out).convert("RGB")
 
 
-def columns_of(image):
-    return image.width // WIDTH
-
-
 def test_first_and_random(folder, capsys):
     index = ShardIndex.open(folder).shards
     assert peek.choose(index, 5, None) == [*((0, n) for n in range(4)), (1, 0)]
@@ -41,9 +37,9 @@ def test_first_and_random(folder, capsys):
     assert everything == peek.choose(index, 99, None)
     assert len(everything) == 10
 
-    assert columns_of(sheet(folder, "--count", "7", "--first")) == 6
+    assert sheet(folder, "--count", "7", "--first").width // WIDTH == 6
     assert "7 of 10 samples\n" in capsys.readouterr().out
-    assert columns_of(sheet(folder, "--count", "2")) == 2
+    assert sheet(folder, "--count", "2").width // WIDTH == 2
 
 
 def test_damaged_samples_are_grey_cards(folder, tmp_path):

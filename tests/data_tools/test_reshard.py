@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_shards import cut, jpeg, run, write, write_tar
+from raw_images import files_of
 
 from data_tools import reshard
 from data_tools.__main__ import main
 from vlp.data.shards.shard_reader import ShardIndex
-
-Members = list[tuple[str, bytes]]
 
 
 def members(folder):
@@ -26,10 +25,6 @@ def members(folder):
                 assert content is not None
                 found.append((member.name, content.read()))
     return found
-
-
-def files(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def keys(folder):
@@ -97,7 +92,7 @@ def test_shuffled(folder, foreign, tmp_path):
         assert deal(folder, foreign, "--out", out, "--shuffle", seed) == 0
         orders[name] = keys(out)
         assert sorted(members(out)) == sorted(members(folder) + members(foreign)[1:])
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert orders["a"] != orders["c"]
     assert orders["a"] != keys(folder) + keys(foreign)[1:]
     ordered = reshard.Order(10_000, 100, 7)
@@ -146,7 +141,7 @@ def test_interrupted_and_run_again(folder, tmp_path, monkeypatch):
     assert [path.name for path in out.glob("shard*")] == ["shard-000000.tar"]
     first = (out / "shard-000000.tar").stat()
     assert deal(folder, "--out", out, *options) == 0
-    assert files(out) == files(tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
     assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
     assert deal(folder, "--out", out, *options) == 0  # nothing is left to do
     assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
@@ -168,7 +163,7 @@ def test_killed_at_any_moment(tmp_path):
     command = ["reshard", str(folder), "--samples-per-shard", "3", "--shuffle", "1"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main([*command, "--out", str(whole), "--processes", "1"]) == 0
-    expected = files(whole)
+    expected = files_of(whole)
     # Slowed down, so that there is a moment between any two shards.
     program = (
         "import sys, time\nfrom data_tools import reshard\n"
@@ -191,4 +186,4 @@ def test_killed_at_any_moment(tmp_path):
         assert shards <= len(there) < 8
         assert there.items() <= expected.items()
     assert main([*command, "--out", str(out), "--processes", "1"]) == 0
-    assert files(out) == expected
+    assert files_of(out) == expected

@@ -1,5 +1,3 @@
-"""Rows of JSON, JSON lines and streams of JSON."""
-
 import gzip
 import json
 

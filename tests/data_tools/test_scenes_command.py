@@ -2,6 +2,7 @@ import io
 
 import pytest
 from PIL import Image
+from raw_images import files_of
 
 from data_tools.__main__ import load
 from vlp.command_line import Command
@@ -17,11 +18,6 @@ def _run(out, *options):
     command = load("scenes")
     words = ["--out", str(out), "--samples-per-shard", "8", *options]
     return Command.invoke(command, command.make_context("scenes", words)) or 0
-
-
-def _contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_every_part_is_written_and_reads_back(tmp_path):
@@ -90,7 +86,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
             _run(broken, "--train", "30", "--val", "5")
     assert len(list((broken / "train").glob("*.tar"))) == 2
     _run(broken, "--train", "30", "--val", "5")
-    assert _contents(broken) == _contents(whole)
+    assert files_of(broken) == files_of(whole)
 
 
 def test_shards_of_others_are_refused_and_stay(tmp_path):
@@ -99,4 +95,4 @@ def test_shards_of_others_are_refused_and_stay(tmp_path):
     other.write_bytes(b"theirs")
     with pytest.raises(ConfigError, match=r"shard-000000.tar: a shard that `scenes` did not write"):
         _run(tmp_path, "--train", "8", "--val", "0")
-    assert _contents(tmp_path) == {"train/shard-000000.tar": b"theirs"}
+    assert files_of(tmp_path) == {"train/shard-000000.tar": b"theirs"}

@@ -1,5 +1,3 @@
-"""`constraints.txt` pins every package that pyproject.toml names to a version that it allows."""
-
 import tomllib
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The scripts of `examples/` run, with tiny settings."""
-
 import json
 import runpy
 import subprocess

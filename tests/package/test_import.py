@@ -1,5 +1,3 @@
-"""`import vlp` is light: quick, quiet and alone."""
-
 import os
 import subprocess
 import sys

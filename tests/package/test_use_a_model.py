@@ -6,15 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pair_shards import tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
-from tests_support import tiny_config, tiny_text
 
 import vlp
 from launch.cli.main import main
-from vlp.data.image.transforms import Preprocessing
-from vlp.models.folder import save_pretrained
-from vlp.models.vlp import VLPModel
 from vlp.tasks.vqa.task import VqaConfig, build
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +22,7 @@ PAGE = ROOT / "docs" / "get-started" / "use-a-model.md"
 def folders(tmp_path, monkeypatch):
     """A working folder with the model folders, photo and exports that the page names."""
     monkeypatch.chdir(tmp_path)
-    config = tiny_config(cross={"layers": 1})
-    save_pretrained(
-        "runs/demo/run/model", config, VLPModel(config).state_dict(), tiny_text(), Preprocessing(16)
-    )
+    tiny_folder("runs/demo/run/model", layers=1)
     shards = write_shards(tmp_path / "shards", coloured(6))
     data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT, "max_answer": 6}
     tuned = VqaConfig.model_validate({"data": data, "decoder": {"layers": 1}})

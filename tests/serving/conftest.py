@@ -1,5 +1,3 @@
-"""A tiny model folder as training writes it, with weights in every table."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Exported programs give what the model gives, for other batches than they were traced with."""
-
 import resource
 import signal
 from pathlib import Path

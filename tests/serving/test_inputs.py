@@ -1,5 +1,3 @@
-"""Images and texts in every form that people have are prepared alike, and others are named."""
-
 import shutil
 from operator import attrgetter
 

@@ -1,5 +1,3 @@
-"""transformers' classes compute, save and load exactly what `vlp.load` does."""
-
 import copy
 import json
 import os

@@ -1,5 +1,3 @@
-"""Names in files that others wrote lead nowhere, and links are not written through."""
-
 import json
 import zipfile
 

@@ -273,19 +273,6 @@ def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(tmp_path, make_da
     assert multiprocessing.active_children() == []
 
 
-def test_samples_without_text_are_seen_with_all_captions_too(tmp_path, make_shards, make_data):
-    image = ShardIndex.open(make_shards()).read(0, 0).image
-    with ShardWriter(tmp_path / "some", 50) as writer:
-        for number in range(8):
-            captions = [f"dog {n}" for n in range(number % 3)]
-            writer.write(f"k{number}", image, "png", Annotation(captions=captions))
-    data = make_data(tmp_path / "some", captions="all")
-    assert data.samples_in_epoch(0) == 10
-    batch = joined(batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0)))
-    assert batch.valid.sum() == 7
-    assert [skip.kind for skip in batch.skipped] == ["no text"] * 3
-
-
 def test_left_early_no_worker_stays(make_shards, make_data):
     batches = make_data(make_shards(), workers=2).batches()
     next(batches)

@@ -1,5 +1,3 @@
-"""Annotations of samples: what is read, and what is broken, absurd or of other tools."""
-
 import json
 
 import pytest

@@ -532,19 +532,6 @@ def test_other_bytes_than_the_manifest_says_are_never_read(server, tmp_path, pol
             ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_store_that_is_away_for_a_while_costs_no_sample(server, batches, tmp_path, workers):
-    cache = {"folder": str(tmp_path / "cache"), "limit": MB}
-    local = list(batches(server.folder, workers=workers))
-    stream = batches(server.url, cache, workers=workers)
-    server.status, server.down_until = 503, time.monotonic() + 2
-    for (expected, _), (found, _) in zip(local, stream, strict=True):
-        assert not found.skipped
-        assert_same(expected, found)
-    assert any(count < 0 for count in server.fails.values())
-
-
 @pytest.mark.parametrize("policy", ["fail", "pause"])
 def test_a_worker_says_why_it_cannot_go_on(server, batches, tmp_path, policy):
     options = {"outages": {"seconds": 0.1, "policy": policy}, "workers": 1}

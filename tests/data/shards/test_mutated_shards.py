@@ -1,5 +1,3 @@
-"""Thousands of damaged tars, images and annotations: each costs its own samples, nothing more."""
-
 from collections import Counter
 
 import numpy as np

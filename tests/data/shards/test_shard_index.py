@@ -1,10 +1,5 @@
-"""Shards and their index: written, read at random, broken, and what a million shards cost."""
-
-import io
 import json
-import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -17,9 +12,9 @@ import pytest
 import webdataset
 from broken_shards import change_index
 from killed_steps import in_child, killed_at, steps_of
+from made_shards import write_tar
 from pair_shards import annotated_shards
 
-from data_tools.executor import Executor
 from vlp.config import ConfigError
 from vlp.data.pretrain import _names
 from vlp.data.schema import Annotation, Question, captions_of
@@ -48,14 +43,6 @@ def write(folder, numbers=range(10), before=lambda number: None):
 def files(folder):
     paths = (path for path in sorted(folder.iterdir()) if not is_lock(path))
     return {path.name: path.read_bytes() for path in paths}
-
-
-def foreign(path, members):
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(content), 1_700_000_000
-            archive.addfile(info, io.BytesIO(content))
 
 
 def test_what_is_written_is_read_at_random(tmp_path):
@@ -179,7 +166,7 @@ def test_missing_folder_no_shards_no_index(tmp_path):
         ShardIndex.open(tmp_path)
     with pytest.raises(ConfigError, match="holds no shards"):
         index_folder(tmp_path)
-    foreign(tmp_path / "0.tar", {"a.jpg": b"1"})
+    write_tar(tmp_path / "0.tar", {"a.jpg": b"1"}.items())
     with pytest.raises(ConfigError, match=r"python -m data_tools index .*") as error:
         ShardIndex.open(tmp_path)
     assert str(tmp_path) in str(error.value)
@@ -232,26 +219,16 @@ def test_rows_spare_the_headers(make_shards, monkeypatch):
 
 
 def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path):
-    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    write_tar(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)}.items())
     index_folder(tmp_path)
-    foreign(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)})
+    write_tar(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)}.items())
     expected = ["b0", "b1", "b2", "corrupt shard"]
     assert read_all(ShardIndex.open(tmp_path)) == expected
     # Of the same length, what does not fit the index is seen, sample by sample.
-    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    write_tar(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)}.items())
     data = (tmp_path / "0.tar").read_bytes()
     (tmp_path / "0.tar").write_bytes(data[512:] + data[:512])
     assert set(read_all(ShardIndex.open(tmp_path))) == {"corrupt shard"}
-
-
-def test_several_processes_index_as_one(make_shards):
-    folder = make_shards(per_shard=1)
-    (folder / "zero.tar").write_bytes(b"")
-    assert index_folder(folder) == ["zero.tar: empty"]
-    written = files(folder)
-    (folder / "index.npz").unlink()
-    assert index_folder(folder, Executor(2).map) == ["zero.tar: empty"]
-    assert files(folder) == written
 
 
 def read_all(index):
@@ -290,26 +267,6 @@ def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path):
         ShardIndex.open(tmp_path)
     expected = ["corrupt shard"] * 4 + ["missing shard"] * 4
     assert read_all(ShardIndex.open(tmp_path, outages=OutageConfig(policy="skip"))) == expected
-
-
-def _keys(index, queue):
-    queue.put([index.read(shard, 1).key for shard in (1, 0, 1)])
-
-
-def test_an_index_in_use_goes_to_other_processes(make_shards):
-    index = ShardIndex.open(make_shards())
-    index.read(0, 0)
-    # What spawn does with it, without the seconds that a fresh interpreter costs.
-    again = pickle.loads(pickle.dumps(index))
-    assert [again.read(shard, 1).key for shard in (1, 0)] == ["shards_0006", "shards_0001"]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    children = [context.Process(target=_keys, args=(index, queue)) for _ in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        assert queue.get(timeout=30) == ["shards_0006", "shards_0001", "shards_0006"]
-        child.join()
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"\x93NUMPY\x01\x00", b"[" * 100_000])

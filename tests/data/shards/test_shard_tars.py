@@ -1,5 +1,3 @@
-"""Tars with every trick of the format: what they hold plainly is read, the rest is counted."""
-
 import gzip
 import io
 import os

@@ -1,5 +1,3 @@
-"""The order of an epoch: windows and sliding, over ranks, workers and resumes."""
-
 import hashlib
 from collections import Counter
 from itertools import islice
@@ -14,8 +12,6 @@ from vlp.config import ConfigError
 from vlp.data.stream.loader import ShardAwareBatchSampler, concurrent_shards
 from vlp.data.stream.rng import make_rng, stable_hash
 from vlp.data.stream.sampler import SampleIndex, SlidingSampler, Source, TrainingSampler
-
-Sampler = TrainingSampler | SlidingSampler
 
 
 def epoch_of(order, epoch, size):
@@ -251,11 +247,6 @@ shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)
 numbers = st.integers(1, 4)
 
 
-def shards_of(asked):
-    slots = (request.sample_index for request in asked.slots)
-    return {(sample.source, sample.shard) for sample in slots if sample is not None}
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([TrainingSampler, SlidingSampler]), shards, st.sampled_from([0.3, 1.0]),
        numbers, numbers, st.integers(1, 7), st.integers(0, 5))  # fmt: skip
@@ -272,7 +263,8 @@ def test_every_shard_is_asked_for_before_it_is_read(
         stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
         for number, found in enumerate(stream):
             asked.update(found.ahead)
-            assert shards_of(found) <= asked
+            samples = [request.sample_index for request in found.slots if request.sample_index]
+            assert {(sample.source, sample.shard) for sample in samples} <= asked
             if number == 0:
                 assert asked == at_once
 

@@ -1,5 +1,3 @@
-"""Words: the patches of their boxes, and their masking."""
-
 import math
 
 import numpy as np

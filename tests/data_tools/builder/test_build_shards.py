@@ -1,5 +1,3 @@
-"""Builds of shards: whole, resumed, taken down, grown, and killed."""
-
 import hashlib
 import json
 import multiprocessing
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from raw_images import files_of, raw_image
+from test_executor import runs
 
 from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
@@ -453,14 +452,6 @@ def children_of(process):
     return [int(child) for child in text.split()]
 
 
-def is_running(process):
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_killed_again_and_again(command, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "killed"
@@ -482,9 +473,9 @@ def test_killed_again_and_again(command, tmp_path):
             assert contents(path).problem is None
             assert path.read_bytes() == (whole / "train" / path.name).read_bytes()
         assert not (out / "train" / "manifest.json").exists()
-        while any(map(is_running, workers)) and time.monotonic() < wait_for:
+        while any(map(runs, workers)) and time.monotonic() < wait_for:
             time.sleep(0.01)
-        assert not any(map(is_running, workers))
+        assert not any(map(runs, workers))
         finished.append(len(list(out.glob("train/*.tar"))))
     assert finished == sorted(finished)
     assert main([*command, "--processes", "2", "--out", str(out)]) == 0

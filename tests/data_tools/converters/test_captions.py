@@ -1,5 +1,3 @@
-"""Flickr8k, Flickr30k, COCO and Visual Genome: real files, and options of one format."""
-
 import io
 import json
 import re
@@ -87,8 +85,6 @@ def test_what_cannot_be_used(photos, token, tmp_path, capsys):
         said = capsys.readouterr()
         line = f"results_20130124.token, line {1 if code else 21}"
         assert f"{line}: this should be" in said.err or f"{line})" in said.out
-    assert main([*arguments, "--annotations", str(tmp_path / "none.token")]) == 2
-    assert "none.token: cannot be read" in capsys.readouterr().err
 
 
 def test_words_of_real_captions_have_the_boxes_that_they_name(shared, tmp_path):
@@ -155,18 +151,10 @@ def test_karpathys_splits(karpathy, tmp_path):
 
 
 def test_what_cannot_be_asked_for(karpathy, tmp_path, shared, capsys):
-    folder = shared / "data" / "coco_mini" / "annotations"
-    official = folder / "captions_val2017.json"
+    official = shared / "data" / "coco_mini" / "annotations" / "captions_val2017.json"
     places = ["--images", str(tmp_path), "--out", str(tmp_path / "out")]
-    both = ["coco", "--annotations", str(karpathy), str(official), *places]
-    assert main(both) == 2
+    assert main(["coco", "--annotations", str(karpathy), str(official), *places]) == 2
     assert "not both at once" in capsys.readouterr().err
-    for file, known in ((karpathy, "test, train, val"), (official, "val2017")):
-        assert main(["coco", "--annotations", str(file), *places, "--splits", "dev"]) == 2
-        assert f"there is no 'dev', only {known}" in capsys.readouterr().err
-    wrong = folder / "instances_val2017.json"
-    assert main(["coco", "--annotations", str(wrong), *places]) == 2
-    assert "is it the right file?" in capsys.readouterr().err
 
 
 def test_cocos_images_have_cocos_identity(tmp_path):

@@ -1,5 +1,3 @@
-"""Questions of VQA v2, Visual Genome and easy-VQA: real files, and files that do not fit."""
-
 import gzip
 import json
 from collections import Counter

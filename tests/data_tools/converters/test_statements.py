@@ -1,5 +1,3 @@
-"""Statements about images (NLVR, NLVR2, SNLI-VE): real files, and options of one format."""
-
 import io
 import itertools
 import json

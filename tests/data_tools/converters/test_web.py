@@ -1,5 +1,3 @@
-"""CC3M, CC12M and SBU: lists of URLs, joined with images that were downloaded."""
-
 import hashlib
 import json
 import zlib

@@ -22,7 +22,6 @@ from data_tools.dedup.hashes import (
 )
 from data_tools.originals import Originals
 from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardWriter
 
 TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
@@ -214,16 +213,6 @@ def test_turned_copies_are_near_and_other_images_are_not():
         assert (first[0] ^ copy[0]).bit_count() <= 6
         assert fine_distance(first[1], copy[1]) <= 48
         assert fine_distance(first[1], other[1]) > 80
-
-
-def test_images_without_a_hash():
-    assert hash_image(encoded(Image.new("RGB", (64, 64), "red"), "png")) is None
-    for bad in (b"", b"no image", jpeg(0)[:-100]):
-        with pytest.raises(BadSample, match="here"):
-            hash_image(bad, "here")
-
-
-Sample = tuple[str, bytes, Annotation, bytes | None]
 
 
 def shards(folder, *samples):

@@ -1,5 +1,3 @@
-"""What `vlp data import` says of data that it cannot or should not take."""
-
 import gzip
 import io
 import json
@@ -30,19 +28,6 @@ def refused(tmp_path, capsys):
         return said
 
     return say
-
-
-def test_missing_captions_are_left_out_where_allowed(tmp_path, capsys):
-    files = pairs()
-    files["photo 01.txt"] = b" \n"
-    del files["photo 02.txt"]
-    place = write(tmp_path / "mine", files)
-    command = ["import", str(place), "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert "16 images, and 2 of them have no caption" in capsys.readouterr().err
-    assert main([*command, "--allow-missing-captions"]) == 0
-    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
-    assert manifest["failures"]["no text"]["ids"] == ["photo 01.jpg", "photo 02.jpg"]
 
 
 def test_nothing_that_is_known(tmp_path, refused):

@@ -1,5 +1,3 @@
-"""Every form that own data comes in, and where its images, captions and splits lie."""
-
 import json
 import os
 from pathlib import Path

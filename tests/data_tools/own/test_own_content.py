@@ -1,5 +1,3 @@
-"""Own data: splits by content, growth, stamps, and what a second run does."""
-
 from collections import Counter
 
 import numpy as np
@@ -237,9 +235,6 @@ def test_a_split_that_is_refused_leaves_the_others_as_they_were(tmp_path, capsys
     assert main(command) == 0
     captions = [annotation.captions for _, annotation in stored(tmp_path / "out").values()]
     assert captions.count(["a cat"]) == 1
-
-
-SPLITS = ("train", "val", "test")
 
 
 def pictures(numbers, folder=""):
