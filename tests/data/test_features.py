@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from made_shards import encoded, photo
+from raw_images import files_of
 from test_work_sharding import launch
 from tests_support import TINY_MODEL
 
@@ -56,7 +57,7 @@ def shards(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_only_the_pixels_differ(shards, configuration, make_features, tmp_path, workers):
+def test_only_the_pixels_differ(shards, configuration, tmp_path, workers):
     config = configuration(shards, captions="all", workers=workers)
     out = make_features(config, tmp_path / "out", "--views", 3)
     plain, cached = data_of(config), data_of(config, f"data.features={out}")
@@ -93,7 +94,7 @@ def test_only_the_pixels_differ(shards, configuration, make_features, tmp_path, 
     assert len({number for number, _ in seen}) < len(seen)  # several views of an image came
 
 
-def test_a_resumed_run_sees_the_same(shards, configuration, make_features, tmp_path):
+def test_a_resumed_run_sees_the_same(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 4)
     data = data_of(config, f"data.features={out}")
@@ -108,7 +109,7 @@ def test_a_resumed_run_sees_the_same(shards, configuration, make_features, tmp_p
         assert torch.equal(both, batch.pixels)
 
 
-def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_features, tmp_path):
+def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 6)
     data = data_of(config, f"data.features={out}")
@@ -131,26 +132,21 @@ def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_f
     assert flipped[False] > 10
 
 
-def test_images_that_are_not_augmented_have_their_plain_view(
-    shards, configuration, make_features, tmp_path
-):
+def test_images_that_are_not_augmented_have_their_plain_view(shards, configuration, tmp_path):
     config = configuration(shards, captions="all")
     out = make_features(config, tmp_path / "out", "--views", 3)
     augment = "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"
     stored = StoredFeatures(out).require(Preprocessing(16), data_of(config).sources)[0]
     batch = next(data_of(config, f"data.features={out}", augment).batches())[0]
-    plain = torch.stack([stored.read(shard, n, 0) for shard, n in places_of(stored)])
+    shards = enumerate(stored._shards)
+    plain = torch.stack([stored.read(s, n, 0) for s, (_, count) in shards for n in range(count)])
     found = batch.pixels[batch.valid]
     assert len(found)
     assert all((row == plain).flatten(1).all(1).any() for row in found)
     assert stored.views(0, 0, True, "") == [0]
 
 
-def places_of(stored):
-    return [(shard, n) for shard, (_, count) in enumerate(stored._shards) for n in range(count)]
-
-
-def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_features, tmp_path):
+def test_a_folder_that_does_not_fit_is_named(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 2)
     other = tmp_path / "other"
@@ -170,9 +166,7 @@ def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_feature
         features.require_tower(TowerKey(features.header.tower | {"layers": 2}, "f"))
 
 
-def test_features_that_are_missing_or_damaged_are_named(
-    shards, configuration, make_features, tmp_path
-):
+def test_features_that_are_missing_or_damaged_are_named(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out")
     file = out / "0" / "shard-000001.npy"
@@ -193,9 +187,7 @@ def test_features_that_are_missing_or_damaged_are_named(
         data_of(config, f"data.features={out}")
 
 
-def test_sources_may_be_fewer_and_in_another_order(
-    make_shards, configuration, make_features, tmp_path
-):
+def test_sources_may_be_fewer_and_in_another_order(make_shards, configuration, tmp_path):
     first, second = make_shards("first"), make_shards("second", count=9)
     config = configuration(first, second)
     out = make_features(config, tmp_path / "out")
@@ -209,20 +201,26 @@ def test_sources_may_be_fewer_and_in_another_order(
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def make_features(config, out, *options):
+    arguments = ["features", "--config", config, "--out", out, "--batch", 6, *options]
+    assert main([*map(str, arguments)]) == 0
+    return out
+
+
+def tower_of(config):
+    settings = load_config(config, PretrainConfig)
+    torch.manual_seed(settings.training.seed)
+    return VLPModel(settings.model).eval().image_encoder
+
+
 def arrays(folder):
     names = sorted(path.stem for path in (folder / "0").glob("*.npy") if "views" not in path.name)
     return [(np.load(folder / "0" / f"{n}.npy"), np.load(folder / "0" / f"{n}.views.npy"))
             for n in names]  # fmt: skip
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
-
-
 @pytest.mark.parametrize(("dtype", "bits"), [("float16", np.float16), ("bfloat16", np.uint16)])
-def test_features_are_the_towers_own_but_for_rounding(
-    make_shards, configuration, make_features, tower_of, tmp_path, dtype, bits
-):
+def test_features_are_the_towers_rounded(make_shards, configuration, tmp_path, dtype, bits):
     folder = make_shards(count=13)
     config = configuration(folder)
     out = make_features(config, tmp_path / "out", "--views", 3, "--dtype", dtype)
@@ -255,9 +253,7 @@ def test_features_are_the_towers_own_but_for_rounding(
     assert {0, 1} == set(np.concatenate([codes[:, 1] for _, codes in arrays(out)]))
 
 
-def test_the_first_view_is_averaged_with_its_flip(
-    make_shards, configuration, make_features, tower_of, tmp_path
-):
+def test_the_first_view_is_averaged_with_its_flip(make_shards, configuration, tmp_path):
     folder = make_shards(count=5)
     config = configuration(folder)
     options = ("--views", 2, "model.image.average_hflip=true")
@@ -275,23 +271,21 @@ def test_the_first_view_is_averaged_with_its_flip(
 
 
 @pytest.mark.nightly
-def test_workers_and_ranks_change_nothing(make_shards, configuration, make_features, tmp_path):
+def test_workers_and_ranks_change_nothing(make_shards, configuration, tmp_path):
     config = configuration(make_shards(count=23))
-    alone = contents(make_features(config, tmp_path / "alone", "--views", 2))
+    alone = files_of(make_features(config, tmp_path / "alone", "--views", 2))
     workers = make_features(config, tmp_path / "workers", "--views", 2, "data.workers=2")
-    assert contents(workers) == alone
+    assert files_of(workers) == alone
     command = ["-m", "data_tools", "features", "--config", config, "--batch", 6, "--views", 2]
     ranks = launch(2, [*map(str, command), "--out", str(tmp_path / "ranks")])
     assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
-    assert contents(tmp_path / "ranks") == alone
+    assert files_of(tmp_path / "ranks") == alone
 
 
 @pytest.mark.nightly
-def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
-    make_shards, configuration, make_features, tmp_path
-):
+def test_a_killed_command_goes_on_with_missing_shards(make_shards, configuration, tmp_path):
     config = configuration(make_shards(count=300, per_shard=10))
-    whole = contents(make_features(config, tmp_path / "whole", "--views", 4))
+    whole = files_of(make_features(config, tmp_path / "whole", "--views", 4))
     out = tmp_path / "out"
     command = ["features", "--config", config, "--out", out, "--batch", 6, "--views", 4]
     running = subprocess.Popen(
@@ -307,7 +301,7 @@ def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
     done = {path: path.stat().st_mtime_ns for path in out.glob("0/shard-*[0-9].npy")}
     assert 0 < len(done) < 30
     make_features(config, out, "--views", 4)
-    assert contents(out) == whole
+    assert files_of(out) == whole
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
 
 
@@ -320,9 +314,9 @@ def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tm
         time.sleep(0.002)
     first.send_signal(signal.SIGSTOP)
     try:
-        before = contents(out)
+        before = files_of(out)
         second = launch(2, ["-m", "data_tools", *command])
-        after = contents(out)
+        after = files_of(out)
     finally:
         first.send_signal(signal.SIGCONT)
     refused = f"data_tools features: {out}: is being written by process {first.pid} on "
@@ -333,13 +327,11 @@ def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tm
     assert not list(out.glob(".lock*"))
 
 
-def test_another_command_does_not_go_on(
-    make_shards, configuration, make_features, tmp_path, capsys, monkeypatch
-):
+def test_another_command_does_not_go_on(make_shards, configuration, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     config = configuration(make_shards(count=5))
     out = make_features(config, tmp_path / "out")
-    before = contents(out)
+    before = files_of(out)
     options = ["features", "--config", str(config), "--out", str(out)]
     for change, field in (
         (["--views", "2"], "augment"),
@@ -349,13 +341,13 @@ def test_another_command_does_not_go_on(
     ):
         assert main([*options, *change]) == 2
         assert f"{field} is " in capsys.readouterr().err
-    assert contents(out) == before
+    assert files_of(out) == before
     (out / HEADER_NAME).unlink()
     assert main(options) == 2
     assert "holds something else; name another folder" in capsys.readouterr().err
 
 
-def test_bad_samples_have_no_features(configuration, make_features, tmp_path, capsys):
+def test_bad_samples_have_no_features(configuration, tmp_path, capsys):
     folder = tmp_path / "shards"
     with ShardWriter(folder, 4) as writer:
         for number in range(6):
@@ -371,9 +363,7 @@ def test_bad_samples_have_no_features(configuration, make_features, tmp_path, ca
     assert (features[[0, 2, 3]] != 0).any((1, 2, 3)).all()
 
 
-def test_what_float16_cannot_hold_is_refused(
-    make_shards, configuration, make_features, tmp_path, capsys, monkeypatch
-):
+def test_overflow_of_float16_is_refused(make_shards, configuration, tmp_path, capsys, monkeypatch):
     from vlp.models.image_encoder import ImageEncoder
 
     tower = ImageEncoder.tower
@@ -411,24 +401,3 @@ def configuration(tmp_path, vocabulary):
         return path
 
     return write
-
-
-@pytest.fixture
-def make_features():
-    def make(config, out, *options):
-        arguments = ["features", "--config", config, "--out", out, "--batch", 6, *options]
-        assert main([*map(str, arguments)]) == 0
-        return out
-
-    return make
-
-
-@pytest.fixture
-def tower_of():
-
-    def make(config):
-        settings = load_config(config, PretrainConfig)
-        torch.manual_seed(settings.training.seed)
-        return VLPModel(settings.model).eval().image_encoder
-
-    return make

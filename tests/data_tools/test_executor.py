@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from every_tool import run_every_tool, sources
 
@@ -96,21 +97,11 @@ def test_no_process_outlives_the_command(tmp_path, number, code):
     assert process.stdout.readline() == b"first\n"
     while len(list(tmp_path.iterdir())) < 3:
         time.sleep(0.01)
+    workers = [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]
     process.send_signal(number)
     assert process.wait(timeout=120) in (code, -number)
-    workers = [path.name for path in tmp_path.iterdir()]
-    deadline = time.monotonic() + 60
-    while any(map(runs, workers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def runs(process):
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)
 
 
 def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path):

@@ -1,4 +1,3 @@
-import colorsys
 from io import BytesIO
 
 import numpy as np
@@ -140,9 +139,8 @@ def test_a_crop_is_resized_as_pillow_does():
 
 @pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
 def test_encoded_images_give_what_decoded_ones_give(config):
-    encoded = JpegImage(
-        jpeg(photo(60, 44), quality=95), "x"
-    )  # too small to be decoded at half size
+    # Too small to be decoded at half size.
+    encoded = JpegImage(jpeg(photo(60, 44), quality=95), "x")
     train = TrainTransform(config, Preprocessing(32))
     for seed in range(10):
         found = train(encoded, np.random.default_rng(seed), "x")
@@ -206,42 +204,7 @@ def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it(
     assert ((columns - 800).abs() < 160).all()
 
 
-BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 FILL = (128, 128, 128)
-
-
-def float_levels(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
-
-
-def as_array(tensor):
-    return tensor.permute(1, 2, 0).numpy()
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "colour", [(200, 40, 40), (40, 160, 60), (60, 60, 220), (210, 190, 40), (220, 120, 40)]
-)
-def test_no_operation_changes_hue(operation, sign, colour):
-    # On dark grey with a black corner, so that stretching the channels one by one, or past their
-    # end, would show; shifted or turned, the middle still lies in the coloured square.
-    image = Image.new("RGB", (32, 32), (60, 60, 60))
-    image.paste(colour, (6, 6, 26, 26))
-    image.paste((0, 0, 0), (0, 0, 4, 4))
-    given = float_levels(image)
-    before = given.clone()
-    result = operation(given, 0.7, sign)
-    assert torch.equal(given, before)
-    assert result.shape == (3, 32, 32)
-    assert result.dtype == torch.float32
-    assert result.min() >= 0
-    assert result.max() <= 255
-    red, green, blue = as_array(result)[16, 16] / 255
-    hue, saturation, _ = colorsys.rgb_to_hsv(red, green, blue)
-    expected = colorsys.rgb_to_hsv(*(value / 255 for value in colour))
-    assert min(abs(hue - expected[0]), 1 - abs(hue - expected[0])) < 0.015
-    assert saturation > 0.9 * expected[1]
 
 
 def hsv_value(image, change):
@@ -274,6 +237,7 @@ def pillow_affine(matrix):
 
 # The same operations in Pillow, in 8 bits.
 REFERENCE = {
+    "_identity": lambda image, strength, sign: image,
     "_autocontrast": pillow_autocontrast,
     "_equalize": lambda image, strength, sign: hsv_value(image, ImageOps.equalize),
     "_brightness": pillow_brightness,
@@ -292,12 +256,15 @@ REFERENCE = {
 }
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("strength", [0.3, 0.7])
-def test_operations_are_pillows(name, sign, strength):
-    image = photo(48, 36, seed=3)
-    found = as_array(BY_NAME[name](float_levels(image), strength, sign))
+def test_operations_are_pillows(operation, sign, strength):
+    image, name = photo(48, 36, seed=3), operation.__name__
+    given = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
+    before = given.clone()
+    found = operation(given, strength, sign).permute(1, 2, 0).numpy()
+    assert torch.equal(given, before)
     expected = np.array(REFERENCE[name](image, strength, sign)).astype(float)
     difference = np.abs(found - expected)
     # Apart by the rounding of the reference, which HSV multiplies, and along the edge of what was
@@ -309,13 +276,14 @@ def test_operations_are_pillows(name, sign, strength):
 
 
 def test_uncovered_places_are_mid_grey():
+    by_name = {operation.__name__: operation for operation in OPERATIONS}
     bright = torch.full((3, 20, 20), 250.0)
-    shifted = BY_NAME["_translate_x"](bright, 1.0, 1)
+    shifted = by_name["_translate_x"](bright, 1.0, 1)
     shift = 20 * 10 / 256
     assert torch.equal(shifted[:, :, :19], bright[:, :, :19])
     share = 1 - (shift % 1)
     assert torch.allclose(shifted[:, :, 19], torch.tensor(128 + share * 122))
-    corner = BY_NAME["_rotate"](bright, 1.0, 1)[:, 0, 0]
+    corner = by_name["_rotate"](bright, 1.0, 1)[:, 0, 0]
     assert torch.equal(corner, torch.full((3,), 128.0))
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from raw_images import files_of, raw_image
-from test_executor import runs
 
 from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
@@ -447,11 +447,6 @@ def command(tmp_path):
     return ["flickr8k", *places, "--samples-per-shard", "8", "--max-side", "100"]
 
 
-def children_of(process):
-    text = Path(f"/proc/{process}/task/{process}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_killed_again_and_again(command, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "killed"
@@ -466,16 +461,15 @@ def test_killed_again_and_again(command, tmp_path):
         while not list(out.glob("train/*.tmp")) and time.monotonic() < wait_for:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.15))
-        workers = children_of(running.pid)
+        workers = psutil.Process(running.pid).children()
         running.send_signal(signal.SIGKILL)
         assert running.wait() == -signal.SIGKILL
         for path in out.glob("train/*.tar"):
             assert contents(path).problem is None
             assert path.read_bytes() == (whole / "train" / path.name).read_bytes()
         assert not (out / "train" / "manifest.json").exists()
-        while any(map(runs, workers)) and time.monotonic() < wait_for:
-            time.sleep(0.01)
-        assert not any(map(runs, workers))
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)
         finished.append(len(list(out.glob("train/*.tar"))))
     assert finished == sorted(finished)
     assert main([*command, "--processes", "2", "--out", str(out)]) == 0

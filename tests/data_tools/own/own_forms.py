@@ -4,11 +4,11 @@ import csv
 import gzip
 import io
 import json
-import tarfile
 import zipfile
 from functools import cache
 
 import numpy as np
+from benchmark_files import tar_of
 from made_shards import encoded, photo
 
 COUNT = 16
@@ -44,15 +44,6 @@ def write(folder, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return folder
-
-
-def as_tar(path, files, mode="w"):
-    with tarfile.open(path, mode) as archive:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
 
 
 def as_zip(path, files):
@@ -139,7 +130,7 @@ def csv_gz_with_windows_paths(root):
 
 def tar_of_a_table(root):
     files = {f"set/img/{name}": data for name, data in images().items()}
-    return [str(as_tar(root / "set.tar.xz", {**files, "set/all.csv": as_csv(rows())}, "w:xz"))]
+    return [str(tar_of(root / "set.tar.xz", {**files, "set/all.csv": as_csv(rows())}, "w:xz"))]
 
 
 def csv_of_lists(root):
@@ -199,34 +190,30 @@ def json_by_column(root):
     return [str(write(root / "set", {**images(), "table.json": json.dumps(columns).encode()}))]
 
 
-def parquet_paths(root):
+def as_parquet(path, table, **options):
     import pyarrow as pa
     from pyarrow import parquet
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(table), path, **options)
+    return path
+
+
+def parquet_paths(root):
     write(root / "photos", images())
-    parquet.write_table(pa.Table.from_pylist(rows("path", "text")), root / "table.parquet")
-    return [str(root / "table.parquet"), "--images", str(root / "photos")]
+    table = as_parquet(root / "table.parquet", rows("path", "text"))
+    return [str(table), "--images", str(root / "photos")]
 
 
 def parquet_bytes(root):
     """One row a caption, the bytes again and again."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
     data = images()
     table = [{"jpg": data[row["image"]], "txt": row["caption"]} for row in rows()]
-    (root / "set").mkdir()
-    parquet.write_table(pa.Table.from_pylist(table), root / "set" / "table.parquet")
-    return [str(root / "set")]
+    return [str(as_parquet(root / "set" / "table.parquet", table).parent)]
 
 
 def parquet_structs(root):
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    (root / "set" / "data").mkdir(parents=True)
-    path = root / "set" / "data" / "train-00000-of-00001.parquet"
-    parquet.write_table(pa.Table.from_pylist(structs()), path, row_group_size=5)
+    as_parquet(root / "set/data/train-00000-of-00001.parquet", structs(), row_group_size=5)
     return [str(root / "set")]
 
 
@@ -254,7 +241,7 @@ def img2dataset_tars(root):
     (root / "out").mkdir()
     for number in range(2):
         half = len(files) // 2
-        as_tar(root / "out" / f"0000{number}.tar", dict(files[number * half :][:half]))
+        tar_of(root / "out" / f"0000{number}.tar", dict(files[number * half :][:half]))
         stats = json.dumps({"count": half // 3, "successes": half // 3}).encode()
         write(root / "out", {f"0000{number}_stats.json": stats})
     return [str(root / "out")]
@@ -267,7 +254,7 @@ def img2dataset_files(root):
 
 def tar_gz(root):
     files = {f"./photos/{name}": data for name, data in pairs().items()}
-    return [str(as_tar(root / "photos.tar.gz", files, "w:gz"))]
+    return [str(tar_of(root / "photos.tar.gz", files, "w:gz"))]
 
 
 def zip_of_imagefolder(root):
@@ -278,7 +265,7 @@ def zip_of_imagefolder(root):
 def unsorted_tar(root):
     """All captions behind all images."""
     files = sorted(pairs().items(), key=lambda item: item[0].endswith(".txt"))
-    return [str(as_tar(root / "unsorted.tar", dict(files)))]
+    return [str(tar_of(root / "unsorted.tar", dict(files)))]
 
 
 def karpathy(root):

@@ -7,9 +7,10 @@ import zipfile
 import numpy as np
 import own_forms
 import pytest
+from benchmark_files import tar_of
 from made_shards import encoded, photo
 from mutations import mutated
-from own_forms import as_csv, as_lines, as_tar, as_zip, images, pairs, rows, write
+from own_forms import as_csv, as_lines, as_zip, images, pairs, rows, write
 
 from data_tools.__main__ import main
 from vlp.data.shards.shard_reader import ShardIndex
@@ -118,7 +119,7 @@ def test_images_that_come_later_stay_on_their_side(tmp_path):
 
 
 def test_damaged_files(tmp_path, refused):
-    packed = gzip.compress(as_tar(tmp_path / "a.tar", pairs()).read_bytes())
+    packed = gzip.compress(tar_of(tmp_path / "a.tar", pairs()).read_bytes())
     cut = {"cut.tar.gz": packed[: len(packed) // 2], "no.zip": b"PK\x03\x04 no zip"}
     write(tmp_path, cut | {"no.parquet": b"PAR1 no", "no.arrow": b"no", "no.csv": b"a\xff\xfe,b\n"})
     assert "a damaged archive" in refused(tmp_path / "cut.tar.gz")
@@ -135,7 +136,7 @@ def test_damaged_files(tmp_path, refused):
 def test_faults_in_archives_name_the_archive_and_the_member(tmp_path, capsys):
     table = as_lines(rows()) + b"broken\n"
     files = {f"set/{name}": data for name, data in {**images(), "all.jsonl": table}.items()}
-    for path in (as_tar(tmp_path / "a.tar.gz", files, "w:gz"), as_zip(tmp_path / "b.zip", files)):
+    for path in (tar_of(tmp_path / "a.tar.gz", files, "w:gz"), as_zip(tmp_path / "b.zip", files)):
         assert main(["import", str(path), "--out", str(tmp_path / "out"), "--replace"]) == 0
         assert f"(first: {path}: set/all.jsonl, line 23)" in capsys.readouterr().out
 

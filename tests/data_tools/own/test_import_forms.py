@@ -3,13 +3,14 @@ import os
 from pathlib import Path
 
 import pytest
+from benchmark_files import tar_of
 from made_shards import encoded, photo, run
 from own_forms import (
     COUNT,
     FORMS,
     as_csv,
     as_lines,
-    as_tar,
+    as_parquet,
     captions_of,
     images,
     karpathy,
@@ -18,27 +19,14 @@ from own_forms import (
     write,
 )
 from raw_images import files_of
+from readers import slots
 
 from data_tools.__main__ import main
 from data_tools.own import forms
 from data_tools.own.content import SPLITS
 from data_tools.own.tables import texts_in
-from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.pretrain import PretrainData
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.shards.tar import readable
-from vlp.data.stream.batch import Inputs, PatchMasking
-from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
-
-INPUTS = Inputs(16, (4, 4), 10, 64, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    texts = [text for name in images() for text in captions_of(name)]
-    folder = tmp_path_factory.mktemp("vocabulary")
-    TextProcessor(train_wordpiece(texts, 64), 10).save(folder)
-    return folder
 
 
 def stored(out):
@@ -57,7 +45,7 @@ def stored(out):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
+def test_every_form_to_shards_and_training(form, tmp_path, capsys):
     out = tmp_path / "shards" / "mine"
     options = ["--name", "my photos", "--license", "CC0", "--processes", "1"]
     assert main(["import", *form(tmp_path), "--out", str(out), *options]) == 0
@@ -78,18 +66,8 @@ def test_every_form_to_shards_and_batches(form, tmp_path, vocabulary, capsys):
     assert f"{COUNT} images, {sum(len(captions_of(name)) for name in images())} captions" in printed
     assert printed.count("48 x 32: ") == 3
 
-    train = [data for data, (split, _) in found.items() if split == "train"]
-    settings = {
-        "sources": (SourceConfig(path=str(out / "train")),),
-        "vocabulary": str(vocabulary),
-        "canonical_streams": 1,
-        "workers": 0,
-        "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
-    }
-    data = PretrainData(DataConfig(**settings), INPUTS, 4, 0)
-    batches = [batch for batch, _ in data.batches(stop_after=len(train) // 4)]
-    assert len(batches) == len(train) // 4 > 1
-    assert all(batch.valid.all() and not batch.skipped for batch in batches)
+    valid = [valid for _, valid in slots(out / "train")]
+    assert valid == [True] * [split for split, _ in found.values()].count("train")
 
 
 def imported_annotations(place, *options):
@@ -206,19 +184,14 @@ def test_a_cell_is_a_caption_of_the_image_that_its_row_names(name, text, first, 
     assert imported(tmp_path / "mine", "--allow-missing-captions")[0] == first
 
 
-def _both():
-    files = {}
-    for number in range(8):
-        about = {"alt": f"alt {number}", "long": [f"long {number}"], "caption": "not this"}
-        files[f"{number}.jpg"] = encoded(photo(number))
-        files[f"{number}.json"] = json.dumps(about | {"fold": "train" if number else "x"}).encode()
-        files[f"{number}.txt"] = b"nor this"
-    return files
-
-
 def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(tmp_path):
     table = as_csv([{"image": f"{number}.jpg", "alt": f"table {number}"} for number in range(8)])
-    place = write(tmp_path / "mine", {**_both(), "table.csv": table})
+    files = {"table.csv": table}
+    for number in range(8):
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.json"] = json.dumps({"alt": f"alt {number}", "caption": "no"}).encode()
+        files[f"{number}.txt"] = b"nor this"
+    place = write(tmp_path / "mine", files)
     assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
 
 
@@ -273,7 +246,7 @@ def test_images_of_a_table(where, named, tmp_path, capsys):
     photos = {f"photos/{name}": data for name, data in images().items()}
     if where == "archive":
         write(place, files)
-        inside = as_tar(place / "set.tar", photos)
+        inside = tar_of(place / "set.tar", photos)
     else:
         write(place, files | photos)
         inside = {"inside": place / "photos", "around": tmp_path, "twice": place}[where]
@@ -295,13 +268,10 @@ def test_a_name_that_two_folders_have_is_of_the_named_one(tmp_path, capsys):
 
 
 def test_captions_stored_as_bytes(tmp_path, capsys):
-    import pyarrow as pa
-    from pyarrow import parquet
-
     texts = ["a caf\u00e9".encode(), b"a caf\xe9", b"a dog"]
-    table = {"image": [f"{number}.jpg" for number in range(3)], "caption": texts}
+    table = [{"image": f"{number}.jpg", "caption": text} for number, text in enumerate(texts)]
     place = write(tmp_path / "mine", {f"{n}.jpg": encoded(photo(n)) for n in range(3)})
-    parquet.write_table(pa.table(table), place / "table.parquet")
+    as_parquet(place / "table.parquet", table)
     assert imported(place, "--allow-missing-captions") == [["a caf\u00e9"], ["a dog"]]
     fault = "caption that is not UTF-8: 1 (first: table.parquet, row 2"
     assert fault in capsys.readouterr().out
@@ -330,7 +300,8 @@ def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
     }
 
 
-def _with_names_that_are_no_text(folder):
+def test_names_that_are_not_utf_8(tmp_path, capsys):
+    folder = tmp_path / "mine"
     folder.mkdir()
     for number in range(2):
         name = os.fsencode(folder / f"caf{number}") + b"\xe9"
@@ -339,11 +310,7 @@ def _with_names_that_are_no_text(folder):
         except OSError:
             pytest.skip("this file system takes names in UTF-8 only")
         Path(os.fsdecode(name + b".txt")).write_text(f"picture {number}")
-    return folder
-
-
-def test_names_that_are_not_utf_8(tmp_path, capsys):
-    found = imported_annotations(_with_names_that_are_no_text(tmp_path / "mine"))
+    found = imported_annotations(folder)
     assert {key: annotation.captions for key, annotation in found.items()} == {
         "caf0_": ["picture 0"],
         "caf1_": ["picture 1"],
@@ -353,46 +320,30 @@ def test_names_that_are_not_utf_8(tmp_path, capsys):
     capsys.readouterr().out.encode("utf-8", "strict")
 
 
-PARTS = {"train": slice(0, 8), "test": slice(8, 12), "extra": slice(12, 16)}
-
-
-@pytest.fixture
-def command(tmp_path):
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    folder = tmp_path / "set"
-    folder.mkdir()
-    files = [{"split": name, "path": f"{name}.parquet"} for name in PARTS]
-    about = json.dumps([{"config_name": "default", "data_files": files}])
-    (folder / "README.md").write_text(f"---\nconfigs: {about}\n---\n")
-    for name, part in PARTS.items():
-        parquet.write_table(pa.Table.from_pylist(structs()[part]), folder / f"{name}.parquet")
-    return ["import", f"hub:{folder}", "--out", str(tmp_path / "out"), "--processes", "1"]
-
-
-def test_a_split_that_is_none_is_refused_before_it_is_streamed(command, capsys, monkeypatch):
+def test_a_split_that_is_none_is_refused_before_it_is_streamed(tmp_path, capsys, monkeypatch):
     def streamed(*arguments):
         raise AssertionError
 
     monkeypatch.setattr(forms, "value_image", streamed)
-    assert main(command) == 2
+    place, files = tmp_path / "set", []
+    for number, name in enumerate(("train", "test", "extra")):
+        as_parquet(place / f"{name}.parquet", structs()[4 * number : 4 * number + 4])
+        files.append({"split": name, "path": f"{name}.parquet"})
+    about = json.dumps([{"config_name": "default", "data_files": files}])
+    (place / "README.md").write_text(f"---\nconfigs: {about}\n---\n")
+    assert main(["import", f"hub:{place}", "--out", str(tmp_path / "out"), "--processes", "1"]) == 2
     said = capsys.readouterr().err
     assert "'extra' is no split, but stands beside train and test; choose others with" in said
 
 
 def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path):
-    import pyarrow as pa
-    from pyarrow import parquet
-
     rows = structs()[:8]
     private = tmp_path / "private" / "me.jpg"
     private.parent.mkdir()
     private.write_bytes(rows[0]["image"]["bytes"])
     for row, path in zip(rows, (f"{private}", f"file://{private}", "http://127.0.0.1:9/me.jpg")):
         row["image"] = {"bytes": None, "path": path}
-    (tmp_path / "set").mkdir()
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "set" / "train.parquet")
+    as_parquet(tmp_path / "set" / "train.parquet", rows)
     out = tmp_path / "out"
     command = ["import", f"hub:{tmp_path / 'set'}", "--out", str(out), "--processes", "1"]
     assert main([*command, "--split", "1", "0", "0"]) == 0

@@ -2,10 +2,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from benchmark_files import tar_of
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import as_csv, as_tar, as_zip, captions_of, images, pairs, rows, write
+from own_forms import as_csv, as_zip, captions_of, images, pairs, rows, write
 from raw_images import files_of
 from test_import_forms import stored
 
@@ -135,7 +136,7 @@ def test_a_split_that_names_tell_is_kept(form, names, tmp_path):
         texts = {f"{stem[:-4]}.txt": f"{part}".encode() for stem in files}
         if form == "tars":
             place.mkdir(exist_ok=True)
-            as_tar(place / f"{name}.tar", files | texts)
+            tar_of(place / f"{name}.tar", files | texts)
         elif form == "zips":
             place.mkdir(exist_ok=True)
             as_zip(place / f"{name}.zip", files | texts)
