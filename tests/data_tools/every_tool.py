@@ -24,7 +24,6 @@ def sources(folder):
 
 
 def run_every_tool(given, out, *place):
-    """Run all tools with the options of a place; returns the contents of what they wrote."""
     out.mkdir()
     indexed = out / "indexed"
     shutil.copytree(given / "first", indexed)

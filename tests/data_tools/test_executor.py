@@ -112,7 +112,6 @@ def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path):
 
 
 def once(job):
-    """Leave a mark; a job may be told to fail."""
     with job.open("a") as file:
         file.write("done ")
     if job.name == "7" and not (job.parent / "go").exists():

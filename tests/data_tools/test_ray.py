@@ -43,12 +43,6 @@ def nodes():
     del os.environ["RAY_ADDRESS"]
 
 
-def test_every_tool_gives_what_one_process_gives(nodes, tmp_path):
-    given = sources(tmp_path)
-    one = run_every_tool(given, tmp_path / "one", "--processes", "1")
-    assert run_every_tool(given, tmp_path / "ray", "--executor", "ray") == one
-
-
 def test_a_command_from_outside_of_the_cluster(nodes, tmp_path):
     given, reports = sources(tmp_path), []
     for place in ("local", f"ray://127.0.0.1:{nodes.port}"):

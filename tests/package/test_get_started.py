@@ -48,7 +48,6 @@ TESTED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The outcome of every command, in a process without a checkout in its folder."""
     folder = tmp_path_factory.mktemp("commands")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

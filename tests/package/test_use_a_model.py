@@ -20,7 +20,6 @@ PAGE = ROOT / "docs" / "get-started" / "use-a-model.md"
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """A working folder with the model folders, photo and exports that the page names."""
     monkeypatch.chdir(tmp_path)
     tiny_folder("runs/demo/run/model", layers=1)
     shards = write_shards(tmp_path / "shards", coloured(6))

@@ -5,9 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "model.text.layers=1 model.image.layers=1 model.cross.layers=1 model.text.vocab_size=512"
@@ -66,3 +69,23 @@ def test_data_training_evaluation_and_report_in_an_empty_folder(installed, tmp_p
     assert "re-ranked top 4" in (tmp_path / "report.html").read_text()
     start = json.loads((tmp_path / "runs" / "scenes_tiny" / "run.json").read_text())["starts"][0]
     assert not any(one["repository"] == ROOT.name for one in start["git"])
+
+
+def test_every_dependency_is_pinned_to_a_version_that_it_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = [Requirement(line) for group in groups for line in group]
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            pin = Requirement(line)
+            pinned.setdefault(canonicalize_name(pin.name), []).append(pin)
+    for requirement in wanted:
+        if requirement.name == "vlp":
+            continue
+        pins = pinned.get(canonicalize_name(requirement.name), [])
+        assert pins, f"{requirement.name} is not in constraints.txt: run `make lock`"
+        for pin in pins:
+            (specifier,) = pin.specifier
+            assert specifier.operator == "==", pin
+            assert requirement.specifier.contains(specifier.version, prereleases=True), requirement

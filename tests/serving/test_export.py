@@ -61,7 +61,6 @@ def test_onnx(folder, tmp_path, examples, capsys):
 
 
 def test_torch_export(folder, tmp_path, examples, monkeypatch, capsys):
-    """Of the image tower; ONNX is made of the same programs of all parts."""
     monkeypatch.setattr(module, "export_parts", lambda loaded: export_parts(loaded)[:1])
     arguments = ["--model", str(folder), "--out", str(tmp_path), "--format", "torch"]
     assert main(["export", *arguments]) == 0

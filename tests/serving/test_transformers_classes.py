@@ -79,7 +79,6 @@ def inputs(processor, photo):
 def test_logits_are_the_same_in_a_clean_process(
     folder, photo, expected, model, processor, tmp_path, vlp_first
 ):
-    """Those of training's folder and of one that the classes saved, in either order of imports."""
     model.save_pretrained(tmp_path / "new")
     processor.save_pretrained(tmp_path / "new")
     here = {file.name: file.read_bytes() for file in (tmp_path / "new").iterdir()}

@@ -2,8 +2,6 @@
 
 import json
 import tarfile
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 from broken_images import photo
@@ -93,9 +91,6 @@ def found(folder, content):
     return results
 
 
-Damage = Callable[[np.random.Generator, bytes], bytes]
-
-
 def cut(rng, data):
     return data[: int(rng.integers(len(data)))]
 
@@ -129,7 +124,7 @@ def insert(rng, data):
     return data[:start] + rng.bytes(int(rng.integers(1, 700))) + data[start:]
 
 
-BYTES: tuple[Damage, ...] = (cut, flip_bits, overwrite, drop, repeat, insert)
+BYTES = (cut, flip_bits, overwrite, drop, repeat, insert)
 
 
 def drop_blocks(rng, data):
@@ -172,7 +167,7 @@ def lying_header(rng, data):
     return data[:start] + checked(block) + data[start + 512 :]
 
 
-TARS: tuple[Damage, ...] = (*BYTES, drop_blocks, swap_blocks, zero_blocks, lying_header)
+TARS = (*BYTES, drop_blocks, swap_blocks, zero_blocks, lying_header)
 
 
 def splice_json(rng, data):
@@ -197,7 +192,7 @@ ABSURD = (
 def _places(tree, path):
     if path:
         yield path
-    children: Iterable[tuple[Any, Any]] = ()
+    children = ()
     if isinstance(tree, dict):
         children = tree.items()
     elif isinstance(tree, list):

@@ -1,8 +1,5 @@
 """Small models and vocabularies that several tests share."""
 
-import importlib.util
-from pathlib import Path
-
 import torch
 from torch.nn.functional import normalize
 
@@ -44,16 +41,6 @@ def tiny_text(max_tokens=12):
 def unit(*shape, seed=0, dtype=torch.float64):
     random = torch.Generator().manual_seed(seed)
     return normalize(torch.randn(*shape, generator=random, dtype=dtype), dim=-1)
-
-
-def launch_script(name):
-    file = Path(__file__).resolve().parents[2] / "launch" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ace(**settings):

@@ -6,7 +6,7 @@ import shutil
 import tarfile
 from collections import Counter
 from itertools import islice, pairwise
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,19 +315,10 @@ def test_listed_tars_are_told_by_their_names(make_shards, make_data, tmp_path):
     assert changed(before, make_data(folder, **more)) == {"source 0"}
 
 
-class Share(NamedTuple):
-    valid: torch.Tensor
-    skipped: tuple[SkippedSample, ...]
-
-    def to(self, device):
-        return self
-
-
 def share(good, bad):
     valid = torch.tensor([True] * good + [False] * bad)
-    return Share(
-        valid, tuple(SkippedSample("unreadable image", f"a.tar, k{n}") for n in range(bad))
-    )
+    skipped = tuple(SkippedSample("unreadable image", f"a.tar, k{n}") for n in range(bad))
+    return SimpleNamespace(valid=valid, skipped=skipped)
 
 
 def watch(samples, most):

@@ -107,7 +107,6 @@ def test_a_url_gives_what_the_folder_gives(server, tmp_path, protocol):
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])
 def test_training_from_a_url_is_training_from_the_folder(server, batches, tmp_path, options):
-    """Two epochs through a cache that holds few of the shards, prefetch and eviction included."""
     limit = room_for(server, 0, 1, 2, 3) + 1000
     cache = {"folder": str(tmp_path / "cache"), "limit": limit}
     local = batches(server.folder, **options)

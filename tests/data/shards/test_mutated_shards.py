@@ -174,7 +174,6 @@ def damaged(damages, data, count, seed):
 
 
 def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, make_data):
-    """Through the loader: an epoch of every kind, then an index that says too much."""
     files = [
         dict(sample(0)[1]),
         {"png": ENCODED["png"][:300], "json": annotation(1)},

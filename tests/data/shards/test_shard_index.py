@@ -232,7 +232,6 @@ def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path):
 
 
 def read_all(index):
-    """What each place of the index gives: its key, or the kind of what is wrong."""
     found = []
     for shard, entry in enumerate(index.shards):
         for sample in range(entry.samples):

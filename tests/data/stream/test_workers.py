@@ -23,8 +23,6 @@ class Batch(NamedTuple):
 
 
 class Stuck(Dataset[Any]):
-    """Gives one batch of two, and waits for ever at the next."""
-
     given = 0
 
     def __getitem__(self, request):

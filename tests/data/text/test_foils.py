@@ -110,5 +110,4 @@ def test_foils_of_flickr8k_are_many_and_their_words_are_those_of_their_kind(shar
 
 
 def bag(text):
-    """Words without articles, which follow them."""
     return Counter(word for word in re.findall(r"[\w'-]+", text.lower()) if word not in ("a", "an"))

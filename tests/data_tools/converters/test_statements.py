@@ -3,7 +3,6 @@ import itertools
 import json
 
 import numpy as np
-import pytest
 from benchmark_files import failures_of, lines_of, photo, said_of, samples_of, tar_of
 from PIL import Image
 from test_contract import pair, statement
@@ -99,17 +98,10 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.fixture
-def images(tmp_path):
-    folder = tmp_path / "flickr30k-images"
-    folder.mkdir()
-    (folder / "7.jpg").write_bytes(photo())
-    return folder
-
-
-def test_nothing_to_convert(images, tmp_path, capsys):
+def test_nothing_to_convert(tmp_path, capsys):
+    (tmp_path / "7.jpg").write_bytes(photo())
     annotations = lines_of(tmp_path / "dev.jsonl", [pair("b", gold_label="-")])
-    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(images)]
+    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(tmp_path)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert "no row can be used; the first is of kind 'no gold label': b" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

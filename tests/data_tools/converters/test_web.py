@@ -25,27 +25,17 @@ def tsv(tmp_path):
 
 
 def downloaded(folder, numbers, url=True):
-    """Tars as img2dataset 1.47 writes them: KEY of the tar and the place in it, three files each.
-
-    A tar of five has keys 000000 to 000004, the next one 000010 and on.
-    """
+    """Tars as img2dataset 1.47 writes them: three files of each key, tar and place in it."""
     folder.mkdir()
     for shard, members in enumerate(numbers):
         files = {}
         for place, number in enumerate(members):
             key = f"{shard:05d}{place}"
-            data = raw_image(number)
-            about = {
-                "caption": f"image &amp; {number}",
-                "url": URL.format(number),
-                "key": key,
-                "status": "success",
-            }
-            if not url:
-                del about["url"]
-            files[f"{key}.jpg"] = data
+            about = {"caption": f"image &amp; {number}", "key": key, "status": "success"}
+            about |= {"url": URL.format(number)} if url else {}
+            files[f"{key}.jpg"] = raw_image(number)
             files[f"{key}.json"] = json.dumps(about, indent=4).encode()
-            files[f"{key}.txt"] = str(about["caption"]).encode()
+            files[f"{key}.txt"] = about["caption"].encode()
         tar_of(folder / f"{shard:05d}.tar", files)
         (folder / f"{shard:05d}_stats.json").write_text("{}")
         (folder / f"{shard:05d}.parquet").write_bytes(b"PAR1")

@@ -14,8 +14,6 @@ from made_shards import encoded, photo
 COUNT = 16
 """Images of a form, unless a test wants more: `monkeypatch.setattr(own_forms, "COUNT", 300)`."""
 
-Files = dict[str, bytes]
-
 
 def images():
     return dict(_images(COUNT))
@@ -90,7 +88,6 @@ def listed():
 
 
 def structs():
-    """Rows with the image as `datasets` stores it."""
     return [
         {"image": {"bytes": data, "path": name}, "caption": captions_of(name)}
         for name, data in images().items()
@@ -218,7 +215,6 @@ def parquet_structs(root):
 
 
 def saved(root):
-    """A data set that `datasets` saved to disk."""
     datasets_of(structs()).save_to_disk(root / "saved")
     return [str(root / "saved")]
 
@@ -231,7 +227,6 @@ def datasets_of(table):
 
 
 def streamed(root):
-    """The streaming of a data set that lies in a folder."""
     parquet_structs(root)
     return [f"hub:{root / 'set'}"]
 
@@ -263,7 +258,6 @@ def zip_of_imagefolder(root):
 
 
 def unsorted_tar(root):
-    """All captions behind all images."""
     files = sorted(pairs().items(), key=lambda item: item[0].endswith(".txt"))
     return [str(tar_of(root / "unsorted.tar", dict(files)))]
 

@@ -30,7 +30,6 @@ from vlp.data.shards.tar import readable
 
 
 def stored(out):
-    """The split and annotation of each image in the shards, by the image's bytes."""
     found = {}
     for split in SPLITS:
         if not (out / split / "index.npz").exists():
@@ -151,7 +150,6 @@ def test_captions_of_the_json_come_before_those_of_the_text(tmp_path):
 
 
 def test_a_caption_ends_where_its_line_does(tmp_path):
-    """Not at other characters that Unicode calls the end of a line."""
     texts = ["a dog\u2028on grass\r\ntwo dogs\rthree\r\n", "one\x85caption\x0bmore"]
     files = {}
     for number, text in enumerate(texts):
@@ -168,6 +166,7 @@ def test_a_caption_ends_where_its_line_does(tmp_path):
     [
         ("same names.csv", "image,caption,caption\n0.jpg,a,b\n1.jpg,c,\n", ["a", "b"]),
         ("escaped.csv", 'image,caption\n0.jpg,"a \\"big\\", dog"\n1.jpg,c\n', ['a "big", dog']),
+        ("quoted.tsv", '"image"\t"caption"\n"0.jpg"\t"it says ""a"""\n', ['it says "a"']),
         ("open quote.tsv", 'image\tcaption\n0.jpg\t"a\n1.jpg\tc"\n', ['"a']),
         ("nulls.csv", "image,text_1,text_2\n0.jpg,a,NULL\n1.jpg,\\N,c\n0.jpg,#N/A,n/a\n", ["a"]),
         (
@@ -285,7 +284,6 @@ def test_tables_beside_karpathys_json_are_named(tmp_path, capsys):
 
 
 def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path):
-    """Joiners of emoji and of scripts, and a control character; equal keys get a number."""
     names = ["a\u200db", "a\u200cb", "c\x07d", "\U0001f469\u200d\U0001f373"]
     files = {}
     for number, name in enumerate(names):

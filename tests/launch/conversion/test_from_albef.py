@@ -4,9 +4,10 @@ import pytest
 import torch
 from albef_names import TINY, albef_tensors
 from PIL import Image
-from tests_support import launch_script, tiny_text
+from tests_support import tiny_text
 
 import vlp
+from launch import from_albef
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.task import start_parts
@@ -14,7 +15,7 @@ from vlp.tasks.downstream.task import start_parts
 
 @pytest.fixture(scope="module")
 def command():
-    return launch_script("from_albef")
+    return from_albef
 
 
 @pytest.fixture
