@@ -150,9 +150,9 @@ def test_keys_and_extensions_that_readers_would_not_find_are_refused(tmp_path):
 
 def test_samples_behind_those_of_the_index_are_counted(tmp_path, caplog):
     files = {f"{key}.{end}": b"1" * 9000 for key in "abc" for end in ("jpg", "txt")}
-    foreign(tmp_path / "0.tar", dict(list(files.items())[:2]))
+    write_tar(tmp_path / "0.tar", list(files.items())[:2])
     index_folder(tmp_path)
-    foreign(tmp_path / "0.tar", files)
+    write_tar(tmp_path / "0.tar", files.items())
     assert ShardIndex.open(tmp_path).read(0, 0).key == "a"
     assert "0.tar: 2 samples more than its index says" in caplog.text
 
