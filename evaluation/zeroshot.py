@@ -39,9 +39,9 @@ class Prompts(NamedTuple):
     names: tuple[str, ...]
     templates: tuple[str, ...] = PLAIN
 
-    def of(self, number: int) -> list[str]:
+    def of_class(self, index: int) -> list[str]:
         """Return all prompts of one class."""
-        return [template.replace("{}", self.names[number]) for template in self.templates]
+        return [template.replace("{}", self.names[index]) for template in self.templates]
 
 
 def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Prompts:
@@ -70,17 +70,17 @@ def class_features(
     encode: Callable[[Sequence[str]], NDArray[np.floating]],
     processes: ProcessGroup,
 ) -> NDArray[np.float64]:
-    """Compute (classes, d) unit features: means over a class's prompts (CLIP, 3.1.4).
+    """Compute (classes, d) normalised means of each class's prompt features (CLIP, 3.1.4).
 
-    `encode` turns the prompts of one class into (prompts, d) unit features.
+    `encode` turns one class's prompts into (prompts, d) unit features; `processes` share classes.
     """
 
-    def feature(number: int) -> NDArray[np.float64]:
-        # Averaged before normalisation, as CLIP's ensembles of prompts.
-        mean = np.asarray(encode(prompts.of(number)), dtype=np.float64).mean(axis=0)
+    def class_feature(index: int) -> NDArray[np.float64]:
+        # Unit features are averaged, then normalised again, as in CLIP's prompt ensembles.
+        mean = np.asarray(encode(prompts.of_class(index)), dtype=np.float64).mean(axis=0)
         return mean / max(float(np.linalg.norm(mean)), 1e-12)
 
-    return np.stack(processes.map_blocks(len(prompts.labels), feature))
+    return np.stack(processes.map_blocks(len(prompts.labels), class_feature))
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -186,7 +186,7 @@ def evaluate_zeroshot(
                 odds = _log_odds(model, image, nearest, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, nearest, 1) / temperature
-            stages["match"] = reorder(similarity, nearest, odds)
+            stages["match"] = rerank_scores(similarity, nearest, odds)
         return [
             _row(item, {name: scores[row] for name, scores in stages.items()}, prompts)
             for row, (item, _) in enumerate(examples)
@@ -194,7 +194,7 @@ def evaluate_zeroshot(
 
     with evaluating(model, options.device) as torch_device:
         states: BlockCache[int] = BlockCache(
-            lambda number: Block(encode(prompts.of(number))), GIBIBYTE
+            lambda index: Block(encode(prompts.of_class(index))), GIBIBYTE
         )
         features = class_features(
             prompts,
@@ -210,14 +210,14 @@ def evaluate_zeroshot(
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
 
-def reorder(
+def rerank_scores(
     scores: NDArray[np.floating], nearest: NDArray[np.int64], new_scores: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """Return (images, classes) scores with the best few in a new order before all others.
+    """Return (images, classes) scores with `nearest`, in the order of `new_scores`, above the rest.
 
-    `nearest` (images, few) are the best classes, `new_scores` their new scores.
+    `nearest` (images, top) are the best classes, `new_scores` their new scores.
     """
-    # NaN is the lowest of the few, and all others lie below.
+    # A NaN ranks last among `nearest`. The initial value serves blocks that are empty or all NaN.
     lowest = np.nanmin(new_scores, initial=0) - 1
     reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
     np.put_along_axis(reranked, nearest, np.where(np.isnan(new_scores), lowest, new_scores), axis=1)
@@ -231,7 +231,7 @@ def _pixels(preprocess: Callable[[Any], Tensor], item: Labelled, number: int) ->
 def _log_odds(
     model: VLPModel, image: ImageFeatures, nearest: NDArray[np.int64], states: BlockCache[int]
 ) -> NDArray[np.float64]:
-    """Compute (images, few) mean log-odds of a class's prompts."""
+    """Compute (images, top) mean log-odds of a class's prompts."""
     pairs = [(row, int(number)) for row, classes in enumerate(nearest) for number in classes]
     prompts = len(states[pairs[0][1]].features.feature)
     step = max(1, _PAIRS // prompts)

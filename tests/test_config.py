@@ -100,7 +100,7 @@ def test_numbers_of_yaml_1_1_alone_are_text(tmp_path, text):
         (
             "model: {cross: {layout: text}}\n",
             ["objectives.mim.output=cross"],
-            ["objectives.mim.output is cross", "layout text"],
+            ["objectives.mim.output=cross needs model.cross.layout=ace"],
         ),
         ("", ["training.optimiser.betas=[0.9, 1]"], ["optimiser.betas.1'", "less than 1", "1)"]),
         ("", ["data.augment.crop_scale=[0.8, 0.5]"], ["[0.8, 0.5] is not 0 < low <= high <= 1"]),

@@ -117,7 +117,7 @@ def require_plugins(
 def load_plugins(plugins: Iterable[str] = ()) -> None:
     """Import plugins (Python files or modules) that register encodings, objectives or tasks.
 
-    Plugins of `VLP_PLUGINS` are imported, too; the new ones are added to it for child processes.
+    Those of `VLP_PLUGINS` are imported, too; `plugins` are added to it for child processes.
     """
     plugin_paths = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
     for plugin in (*plugin_paths, *plugins):
@@ -267,21 +267,21 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """Return a key as written, and its schema fields without kinds of choices and indices."""
+    """Return pydantic's location as the user's key, and its fields alone (no indices, no kinds)."""
     types: list[type[Config]] = [schema]
-    location, names = [], []
+    location, field_path = [], []
     for part in parts:
-        fields = [kind.model_fields[part] for kind in types if part in kind.model_fields]
+        fields = [config.model_fields[part] for config in types if part in config.model_fields]
         if not fields and len(types) > 1:
-            matching_types = [kind for kind in types if _kind_of(kind) == part]
-            if matching_types:
+            matching_types = [config for config in types if _kind_of(config) == part]
+            if matching_types:  # pydantic inserts the kind of a tagged union, which is no key
                 types = matching_types
                 continue
         location.append(str(part))
         if fields:
             types = [inner for field in fields for inner in _field_types(field)]
-            names.append(str(part))
-    return location, names
+            field_path.append(str(part))
+    return location, field_path
 
 
 def _kind_of(schema: type[Config]) -> Any:

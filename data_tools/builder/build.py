@@ -53,10 +53,10 @@ def build_in_steps(
     total: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Generator[dict[str, Any], None, None]:
-    """Write the shards, their index and `OUT/manifest.json` in two steps; samples there stay.
+    """Write the shards, their index and `OUT/manifest.json` in two steps; earlier shards are kept.
 
-    Yields an empty manifest before any change, then that of `make_manifest`. `arguments` are the
-    command's that the shards depend on.
+    Yields {} once `specs` fit the shards in `out`, before any is written, then the manifest.
+    `arguments` are the command-line arguments on which the shards depend.
     """
     settings = {
         "version": BUILD_VERSION,
@@ -64,8 +64,8 @@ def build_in_steps(
         "max_side": options.max_side,
         "quality": options.quality,
     }
-    all_settings = {**settings, **(arguments or {})}
-    build_settings = json.loads(json.dumps({"data_set": title, **all_settings}))
+    manifest_arguments = {**settings, **(arguments or {})}
+    build_settings = json.loads(json.dumps({"data_set": title, **manifest_arguments}))
     take_down = TakeDown.read(options.take_down, out)
     total = total or length_hint(specs) or None
     try:
@@ -74,28 +74,28 @@ def build_in_steps(
             if options.replace:
                 _set_aside(out, build_settings)
             journal = stack.enter_context(Journal(out, build_settings))
-            stack.enter_context(_swept(out))
+            stack.enter_context(_without_leftovers(out))
             pieces = Pieces(originals, journal, options, take_down)
             jobs = pieces.jobs(specs)
-            # The first job shows that the list belongs to the shards that are there.
+            # The first job comes only after the list was checked against the existing shards.
             first = list(islice(jobs, 1))
             yield {}
-            # Shards of an earlier run are no part of the rate.
+            # Shards of an earlier run do not count for the bar's speed.
             initial = pieces.unchanged
             with tqdm(
                 total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial
             ) as bar:
-                # A shard's bytes depend on its piece of the list alone, so their order is free.
+                # A shard's bytes depend on its piece of the list alone, so any order will do.
                 results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
                 for record, process in results:
                     _publish(journal, record, process)
                     bar.update(record.wanted)
                 bar.update(pieces.unchanged - initial)
             journal.finish(pieces.shards)
-            manifest = make_manifest(pieces, title, all_settings)
+            manifest = make_manifest(pieces, title, manifest_arguments)
             _write_index(out, manifest)
             write_manifest(out / MANIFEST_NAME, manifest)
-            # What was there goes only when the new shards are whole, and not for nothing.
+            # Delete the replaced shards only after a complete build that is not empty.
             if options.replace and manifest["samples"]:
                 for aside in out.glob(_ASIDE):
                     shutil.rmtree(aside)
@@ -141,7 +141,7 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
 
 
 @contextmanager
-def _swept(out: Path) -> Iterator[None]:
+def _without_leftovers(out: Path) -> Iterator[None]:
     # A killed run leaves unfinished shards behind, and so does a failure of this one.
     try:
         _sweep(out)

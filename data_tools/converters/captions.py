@@ -136,7 +136,7 @@ def flickr30k(
     splits: Splits = None,
     max_words: MaxWords = MAX_WORDS,
 ) -> int:
-    """Turn Flickr30k and its images into shards, a folder a split.
+    """Turn Flickr30k and its images into shards, one folder per split.
 
         python -m data_tools flickr30k --annotations dataset_flickr30k.json \\
             --images flickr30k-images/ --out shards/flickr30k
@@ -170,37 +170,38 @@ def coco(
     splits: Splits = None,
     max_words: MaxWords = MAX_WORDS,
 ) -> int:
-    """Turn COCO's captions and images into shards, a folder a split.
+    """Turn COCO's captions and images into shards, one folder per split.
 
         python -m data_tools coco --annotations dataset_coco.json --images coco/ --out shards/coco
 
     --annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or
-    the official captions_train2017.json, captions_val2014.json ... (a folder each, named train2017
-    ...). --images takes the official zips as they are, or the folders.
+    the official captions_train2017.json, captions_val2014.json ... (each becomes
+    OUT/train2017, OUT/val2014 ...). --images takes the official zips as they are, or the folders.
 
     --instances takes the official instances_*.json of the same images, with official captions. Then
-    samples have all boxes, and words that name the only object of a category have its box.
+    samples have all boxes, and a word gets a box if it names a category with a single object.
     """
     entries: list[Entry] = []
     parts: list[CorpusPart] = []
     faults: Faults = []
-    objects = CategoryWords(instances, faults) if instances else None
+    category_words = CategoryWords(instances, faults) if instances else None
     stems = [path.name.split(".")[0].removeprefix("captions_") for path in annotations]
     for path, stem in zip(annotations, stems):
-        rows: Faults = []
-        content = read_json(path, rows)
+        file_faults: Faults = []
+        content = read_json(path, file_faults)
         if isinstance(content, dict) and "annotations" in content:
-            # Exports call their files alike, in a folder for each split.
+            # Export tools give every split's file the same name, in one folder per split.
             name = stem if stems.count(stem) == 1 else path.resolve().parent.name
             if name in [part.name for part in parts]:
                 raise ConfigError(f"{path}: another file makes OUT/{name} too; rename one")
-            faults_of_part = [*faults, *rows]
-            parts.append(_official_part(content, path, name, max_words, objects, faults_of_part))
+            # All parts take boxes from --instances, so each manifest counts the faults there.
+            part_faults = [*faults, *file_faults]
+            parts += [_official_part(content, path, name, max_words, category_words, part_faults)]
         else:
             entries += read_karpathy(path, faults)
     if entries and parts:
         raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
-    if entries and objects is not None:
+    if entries and category_words is not None:
         raise ConfigError(
             "--instances goes with official captions_*.json, not with Karpathy's JSON"
         )
@@ -209,7 +210,7 @@ def coco(
     elif splits:
         check_splits(splits, [part.name for part in parts])
         parts = [part for part in parts if part.name in splits]
-    settings = {"max_words": max_words, "instances": objects is not None}
+    settings = {"max_words": max_words, "instances": category_words is not None}
     return make_corpus(Target(out, build, "COCO captions", COCO, settings), images, parts)
 
 
@@ -357,7 +358,7 @@ def _official_part(
     path: Path,
     name: str,
     max_words: int,
-    objects: CategoryWords | None,
+    category_words: CategoryWords | None,
     faults: Faults,
 ) -> CorpusPart:
     captions: dict[int, list[str | None]] = {}
@@ -383,10 +384,10 @@ def _official_part(
                 image_id=str(image.id),
                 url=image.coco_url,
                 flickr_url=image.flickr_url,
-                boxes=None if objects is None else objects.boxes(image.id),
-                words=None if objects is None else objects.words(image.id, texts),
+                boxes=None if category_words is None else category_words.boxes(image.id),
+                words=None if category_words is None else category_words.words(image.id, texts),
             )
-            size = None if objects is None else objects.size(image.id)
+            size = None if category_words is None else category_words.size(image.id)
             yield SampleSpec(key, (image.file_name,), annotation, size)
         for number in captions.keys() - {image.id for image in images}:
             yield Refused("captions of an unknown image", str(number))

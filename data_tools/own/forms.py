@@ -248,7 +248,7 @@ def _side_files(
 ) -> Form:
     suffixes = Counter(_suffix(path) for path in sides)
     shown = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common())
-    # Of img2dataset; its `.json` says how the download went.
+    # img2dataset writes *_stats.json; its .json beside an image holds the download status.
     downloaded = any(path.endswith("_stats.json") for path in tree.files)
     title = "images with their captions beside them"
     if downloaded:
@@ -256,38 +256,38 @@ def _side_files(
     elif place.is_file() or any(".tar/" in path for path in images):
         title = "an archive of images with their captions beside them"
 
-    # Cameras write IMG_1.JPG, and what describes them img_1.TXT; the very name comes first.
+    # Case may differ beside images (IMG_1.JPG, img_1.TXT); an exact match comes first.
     stems = {path.rpartition(".")[0] for path in images}
-    beside: dict[str, str] = {}
-    by_folded_stem: dict[str, str] = {}
+    by_stem: dict[str, str] = {}
+    by_folded: dict[str, str] = {}
     for path in sides:
         stem, _, extension = path.rpartition(".")
-        index = beside if stem in stems else by_folded_stem
+        index = by_stem if stem in stems else by_folded
         index[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[UserImage]:
-        missing = [
+        unseen_fields = [
             name for name in (overrides.image, *(overrides.captions or ()), overrides.split) if name
         ]
         for image in images:
             stem = image.rpartition(".")[0]
             names = ((f"{stem}{end}", f"{fold_case(stem)}{end}") for end in _SIDES)
-            side_paths = (beside.get(exact) or by_folded_stem.get(other) for exact, other in names)
+            side_paths = (by_stem.get(exact) or by_folded.get(folded) for exact, folded in names)
             paths = [path for path in side_paths if path is not None]
             lines, content = _read_sides(paths, tree, faults)
             fields = content if isinstance(content, dict) else {}
-            missing = [name for name in missing if name not in fields]
+            unseen_fields = [name for name in unseen_fields if name not in fields]
             captions = _texts_of(fields, overrides.captions or ("captions",))
             if overrides.captions is None:
                 captions = captions or _texts_of(fields, ("caption",))
-                # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
+                # img2dataset writes one caption to .txt and .json; else .json wins, as in training.
                 captions = (lines or captions) if downloaded else (captions or lines)
                 captions = captions or texts_in(content)
             split = split_name(fields.get(overrides.split)) if overrides.split else None
             yield UserImage(image, captions, split, fields.get("url") or None)
-        if missing:
+        if unseen_fields:
             raise ConfigError(
-                f"{place}: neither a table nor a .json file beside images has {', '.join(missing)}"
+                f"{place}: no table column or .json field is called {', '.join(unseen_fields)}"
             )
 
     if overrides.captions:

@@ -95,14 +95,14 @@ def paired_tests(
             ):
                 continue
             values = values_of(figures, row.variant, names, row.view)
-            gap = (values - values_of(figures, table.reference, names)).dropna()
+            differences = (values - values_of(figures, table.reference, names)).dropna()
             # One seed has no standard deviation, so no test.
-            if len(gap) > 1:
+            if len(differences) > 1:
                 labels = {"table": table.title, "row": row.label, "figure": head}
-                test = difference(gap)
+                test = paired_t_test(differences)
                 if output is not None and all(map(RECALL.fullmatch, names)):
                     recalls = [
-                        image_recall(output, variant, gap.index, names)
+                        image_recall(output, variant, differences.index, names)
                         for variant in (row.variant, table.reference)
                     ]
                     # The bootstrap replaces the t-test's interval and p; the mean is the same.
@@ -133,17 +133,17 @@ def image_recall(
     return np.stack(rows)
 
 
-def bootstrap(gaps: np.ndarray) -> dict[str, float]:
+def bootstrap(differences: np.ndarray) -> dict[str, float]:
     """Resample seeds, and images within each: the mean's 95 % interval, and two-sided p of 0.
 
-    `gaps` are (seeds, images) differences; all captions of an image are resampled with it.
+    `differences` are (seeds, images); all captions of an image are resampled with it.
     """
     # A fixed seed: the same runs give the same table.
     random = np.random.default_rng(0)
-    seeds, images = gaps.shape
+    seeds, images = differences.shape
     means = np.array(
         [
-            gaps[random.integers(seeds, size=seeds)]
+            differences[random.integers(seeds, size=seeds)]
             .mean(0)[random.integers(images, size=images)]
             .mean()
             for _ in range(RESAMPLES)
@@ -155,15 +155,15 @@ def bootstrap(gaps: np.ndarray) -> dict[str, float]:
     return {"low": float(low), "high": float(high), "p": min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))}
 
 
-def difference(gap: Sequence[float]) -> dict[str, float]:
-    """Test differences of two seeds or more against 0, by a two-sided t-test."""
-    gaps = np.asarray(gap, dtype=float)
-    mean, deviation = float(gaps.mean()), float(gaps.std(ddof=1))
-    # scipy returns NaN where all differences are equal.
-    p = float(mean == 0) if deviation == 0 else float(stats.ttest_1samp(gaps, 0).pvalue)
-    half = float(stats.t.ppf(0.975, len(gaps) - 1)) * deviation / math.sqrt(len(gaps))
-    ends = {"low": mean - half, "high": mean + half}
-    return {"seeds": len(gaps), "mean": mean, "deviation": deviation, **ends, "p": p}
+def paired_t_test(differences: Sequence[float]) -> dict[str, float]:
+    """Test whether the mean difference of two seeds or more is 0, with its 95 % interval."""
+    values = np.asarray(differences, dtype=float)
+    mean, deviation = float(values.mean()), float(values.std(ddof=1))
+    # scipy returns NaN for equal differences: p is 1 if they are 0, else 0.
+    p = float(mean == 0) if deviation == 0 else float(stats.ttest_1samp(values, 0).pvalue)
+    half_width = float(stats.t.ppf(0.975, len(values) - 1)) * deviation / math.sqrt(len(values))
+    ends = {"low": mean - half_width, "high": mean + half_width}
+    return {"seeds": len(values), "mean": mean, "deviation": deviation, **ends, "p": p}
 
 
 def holm(p: Sequence[float]) -> list[float]:

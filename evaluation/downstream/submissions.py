@@ -124,7 +124,7 @@ def _text(row: Row, name: str, path: Path) -> str:
     return value
 
 
-def _box(row: Row, label: str, path: Path) -> list[float]:
+def _box(row: Row, owner: str, path: Path) -> list[float]:
     value = _value(row, "box", path)
     try:
         box = [float(number) for number in value]
@@ -132,7 +132,7 @@ def _box(row: Row, label: str, path: Path) -> list[float]:
         box = []
     if len(box) != 4 or not all(map(math.isfinite, box)) or min(box[2:]) <= 0:
         raise EvaluationError(
-            f"{path}: box {value!r} of {label} is not [x, y, width, height] with an area"
+            f"{path}: box {value!r} of {owner} must be finite [x, y, width, height], with sides > 0"
         )
     return box
 

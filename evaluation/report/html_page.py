@@ -18,7 +18,7 @@ from evaluation.downstream.registry import get_evaluation
 from evaluation.grounding.heatmaps import data_uri, draw_boxes, overlay_anchors
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
-from evaluation.report.sources import Source, StoredResult, course, settings
+from evaluation.report.sources import Source, StoredResult, settings, training_summary
 from evaluation.results import Table, attributed
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.rerank import search
@@ -75,7 +75,7 @@ def page(
     cases: int = 6,
     options: EvalOptions = EvalOptions(limit=1000),
 ) -> str:
-    """Return the self-contained page, with the `cases` best and worst retrievals on `shards`."""
+    """Return a self-contained page, with `cases` best and as many worst retrievals on `shards`."""
     title = f"Report: {', '.join(source.name for source in sources)}"
     tables = [element("h3", table.title) + _table(table) for table in result_tables(sources)]
     parts = [
@@ -89,7 +89,7 @@ def page(
         parts += [_row([_curve("Total loss", losses)])]
     for number, source in enumerate(sources, 1):
         parts += [element("h2", source.name, id=f"run{number}")]
-        parts += _run(source, shards, cases, options)
+        parts += _run_section(source, shards, cases, options)
     head = Html('<meta charset="utf-8">') + element("title", title) + element("style", Html(STYLE))
     body = element("body", Html("".join(parts)))
     return f'<!DOCTYPE html>\n<html lang="en">{element("head", Html(head))}{body}</html>\n'
@@ -140,17 +140,18 @@ def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredR
     ]
 
 
-def _run(
+def _run_section(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> Iterator[Html]:
+    """Yield the elements of one run; `_samples` may add to `source.missing`, which comes last."""
     yield element("p", f"{source.folder} {source.task or ''}", class_="note")
-    facts = [*settings(source), *course(source)]
+    facts = [*settings(source), *training_summary(source)]
     cells = (element("tr", element("th", k), element("td", v)) for k, v in facts)
     yield element("table", *cells, class_="facts")
     yield _row([_curve(title, lines) for title, lines in training_curves(source.log).items()])
     if shards and cases and source.model and not source.task:
         yield from _samples(source, shards, cases, options)
-    yield from (element("p", f"Left out: {word}.", class_="note") for word in source.missing)
+    yield from (element("p", f"Problem: {note}.", class_="note") for note in source.missing)
 
 
 def _samples(
@@ -164,7 +165,7 @@ def _samples(
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")
         return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
     except (EvaluationError, FileNotFoundError) as error:
-        source.missing.append(f"examples ({error})")
+        source.missing.append(f"no examples ({error})")
         return []
     except ConfigError as error:
         raise ConfigError(f"--shards: {error}") from error

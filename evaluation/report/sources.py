@@ -93,8 +93,8 @@ def settings(source: Source) -> list[tuple[str, str]]:
     return rows
 
 
-def course(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield the course of the training from report.json, else from the log's last line."""
+def training_summary(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield a summary of the training from report.json, else from the log's last line."""
     training, last = source.training, source.log[-1] if source.log else {}
     if not training:
         if "step" in last:

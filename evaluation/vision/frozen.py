@@ -42,12 +42,12 @@ TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
 class FrozenConfig(Config):
     """Protocol for a pretrained ViT: trained blocks, and test data."""
 
-    blocks: int = Field(ge=1, description="the first so many stay as they are")
+    blocks: int = Field(ge=1, description="number of leading blocks that stay frozen")
     sizes: tuple[PositiveInt, ...] = Field(
         min_length=1, description="of the test images, in pixels"
     )
     encoding_rate: float = Field(
-        1.0, gt=0, description="learning-rate multiplier of encodings, which start from nothing"
+        1.0, gt=0, description="learning-rate multiplier of encodings, which start at zero"
     )
 
 
@@ -88,7 +88,7 @@ class Tail(nn.Module):
         }
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Map outputs (B, T, width) of the frozen blocks to outputs of the last norm."""
+        """Map outputs (B, T, width) of the frozen blocks to those of the final norm."""
         x = tokens.float()
         if hasattr(self.model, "context_store"):
             context = self.model.context_store.write(*self.grid)

@@ -46,7 +46,7 @@ def info(
 
 def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield tables of a run: course, last figures, starts, settings."""
-    from evaluation.report.sources import course, read_sources, settings
+    from evaluation.report.sources import read_sources, settings, training_summary
     from vlp.lock import owner_of
     from vlp.training.run_folder import read_record
 
@@ -55,7 +55,7 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
     steps = [line for line in source.log if "samples" in line]
     owner = owner_of(folder)
     if owner is None:
-        yield str(folder), list(course(source))
+        yield str(folder), list(training_summary(source))
     else:
         total = starts[-1].get("total_steps") if starts else None
         yield f"{folder}, written by {owner}", list(_running_rows(steps, total))

@@ -6,7 +6,7 @@ from question_shards import COLOURS, photo
 import vlp
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
-from evaluation.zeroshot import Prompts, evaluate_zeroshot, read_prompts, reorder
+from evaluation.zeroshot import Prompts, evaluate_zeroshot, read_prompts, rerank_scores
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
@@ -104,7 +104,7 @@ def test_the_best_classes_are_scored_again(loaded, shards, by):
 def test_reordered_scores_keep_the_rest_behind():
     scores = np.array([[0.9, 0.1, 0.5, 0.4], [0.2, 0.3, 0.1, 0.0]])
     near = np.array([[0, 2], [1, 0]])
-    found = reorder(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
+    found = rerank_scores(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
     assert np.argsort(-found, axis=1).tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
 
 
@@ -143,4 +143,4 @@ def test_names_and_prompts_are_read_from_files(tmp_path):
     (tmp_path / "templates.txt").write_text("a {} square\na photo of {}\n")
     prompts = read_prompts(tmp_path / "classes.txt", tmp_path / "templates.txt")
     assert prompts.labels == ("red", "green", "blue")
-    assert prompts.of(1) == ["a the green one square", "a photo of the green one"]
+    assert prompts.of_class(1) == ["a the green one square", "a photo of the green one"]

@@ -13,7 +13,7 @@ from vlp.positions import (
     create_fitting_position,
     list_positions,
 )
-from vlp.positions.base import TokenEncoding, mix, shared
+from vlp.positions.base import TokenEncoding, cached_constant, mix
 
 WIDTH, HEADS, GRID = 16, 2, (2, 3)
 TOKEN_ENCODINGS = [name for name in list_positions() if acts_on_tokens(name)]
@@ -228,7 +228,7 @@ def test_compiled_layers_follow_grids_and_number_types(name, dynamic):
 def test_results_are_kept_and_the_latest_win():
     calls = []
 
-    @shared(maxsize=2)
+    @cached_constant(maxsize=2)
     def ones(size: int, dtype: torch.dtype) -> torch.Tensor:
         calls.append(size)
         return torch.ones(size, dtype=dtype)

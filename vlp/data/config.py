@@ -149,7 +149,7 @@ class DataConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> DataConfig:
+    def _require_consistent(self) -> DataConfig:
         if self.texts == "expressions" and self.captions == "all":
             raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
         if self.epoch_samples is not None and self.captions == "all":

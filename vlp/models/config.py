@@ -471,7 +471,7 @@ class ModelConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> ModelConfig:
+    def _require_consistent(self) -> ModelConfig:
         for name, part in (("text", self.text), ("image", self.image)):
             if part.architecture is None and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.positions.base import PositionContext, PositionEncoding, shared
+from vlp.positions.base import PositionContext, PositionEncoding, cached_constant
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.options import require_choice
 
@@ -120,7 +120,7 @@ class DirectionalDistance(PositionEncoding):
 
 
 # The cache is small: a large grid takes hundreds of megabytes.
-@shared(maxsize=8)
+@cached_constant(maxsize=8)
 def _cached_bias(
     grid: tuple[int, int],
     prefix: int,

@@ -262,20 +262,20 @@ def _delta(
 
 @triton.jit
 def _load_paths(
-    path: tl.tensor, first_query: tl.tensor, k_ids: tl.tensor, queries: tl.tensor,
+    path_pointer: tl.tensor, first_query: tl.tensor, k_ids: tl.tensor, queries: tl.tensor,
     keys: tl.tensor, readable_keys: tl.tensor,
     stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor,
     GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Load the paths of a block in all groups, 0 outside: (BLOCK_G, BLOCK_Q, BLOCK_K)."""
-    # Wide loads of keys side by side may pass the last key, up to `readable_keys`. In this order of
-    # rows a thread holds all groups of its keys.
+    # Rows are (group, query), group slowest: one thread holds all groups of a key. Vectorised loads
+    # may read past the last key, up to `readable_keys`; what lies there is set to 0 below.
     row = tl.arange(0, BLOCK_G * BLOCK_Q)[:, None]
-    q_ids, group, k_ids = first_query + row % BLOCK_Q, row // BLOCK_Q, k_ids[None, :]
-    inside = (group < GROUPS) & (q_ids < queries) & (k_ids < readable_keys)
-    address = group * stride_pg + q_ids * stride_pq + k_ids * stride_pk
-    paths = tl.load(path + address, mask=inside, other=0.0)
-    return tl.where(k_ids < keys, paths, 0.0).reshape(BLOCK_G, BLOCK_Q, BLOCK_K)
+    q_ids, group, k_row = first_query + row % BLOCK_Q, row // BLOCK_Q, k_ids[None, :]
+    inside = (group < GROUPS) & (q_ids < queries) & (k_row < readable_keys)
+    address = group * stride_pg + q_ids * stride_pq + k_row * stride_pk
+    paths = tl.load(path_pointer + address, mask=inside, other=0.0)
+    return tl.where(k_row < keys, paths, 0.0).reshape(BLOCK_G, BLOCK_Q, BLOCK_K)
 
 
 @triton.jit

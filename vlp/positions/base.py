@@ -226,32 +226,32 @@ class ByModality(PositionEncoding):
 Sizes = ParamSpec("Sizes")
 
 
-def shared(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
-    """Cache the latest results of a function of sizes, names, number types and devices."""
+def cached_constant(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
+    """Cache the latest results of a function of sizes, names, dtypes, devices (all hashable)."""
 
     def decorate(function: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
-        def compute(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
-            # Inference tensors serve no backward pass, and those of `torch.export` are fake.
+        def compute(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
+            # Modes whose tensors allow no autograd (inference) or are fake (`torch.export`).
             with torch.inference_mode(False), _disable_current_modes():
-                return function(*sizes, **names)
+                return function(*sizes, **options)
 
         cached = cast("Callable[Sizes, Tensor]", functools.lru_cache(maxsize=maxsize)(compute))
 
-        def constant(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
-            return cached(*sizes, **names)
+        def constant(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
+            return cached(*sizes, **options)
 
-        # For `torch.compile` a result is a constant of its sizes.
+        # Dynamo inlines the result as a constant, one per sizes.
         # `torch.compiler.assume_constant_result` does no more, but imports the compiler first.
         constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)
-        def result(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+        def wrapper(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
             if torch.compiler.is_dynamo_compiling():
-                concrete = {name: _concrete(value) for name, value in names.items()}
+                concrete = {name: _concrete(value) for name, value in options.items()}
                 return constant(*(_concrete(size) for size in sizes), **concrete)
-            return cached(*sizes, **names)
+            return cached(*sizes, **options)
 
-        return result
+        return wrapper
 
     return decorate
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext, shared
+from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.buckets import Method, bucket_ids, table_size
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import LookupPosition
@@ -123,7 +123,7 @@ class ClippedPosition(LookupPosition):
         return cached_ids(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def cached_ids(
     device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
 ) -> Tensor:

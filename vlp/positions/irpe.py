@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext, shared
+from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.coordinates import grid_size, require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
@@ -199,7 +199,7 @@ def _check_ranked_grid(
     state[name] = torch.tensor(grid)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
     """Return ids (tables, T, T) on a device, the second table's after the first's."""
     ids, _ = bucket_ids(**buckets)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.positions.base import PositionContext, PositionEncoding, shared
+from vlp.positions.base import PositionContext, PositionEncoding, cached_constant
 from vlp.positions.coordinates import grid_size, patches_per_side, require_grid_tokens
 from vlp.positions.options import require_choice
 
@@ -370,7 +370,7 @@ class RotaryMixed(_GridRotary):
         return cosine_and_sine(mixed_angles(positions, self.frequency_table), query.dtype)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def _cached_sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -379,7 +379,7 @@ def _cached_sequence(
     return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def _cached_axial(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
@@ -394,7 +394,7 @@ def _cached_axial(
     return torch.stack(cosine_and_sine(split_angles(positions, dim, theta), dtype)).to(device)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def _cached_positions(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,

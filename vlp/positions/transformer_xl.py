@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext, shared
+from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.clipped import ClippedPosition, Offsets, cached_ids, longest_offset
 from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import Lookup, products
@@ -144,7 +144,7 @@ class TransformerXLPosition(ClippedPosition):
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)
 
 
-@shared(maxsize=32)
+@cached_constant(maxsize=32)
 def _cached_sinusoids(
     device: torch.device,
     dtype: torch.dtype,

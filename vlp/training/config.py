@@ -111,7 +111,7 @@ class TrainingConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> TrainingConfig:
+    def _require_consistent(self) -> TrainingConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
         require_trackers(self.trackers)
@@ -262,22 +262,22 @@ class PretrainConfig(RunConfig):
         return sizes
 
     @model_validator(mode="after")
-    def _fits(self) -> PretrainConfig:
-        layout, mim = self.model.cross.layout, self.objectives.mim
-        if mim and mim.output == "cross" and layout != "ace":
-            raise ValueError(f"objectives.mim.output is cross, but layout {layout} has no images")
+    def _require_consistent(self) -> PretrainConfig:
+        mim = self.objectives.mim
+        if mim and mim.output == "cross" and self.model.cross.layout != "ace":
+            raise ValueError("objectives.mim.output=cross needs model.cross.layout=ace")
         if mim and self.data.features is not None:
             raise ValueError(
-                "objectives.mim regresses pixels, and data.features gives none; set "
+                "objectives.mim regresses pixels, and data.features holds none; set "
                 "objectives.mim=null or data.features=null"
             )
         if mim:
             require_maskable(self.model.image)
         if self.validation is None and self.training.evaluate_every is not None:
             raise ValueError("training.evaluate_every needs the held-out pairs of `validation`")
-        scored = self.objectives.itm or self.init_from
-        if self.validation and self.validation.rerank and not scored:
-            raise ValueError("validation.rerank needs a match score, which objectives.itm trains")
+        has_match_score = self.objectives.itm or self.init_from
+        if self.validation and self.validation.rerank and not has_match_score:
+            raise ValueError("validation.rerank needs ITM scores: set objectives.itm or init_from")
         batch, streams = self.training.batch, self.data.canonical_streams
         if batch % streams:
             raise ValueError(

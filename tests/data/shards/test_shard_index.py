@@ -437,7 +437,7 @@ def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path):
         try:
             index = ShardIndex.open(folder)
         except ConfigError as error:
-            outcomes.add("old" if f"does not know {shard}" in str(error) else str(error))
+            outcomes.add("old" if f"out of date, without {shard}" in str(error) else str(error))
             continue
         assert [index.read(1, number).key for number in range(4)] == ["k4", "k5", "k6", "k7"]
         outcomes.add("new")

@@ -12,10 +12,10 @@ from evaluation.ablations.figures import evaluate_images, last_losses
 from evaluation.ablations.tables import (
     QUERIES,
     bootstrap,
-    difference,
     holm,
     image_recall,
     lay_out,
+    paired_t_test,
     paired_tests,
     read_figures,
     report,
@@ -91,17 +91,17 @@ def test_an_adjusted_p_is_the_smallest_level_that_rejects(seed):
 
 def test_a_difference_is_tested_by_students_t():
     gaps = [1.0, 1.5, 0.5, 1.2, 0.8]
-    found = difference(gaps)
+    found = paired_t_test(gaps)
     assert found["mean"] == pytest.approx(1.0)
     t = 1.0 / (found["deviation"] / math.sqrt(5))
     # Two-sided p of t with 4 degrees of freedom, in closed form.
     cdf = 0.5 + (t / math.sqrt(4 + t * t)) * (1 + 2 / (4 + t * t)) / 2
     assert found["p"] == pytest.approx(2 * (1 - cdf), rel=1e-6)
     assert (found["low"] + found["high"]) / 2 == pytest.approx(1.0)
-    three = difference([1.0, 2.0, 4.0])
+    three = paired_t_test([1.0, 2.0, 4.0])
     half = T_TWO_DEGREES * statistics.stdev([1, 2, 4]) / 3**0.5
     assert (three["high"] - three["low"]) / 2 == pytest.approx(half)
-    assert (difference([0.0, 0.0])["p"], difference([1.0, 1.0])["p"]) == (1.0, 0.0)
+    assert (paired_t_test([0.0, 0.0])["p"], paired_t_test([1.0, 1.0])["p"]) == (1.0, 0.0)
 
 
 def test_recall_is_read_by_seed_and_image(tmp_path):

@@ -94,7 +94,7 @@ def test_frozen_towers_stay_and_a_resumed_run_is_bitwise_the_same(lab, stage):
             "model.image.normalisation=[[0, 0, 0], [0.5, 0.5, 0.5]]",
             "mean is [0.485, 0.456, 0.406] there, [0.0, 0.0, 0.0] here",
         ),
-        ("objectives.mim={}", "objectives.mim regresses pixels, and data.features gives none"),
+        ("objectives.mim={}", "objectives.mim regresses pixels, and data.features holds none"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(lab, features, change, said):

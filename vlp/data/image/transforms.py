@@ -110,13 +110,13 @@ def _rotate(image: Tensor, strength: float, sign: int) -> Tensor:
     return _affine(image, x_row, y_row)
 
 
-def _shift(image: Tensor, by: float, dim: int) -> Tensor:
-    """Shift so that each pixel takes the value `by` pixels further on, interpolated."""
+def _shift(image: Tensor, offset: float, dim: int) -> Tensor:
+    """Shift so that each pixel takes the value `offset` pixels further on, interpolated."""
     length = image.shape[dim]
-    whole = math.floor(by)
-    part = by - whole
+    whole = math.floor(offset)
+    fraction = offset - whole
     out = torch.full_like(image, _FILL)
-    for step, weight in ((whole, 1 - part), (whole + 1, part)):
+    for step, weight in ((whole, 1 - fraction), (whole + 1, fraction)):
         overlap = length - abs(step)
         if weight and overlap > 0:
             source = image.narrow(dim, max(step, 0), overlap)
@@ -127,7 +127,7 @@ def _shift(image: Tensor, by: float, dim: int) -> Tensor:
 def _affine(
     image: Tensor, x_row: tuple[float, float, float], y_row: tuple[float, float, float]
 ) -> Tensor:
-    """Resample bilinearly: pixel (x, y) reads (a x + b y + c, d x + e y + f) of the image."""
+    """Resample bilinearly at x_row · (x, y, 1), y_row · (x, y, 1); pixel centres are at n + 0.5."""
     height, width = image.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     grid = torch.empty(1, height, width, 2)
@@ -138,8 +138,8 @@ def _affine(
             y * (2 * y_weight / size) + (2 * offset / size - 1),
             out=grid[0, ..., axis],
         )
-    centred = (image - _FILL)[None]  # what lies outside counts as zero
-    return grid_sample(centred, grid, align_corners=False)[0].add_(_FILL)
+    minus_fill = (image - _FILL)[None]  # what lies outside counts as zero
+    return grid_sample(minus_fill, grid, align_corners=False)[0].add_(_FILL)
 
 
 OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (

@@ -197,7 +197,7 @@ class ShardIndex:
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder of shards")
-        remedy = f"make one with: python -m data_tools index {folder}"
+        remedy = f"index the folder with: python -m data_tools index {folder}"
         path = folder / INDEX_NAME
         if not path.exists():
             if not any(folder.glob("*.tar")):
@@ -212,10 +212,8 @@ class ShardIndex:
             tars = [file.name for file in files if file.name.endswith(b".tar")]
         unknown = min(shards.unknown(tars), default=None)
         if unknown is not None:
-            raise ConfigError(
-                f"{path}: does not know {os.fsdecode(unknown)}, it is too old; {remedy}"
-            )
-        # A copy of an index alone tells sizes; whoever reads samples of it is refused there.
+            raise ConfigError(f"{path}: is out of date, without {os.fsdecode(unknown)}; {remedy}")
+        # An index without tars may be opened for its sizes; reading a sample fails later.
         if tars and len(tars) < len(shards) and outages.policy != "skip":
             missing = np.setdiff1d(shards.names, np.array(tars, dtype=shards.names.dtype))
             raise ConfigError(
@@ -224,7 +222,7 @@ class ShardIndex:
                 f"data.outages.policy=skip, or {remedy}"
             )
         index = cls(LocalFolder(folder, outages.policy), shards)
-        index._all_rows(wait=True)  # damaged rows are found here, not by a worker later on
+        index._all_rows(wait=True)  # damaged rows are found here, not later in a worker
         return index
 
     @classmethod

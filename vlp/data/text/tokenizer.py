@@ -153,13 +153,13 @@ class TextProcessor:
             )
 
     @classmethod
-    def load(cls, name: str | Path, max_tokens: int) -> TextProcessor:
+    def load(cls, folder_or_hub_id: str | Path, max_tokens: int) -> TextProcessor:
         """Read a tokenizer from a folder (`tokenizer.json` or `vocab.txt`) or from the hub."""
-        folder = Path(name)
+        folder = Path(folder_or_hub_id)
         try:
             if (folder / "tokenizer.json").is_file():
                 processor = cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
-                processor([""])  # some damage shows only now
+                processor([""])  # a damaged file may fail only at the first call
                 return processor
             if (folder / "vocab.txt").is_file():
                 vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
@@ -167,13 +167,13 @@ class TextProcessor:
                 return cls(bert_tokenizer(vocabulary, normalizer), max_tokens)
         except ConfigError:
             raise
-        except BaseException as error:  # the library raises bare Exception, and what Rust panics
+        except BaseException as error:  # tokenizers: bare Exception, or a Rust panic
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
         if folder.is_dir():
             raise ConfigError(f"{folder}: holds neither tokenizer.json nor vocab.txt")
-        return cls(Tokenizer.from_file(_from_hub(str(name))), max_tokens)
+        return cls(Tokenizer.from_file(_from_hub(str(folder_or_hub_id))), max_tokens)
 
 
 def predicted_positions(ids: Tensor, pad_id: int) -> Tensor:

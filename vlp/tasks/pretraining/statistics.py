@@ -214,15 +214,15 @@ def collapse(step: Step) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def word_cosines(step: Step) -> dict[str, Tensor]:
-    """Measure a word's cosine with patches of its own object and of others (scenes only)."""
+    """Measure a word's cosine with patches of its own box and of others; 0 without word boxes."""
     patches = step.batch.word_patches
-    if patches is None:
+    if patches is None:  # augmentation moves patches
         return {}
     with torch.autocast(patches.device.type, enabled=False):
         cosine = step.text.tokens @ step.image.tokens.transpose(1, 2)  # (B, N, M)
-    shown = torch.stack([patches == which for which in (OWN, OTHER)])
-    sums = global_sum((cosine * shown).sum((1, 2, 3)))
-    counts = global_sum(shown.sum((1, 2, 3)))
+    masks = torch.stack([patches == code for code in (OWN, OTHER)])
+    sums = global_sum((cosine * masks).sum((1, 2, 3)))
+    counts = global_sum(masks.sum((1, 2, 3)))
     same_object, other_object = sums / counts.clamp(min=1)
     return {"word_own_box": same_object, "word_other_box": other_object}
 

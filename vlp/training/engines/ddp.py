@@ -83,11 +83,11 @@ class DdpEngine:
             (loss / self._micro_steps * self._scale.value).backward()
 
     def step(self, learning_rate: float) -> Update:
-        """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
+        """Clip and apply AdamW once, unless a gradient is not finite (the loss scale may fall)."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
         if self._adamw.defaults["fused"] and not self._scale.enabled:
-            return self._step_on_device()
+            return self._step_on_device()  # fused AdamW skips without a synchronisation
         if self._scale.enabled:
             torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
         max_norm = float("inf") if self._clip is None else self._clip
