@@ -188,6 +188,8 @@ class Group(TyperGroup):
             ]
             names = [other for other, command in self.commands.items() if not command.hidden]
             hint = f"did you mean {groups[0]}?" if groups else nearest(name, names)
+            if ctx.command_path.endswith(" evaluate"):
+                hint += "; a task of your own needs --plugin FILE"
             raise typer.BadParameter(f"unknown command {name!r}; {hint}")
         return super().resolve_command(ctx, args)
 

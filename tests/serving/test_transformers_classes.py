@@ -141,7 +141,7 @@ def test_one_image_or_text_matches_all(model, processor, photo, expected, inputs
     single = [loaded.match(image, model.text_features(three["input_ids"][n : n + 1],
               three["attention_mask"][n : n + 1])) for n in range(3)]  # fmt: skip
     torch.testing.assert_close(torch.cat(single), expected[1])
-    with pytest.raises(ValueError, match="2 images and 3 texts make no pairs"):
+    with pytest.raises(ValueError, match="2 images and 3 texts cannot be paired"):
         model.match(**processor(images=[photo, photo], text=TEXTS))
 
 
@@ -365,7 +365,7 @@ def test_one_image_and_several_questions(tuned, photo):
     assert found[0][0].answer in task.answers
     one = model(**processor(images=[photo, photo], text=questions[0])).logits
     torch.testing.assert_close(one, each[:1].expand(2, -1))
-    with pytest.raises(ValueError, match="2 images and 3 texts make no pairs"):
+    with pytest.raises(ValueError, match="2 images and 3 texts cannot be paired"):
         model.answer(**processor(images=[photo, photo], text=["a", "b", "c"]))
     longer = processor.tokenizer(["what colour " * 9], return_tensors="pt")
     assert len(model.answer(**processor(images=photo), **longer)) == 1

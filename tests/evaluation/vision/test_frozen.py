@@ -125,5 +125,5 @@ def test_an_ablation_trains_the_last_blocks(file):
     assert "none" in report(config, to_frame(found))
     assert run_ablation(config, file, say=said.append) == found
     assert said[-1] == "8 runs, 8 of them done"
-    with pytest.raises(ValueError, match="measured and frozen are different"):
+    with pytest.raises(ValueError, match="measured and frozen are"):
         load_config(file, AblationConfig, ["measured={shards: [x]}"])

@@ -286,14 +286,13 @@ def _network_of_folder(folder: Path) -> nn.Module:
 
     config = _read_config(folder / CONFIG)
     try:
+        settings = config.get("pretrained_cfg", config)
+        # Keys of other tools are not timm's; those it lacks are of timm's own configuration.
+        keys = {field.name for field in fields(timm.models.PretrainedCfg)} & settings.keys()
         with torch.device("meta"):
-            if "pretrained_cfg" in config:
-                return timm.create_model(f"{_LOCAL}{folder}", pretrained=False)
-            # Flat as timm wrote it once; keys of other tools among them are not timm's.
-            keys = {field.name for field in fields(timm.models.PretrainedCfg)}
             return timm.create_model(
                 config["architecture"],
-                pretrained_cfg_overlay={key: config[key] for key in keys & config.keys()},
+                pretrained_cfg_overlay={key: settings[key] for key in keys},
                 **config.get("model_args", {}),
             )
     except Exception as error:  # of any key that its configuration has
