@@ -151,6 +151,13 @@ def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
     assert "saved" in log.read_text()
 
 
+def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = str(ROOT / "configs/pretrain/small.yaml")
+    assert main(["train", "--config", config, "--ranks", "3"]) == 2
+    assert "cannot be shared equally by 3 ranks" in capsys.readouterr().err
+
+
 def test_shells_complete_commands(monkeypatch, capsys):
     monkeypatch.setenv("_VLP_COMPLETE", "complete_bash")
     for words, place, expected in (("vlp eva", "1", "evaluate"), ("vlp config k", "2", "keys")):

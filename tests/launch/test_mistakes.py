@@ -57,7 +57,6 @@ MISTAKES = [
     (TRAIN + "training.trackers=wandb", "[wandb]"),
     (TRAIN + "training.trackers=[mlflow]", "training.trackers"),
     (TRAIN + "--ranks 0", "0"),
-    (TRAIN + "--ranks 3", "cannot be shared equally by 3 ranks"),
     ("retrieval", "evaluate retrieval"),
     ("evaluate retrieval --modle model", "--model"),
     ("finetune vqaa --config tuned.yaml", "vqa"),
