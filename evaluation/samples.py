@@ -68,7 +68,10 @@ class Samples:
         return len(self._items)
 
     def read(self, position: int, min_size: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample (`min_size` pixels a side); a bad one gives its fault."""
+        """Read and decode one sample; a corrupt one is returned as SkippedSample.
+
+        min_size: pixels a side that a JPEG may shrink to while it is decoded.
+        """
         try:
             raw = self._items.read(position).raw
             captions = captions_of(raw.annotation)

@@ -79,7 +79,7 @@ def run_app(
 ) -> int:
     """Run one command of `app`; return its exit code (2: wrong input, 130: interrupted).
 
-    SystemExit if its options cannot be parsed (2) or help was printed (0).
+    SystemExit from a command's own options (2) and its --help (0); typer returns 130 for Ctrl-C.
     """
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:

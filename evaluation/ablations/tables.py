@@ -134,9 +134,9 @@ def image_recall(
 
 
 def bootstrap(differences: np.ndarray) -> dict[str, float]:
-    """Resample seeds, and images within each: the mean's 95 % interval, and two-sided p of 0.
+    """Resample seeds and, independently, images: 95 % interval and two-sided p-value of the mean.
 
-    `differences` are (seeds, images); all captions of an image are resampled with it.
+    `differences` are (seeds, images), each the mean over the captions of an image.
     """
     # A fixed seed: the same runs give the same table.
     random = np.random.default_rng(0)

@@ -135,9 +135,9 @@ def embed(
 ) -> None:
     """Write features of images and captions.
 
-    The files are images.npy, captions.npy and a line of JSON for each row. Rows have unit length
-    and come in the order of the shards; numpy.load(..., mmap_mode="r") reads them without holding
-    them.
+    Files: images.npy and captions.npy, and images.jsonl and captions.jsonl with a line for each
+    row. Rows have unit length, in the order of the shards; numpy.load(..., mmap_mode="r") maps them
+    from disk.
 
     \b
       vlp evaluate embed --model runs/base/model --shards shards/coco/val --out features/coco

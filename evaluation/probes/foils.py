@@ -122,7 +122,7 @@ def _prepare(
 def _rows(
     loaded: Loaded, examples: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Score all pairs of some images, without foils with words that the model does not read."""
+    """Score all pairs of some images, without foils whose tokens equal the caption's."""
     pairs = [
         (number, *foil) for number, (_, inputs) in enumerate(examples) for foil in inputs.foils
     ]

@@ -189,7 +189,7 @@ def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """Read the figures of a file; None without figures."""
+    """Read the figures of a file; None if it has none or cannot be read (`source.missing`)."""
     content = _mapping(file, source)
     figures = content.get("figures", content.get("kinds"))
     if file.stem == "vision" and "task" not in content:
@@ -202,7 +202,7 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             variants=_stages(figures, content.get("rerank"))
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))},
-            # Every other whole number counts evaluated items.
+            # Integers at the top level count evaluated items.
             counts={k: v for k, v in content.items() if type(v) is int and k not in _NOT_ITEMS},
             shards=tuple(map(str, content.get("shards") or ())),
             skipped=dict(content.get("skipped") or {}),

@@ -405,7 +405,7 @@ def _result(
         _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:
             print(f"{name}: judged in {time.monotonic() - start:.0f} s", flush=True)
-    # As a saved one is read, so that new and saved results do not differ.
+    # Through JSON, so that fresh and saved results are equal.
     fresh: dict[str, Any] = json.loads(json.dumps(result.to_json()))
     return fresh
 

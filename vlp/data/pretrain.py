@@ -461,7 +461,7 @@ __all__ = ["DataError", "PretrainData"]
 class PretrainData(OrderedData):
     """The batches of a pretraining, the same for any number of ranks and workers.
 
-    `batch` counts the slots of all ranks; `text` is by default the configuration's tokenizer.
+    `batch` is the global batch size; `text` is by default the configuration's tokenizer.
     """
 
     def __init__(

@@ -234,7 +234,7 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
         groups: G, contiguous blocks of channels.
 
     Returns:
-        (..., M, N, G), each entry in [-1, 1], 0 for a block of zeros.
+        (..., M, N, G) in the type of `image`, entries in [-1, 1], 0 for a block of zeros.
     """
     width = image.shape[-1]
     if text.shape[-1] != width:
@@ -242,7 +242,7 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
     if width % groups:
         raise ValueError(f"{groups} groups do not divide {width} channels")
     dtype = image.dtype
-    # Autocast would compute the product in bfloat16, too coarse beside a threshold.
+    # Autocast must not lower float32 inputs: bfloat16 is too coarse for a threshold.
     with torch.autocast(image.device.type, enabled=False):
         patches = _unit(at_least_float32(image).unflatten(-1, (groups, -1))).transpose(-3, -2)
         tokens = _unit(at_least_float32(text).unflatten(-1, (groups, -1))).transpose(-3, -2)

@@ -97,7 +97,7 @@ def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
 
 
 def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
-    """Annotate a hypothesis about an image with a curtain."""
+    """Annotate an SNLI-VE triple; its image has a curtain (`cover`)."""
     return Annotation(
         premise=triple.premise,
         hypothesis=triple.hypothesis,

@@ -218,7 +218,7 @@ class RunFolder:
             )
 
     def require_no_progress(self, location: str) -> None:
-        """Require that a resumed run without checkpoints never had any."""
+        """Refuse to resume without checkpoints a run that finished, stopped or left a model."""
         try:
             report = _json(self.report)
         except OSError as error:

@@ -211,12 +211,12 @@ def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.n
 
 
 def rows_of(ends: Sequence[int], captions: Sequence[int]) -> np.ndarray:
-    """Return the rows of samples that lie one after another, given the block behind each one."""
+    """Return index rows of consecutive samples, which end at blocks `ends` (exclusive)."""
     stops = np.array(ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     rows = np.empty(len(stops), dtype=ROW)
     rows["start"], rows["blocks"] = starts, stops - starts
-    rows["blocks"][stops > np.iinfo("u4").max] = 0  # behind the first 2 TiB of a tar
+    rows["blocks"][stops > np.iinfo("u4").max] = 0  # not addressable: beyond 2 TiB of a tar
     rows["captions"] = np.minimum(captions, np.iinfo("u2").max)
     return rows
 
