@@ -147,7 +147,7 @@ class ShardFile:
 
     def read(self, sample: SampleFiles) -> RawSample:
         """Return a listed sample with its images; raises BadSample."""
-        return read_sample(sample, self.content, self.where(sample))
+        return parse(sample, self.content, self.where(sample))
 
     def annotation(self, sample: SampleFiles) -> Annotation:
         """Return a listed sample's annotation, its images left unread; raises BadSample."""
@@ -184,7 +184,7 @@ def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
     return samples
 
 
-def read_sample(sample: SampleFiles, read: Reader, where: str) -> RawSample:
+def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     """Read one sample, adjacent files in one read; raises BadSample."""
     if sample.repeated:
         raise _repeated(where)

@@ -50,8 +50,8 @@ from vlp.data.shards.sample_files import (
     SampleFiles,
     ShardFile,
     outage_error,
+    parse,
     parse_annotation,
-    read_sample,
 )
 from vlp.data.shards.shard_writer import ShardWriter
 from vlp.data.shards.tar import BLOCK, open_tar
@@ -248,7 +248,7 @@ class ShardIndex:
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
         """Return the sample at a place of the index; raises BadSample (`sample_files.KINDS`)."""
-        return read_sample(*self._find(shard_number, sample_number))
+        return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
         """Return the annotation without decoding images; raises as `read` does."""
