@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 import traceback
@@ -85,7 +84,7 @@ class Samples:
         digest = ""
         # Equal bytes without an image_id are reported, not taken for one image.
         if image_id is None:
-            digest = hashlib.blake2b(raw.image, digest_size=16).hexdigest()
+            digest = raw.image_digest
             shard_name = self._items.indices[folder].shards[shard].name
             identity = (self._sources[folder], f"{shard_name}, {raw.key}")
         else:

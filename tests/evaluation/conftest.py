@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from pair_shards import tiny_folder
-from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
+from tests_support import dark_and_light
 
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.shard_reader import ShardWriter
@@ -87,22 +86,9 @@ def task_folders(tmp_path_factory):
 
 
 @pytest.fixture
-def class_folders():
-    def write(root):
-        rng = np.random.default_rng(0)
-        for name, level in (("dark", 40), ("light", 200)):
-            (root / name).mkdir(parents=True)
-            for number in range(8):
-                pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / name / f"{number}.png")
-
-    return write
-
-
-@pytest.fixture
-def tiny_ablation(tmp_path, class_folders):
+def tiny_ablation(tmp_path):
     """Write the smallest ablation that trains: two variants of a vision model on sixteen images."""
-    class_folders(tmp_path / "images")
+    dark_and_light(tmp_path / "images", 8)
     tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     overrides = {
         "task.model.options": tiny,

@@ -6,8 +6,8 @@ import pytest
 import ranks
 import torch
 from pair_shards import entailment_shards, tiny_folder
-from PIL import Image
 from safetensors.torch import load_file
+from tests_support import dark_and_light
 
 from vlp.config import load_config
 from vlp.tasks.detection.data import CocoSource
@@ -69,16 +69,6 @@ def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_pat
     assert load_vision_task(tmp_path / "run" / "model").config.kind == kind
 
 
-def dark_and_light(folder):
-    rng = np.random.default_rng(0)
-    for name, level in (("dark", 40), ("light", 200)):
-        (folder / name).mkdir(parents=True)
-        for number in range(12):
-            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number}.png")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -87,7 +77,7 @@ def dark_and_light(folder):
     ],
 )
 def test_irpes_models_of_imagenet_train_at_tiny_size(model, options, tmp_path):
-    images = dark_and_light(tmp_path / "images")
+    images = dark_and_light(tmp_path / "images", 12)
     run([
         *("train_vision.py", "--config", str(CONFIGS / f"vision/imagenet_{model}.yaml")),
         f"output={tmp_path / 'run'}",
@@ -104,7 +94,7 @@ def test_irpes_models_of_imagenet_train_at_tiny_size(model, options, tmp_path):
 
 @pytest.mark.nightly
 def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
-    images = dark_and_light(tmp_path / "images")
+    images = dark_and_light(tmp_path / "images", 12)
     (images / "dark" / "0.png").write_bytes(b"broken")
     arguments = [
         *("train_vision.py", "--config", str(CONFIGS / "vision/cifar10_vit_tiny.yaml")),

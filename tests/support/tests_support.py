@@ -1,6 +1,8 @@
 """Small models and vocabularies that several tests share."""
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.nn.functional import normalize
 
 from vlp.config import merged
@@ -81,3 +83,14 @@ def saved_bytes(function):
 def first_batch(data):
     """Return the first batch of a task's data."""
     return next(iter(data.batches()))[0]
+
+
+def dark_and_light(folder, images):
+    """Write two class folders of that many images each."""
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (folder / name).mkdir(parents=True)
+        for number in range(images):
+            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder

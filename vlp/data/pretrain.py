@@ -232,7 +232,7 @@ class CaptionedSamples(Dataset[Slot]):
         annotation = raw.annotation
         if annotation.image_id is None:
             # Crawls hold one image under many names.
-            return stable_hash("bytes", hashlib.blake2b(raw.image, digest_size=16).hexdigest())
+            return stable_hash("bytes", raw.image_digest)
         # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
         # (The word is hashed: another one would give every image another number.)

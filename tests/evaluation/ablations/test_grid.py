@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests_support import dark_and_light
 
 from data_tools.executor import Executor
 from evaluation.ablations.config import AblationConfig
@@ -278,9 +279,9 @@ SMALL = [
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, class_folders):
-    class_folders(tmp_path / "images/train")
-    class_folders(tmp_path / "images/test")
+def folder(tmp_path, monkeypatch):
+    dark_and_light(tmp_path / "images/train", 8)
+    dark_and_light(tmp_path / "images/test", 8)
     code = blocks("python")[0]
     assert len(code.splitlines()) <= 22
     (tmp_path / "my_bias.py").write_text(code)

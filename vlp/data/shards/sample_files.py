@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Sequence
@@ -71,6 +72,11 @@ class RawSample(NamedTuple):
         if self.annotation.image_id is None:
             return f"/{self.where}"
         return f"{self.annotation.source or ''}/{self.annotation.image_id}"
+
+    @property
+    def image_digest(self) -> str:
+        """Hash of the encoded image, 128 bits in hex."""
+        return hashlib.blake2b(self.image, digest_size=16).hexdigest()
 
 
 class SampleFiles(NamedTuple):
