@@ -92,7 +92,10 @@ class CrossEncoder(nn.Module):
         """
         needs_shared = image_kv is not None or query_indices is not None
         if needs_shared and not self.shares_images(text):
-            raise ValueError("image_kv, query_indices need layout text or albef on a CPU")
+            raise ValueError(
+                "image_kv, query_indices need layout text or albef, a CPU and encodings that leave "
+                "keys and values as they are: `shares_images` tells"
+            )
         two_streams = self.config.layout == "ace"
         per_image = (-1, 1 + self.grid[0] * self.grid[1])
         text_grid = (1, text.shape[1] - 1)

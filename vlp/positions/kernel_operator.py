@@ -24,7 +24,7 @@ class KernelOperator:
         function: the launch, with types for `torch.library.custom_op`; its first argument is a
             tensor.
         fake: makes empty results for the same arguments.
-        keep: called as `setup_context(ctx, inputs, output)` of `torch.autograd.Function`.
+        setup_context: as of `torch.autograd.Function`, called with (ctx, inputs, output).
         differentiate: its `backward`, differentiable no further; None has no gradient.
     """
 

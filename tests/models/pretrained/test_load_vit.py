@@ -172,6 +172,25 @@ def test_pixels_are_normalised_as_the_weights_expect(folder, tmp_path_factory):
             loaded(weights, layers=1)
 
 
+def test_pixels_that_are_not_normalised_have_no_statistics(tmp_path):
+    ViTModel(ViTConfig(**SIZES, num_hidden_layers=1)).save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    for settings in ({"do_normalize": False, "image_mean": MEAN, "image_std": STD}, {}):
+        file.write_text(json.dumps(settings))
+        loaded(tmp_path, layers=1)
+    file.write_text(json.dumps({"image_mean": 0.4, "image_std": 0.5}))
+    with pytest.raises(ConfigError, match=r"set image.normalisation=\[\[0.4,0.4,0.4\],\[0.5"):
+        loaded(tmp_path, layers=1)
+
+
+def test_the_classes_of_a_folder_hide_no_other_settings(tmp_path):
+    save_for_hf(random_vit("vit_tiny_patch16_224", num_classes=10), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": None}))
+    with pytest.raises(ConfigError, match="set image.heads=3"):
+        loaded(tmp_path, heads=6)
+
+
 def test_averaged_weights_that_are_not_read_are_named(tiny, tmp_path, caplog):
     state = tiny[0].state_dict()
     torch.save({"model": state, "model_ema": state}, tmp_path / "deit.pth")

@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -115,7 +116,9 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
     state = None
     if isinstance(loaded, Mapping):
         state = next((loaded[key] for key in KEYS if key in loaded), loaded)
-        if averaged := [key for key in loaded if str(key).endswith("_ema")]:
+        averaged = [key for key in loaded if str(key).endswith("_ema")]
+        # In a bare state dict it is a parameter like the others.
+        if averaged and state is not loaded:
             logger.warning("%s: its %s, averaged weights, is not read", path, averaged[0])
     if not isinstance(state, Mapping) or not all(
         isinstance(value, Tensor) for value in state.values()
@@ -128,6 +131,7 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
 
 
 CONFIG = "config.json"
+PREPROCESSOR = "preprocessor_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 _LOCAL, _HUB = "local-dir:", ("hf-hub:", "hf_hub:")
@@ -160,20 +164,27 @@ def read_vit(name: str) -> Published:
         return Published(read_tensors(Path(name)))
     if not (name.startswith((_LOCAL, *_HUB)) or "/" in name or Path(name).is_dir()):
         return _from_timm(name)
-    config_file, weights = _find(name)
+    config_file, weights = _find(name, PREPROCESSOR)
     config, state = _read_config(config_file), read_tensors(weights)
     if "architecture" in config:
         return Published(state, _network_of_folder(config_file.parent))
     if config.get("model_type") in ("vit", "deit"):
         settings = timm_settings(config)
-        if (file := config_file.with_name("preprocessor_config.json")).is_file():
-            images = _read_config(file)
-            settings |= {"mean": images.get("image_mean"), "std": images.get("image_std")}
+        if (file := config_file.with_name(PREPROCESSOR)).is_file():
+            settings |= _pixel_statistics(_read_config(file))
         return Published(timm_names(state, name), settings)
     raise ValueError(
         f"{config_file}: names neither a timm architecture nor model_type vit or deit "
         f"(model_type is {config.get('model_type')!r})"
     )
+
+
+def _pixel_statistics(images: Mapping[str, Any]) -> dict[str, Any]:
+    # Unused values are no statement; one number is that of all three channels.
+    if not images.get("do_normalize", True):
+        return {}
+    values = {key: images.get(f"image_{key}") for key in ("mean", "std")}
+    return {k: [v] * 3 if isinstance(v, int | float) else v for k, v in values.items()}
 
 
 def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
@@ -223,8 +234,11 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: damaged ({error})") from error
 
 
-def _find(name: str) -> tuple[Path, Path]:
-    """Return configuration and weights of a folder, or of a name on the hub."""
+def _find(name: str, optional: str | None = None) -> tuple[Path, Path]:
+    """Return configuration and weights of a folder, or of a name on the hub.
+
+    An `optional` file lies beside the configuration, if there is one.
+    """
     folder = Path(name.removeprefix(_LOCAL))
     if folder.is_dir():
         missing = [CONFIG] if not (folder / CONFIG).is_file() else []
@@ -238,16 +252,19 @@ def _find(name: str) -> tuple[Path, Path]:
         raise FileNotFoundError(f"cannot load {folder}: there is no such folder")
     for prefix in _HUB:
         name = name.removeprefix(prefix)
-    return _from_hub(name)
+    return _from_hub(name, optional)
 
 
-def _from_hub(name: str) -> tuple[Path, Path]:
+def _from_hub(name: str, optional: str | None) -> tuple[Path, Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     check_hub()
     try:
         config = Path(hf_hub_download(name, CONFIG))
+        if optional is not None:
+            with suppress(EntryNotFoundError):
+                hf_hub_download(name, optional)
         for file in WEIGHT_FILES:
             try:
                 return config, Path(hf_hub_download(name, file))
@@ -286,14 +303,17 @@ def _network_of_folder(folder: Path) -> nn.Module:
 
     config = _read_config(folder / CONFIG)
     try:
-        settings = config.get("pretrained_cfg", config)
+        settings = dict(config.get("pretrained_cfg") or config)
+        # That of the file itself comes first, as in timm's loader.
+        if "num_classes" in config:
+            settings["num_classes"] = config["num_classes"]
         # Keys of other tools are not timm's; those it lacks are of timm's own configuration.
         keys = {field.name for field in fields(timm.models.PretrainedCfg)} & settings.keys()
         with torch.device("meta"):
             return timm.create_model(
                 config["architecture"],
                 pretrained_cfg_overlay={key: settings[key] for key in keys},
-                **config.get("model_args", {}),
+                **(config.get("model_args") or {}),
             )
     except Exception as error:  # of any key that its configuration has
         raise ValueError(f"{folder / CONFIG}: timm makes no model of it ({error})") from error
