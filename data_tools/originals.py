@@ -108,7 +108,9 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
                 if most < 0:
                     raise ConfigError(f"{shown(archive)}: {TOO_MUCH}")
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{shown(archive)}: a damaged archive ({error})") from error
+        raise ConfigError(
+            f"{shown(archive)}: a damaged archive ({error}); download it again"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"{shown(archive)}: cannot be unpacked into {target.parents[2]} ({error}); where it is "
@@ -191,6 +193,7 @@ class Originals:
         self._alone: dict[_Match, str] = {}
         self._folded: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()
+        self._held: dict[str, bool] = {}
         for root in roots:
             if root.is_dir():
                 self._add_folder(root)
@@ -305,8 +308,10 @@ class Originals:
 
     def _holds_folder(self, folder: str) -> bool:
         # However its case and accents: a folder that lacks the image is not another one.
-        matches = self._with_last_part(self._folder_index, folder)
-        return any(self._agrees(entry, fold_case(folder), fold_case) for _, entry in matches)
+        if folder not in self._held:
+            target, matches = fold_case(folder), self._with_last_part(self._folder_index, folder)
+            self._held[folder] = any(self._agrees(e, target, fold_case) for _, e in matches)
+        return self._held[folder]
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, None if missing; raises BadSample."""
@@ -360,7 +365,9 @@ class Originals:
             infos = _zip(path).infolist()
         # Of any field of its directory.
         except Exception as error:
-            raise ConfigError(f"{shown(path)}: a damaged zip ({error})") from error
+            raise ConfigError(
+                f"{shown(path)}: a damaged zip ({error}); download it again"
+            ) from error
         if len(infos) > MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{shown(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
         return infos

@@ -77,13 +77,15 @@ def read_json(path: Path, faults: Faults) -> Any:
         except ValueError:
             text = data.decode("utf-8-sig", "surrogateescape")
             content = parse_json(text, "surrogateescape")
+        # Without halves of characters, a replacement character is the file's own.
+        halves = faults if _SURROGATE.search(text) else []
         if isinstance(content, dict):
             return {
-                name: _checked(value, f"{shown(path)}, {name}", faults)
+                name: _checked(value, f"{shown(path)}, {name}", halves)
                 for name, value in content.items()
             }
         if isinstance(content, list):
-            return _checked(content, shown(path), faults)
+            return _checked(content, shown(path), halves)
         raise ConfigError(f"{shown(path)}: not UTF-8")
     except json.JSONDecodeError as error:
         hint = "; it has one object a line" if error.msg == "Extra data" else ""

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -110,8 +111,13 @@ def _pretrain() -> None:
 def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path) -> None:
     """Run a command, show its progress bar and write everything else to a log."""
     interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, handler)  # a second one interrupts at once
+
     # Ctrl-C reaches the ranks, too: the pipe stays open until they have saved a checkpoint.
-    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    handler = signal.signal(signal.SIGINT, note)
     try:
         with (
             log.open("w", encoding="utf-8") as file,

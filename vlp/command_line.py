@@ -152,6 +152,8 @@ def _is_list(param: Any) -> bool:
 class Group(TyperGroup):
     """Commands by name; without one their list is printed, and a typo gets the nearest name."""
 
+    remedy = ""  # more advice on an unknown command
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as Typer does, but print the commands if there is no argument."""
         if not args and not ctx.resilient_parsing:  # as shells' completion parses
@@ -188,9 +190,7 @@ class Group(TyperGroup):
             ]
             names = [other for other, command in self.commands.items() if not command.hidden]
             hint = f"did you mean {groups[0]}?" if groups else nearest(name, names)
-            if ctx.command_path.endswith(" evaluate"):
-                hint += "; a task of your own needs --plugin FILE"
-            raise typer.BadParameter(f"unknown command {name!r}; {hint}")
+            raise typer.BadParameter(f"unknown command {name!r}; {hint}{self.remedy}")
         return super().resolve_command(ctx, args)
 
 

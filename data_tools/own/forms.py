@@ -149,8 +149,9 @@ def recognise(
     raise ConfigError(f"{place}: holds {_by_kind(files) or 'nothing'}{hint}; it should be {FORMS}")
 
 
-def _left_out(tables: Sequence[str], read: Sequence[str]) -> list[str]:
-    others = [path for path in tables if path not in read]
+def _left_out(tables: Sequence[str], read: Iterable[str]) -> list[str]:
+    known = set(read)
+    others = [path for path in tables if path not in known]
     shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
     return [f"{len(others)} other tables are left out: {shown}"] if others else []
 

@@ -300,8 +300,8 @@ def _delimited(
 
     def rows(columns: Sequence[str]) -> Iterator[Located]:
         # MySQL writes a backslash before a quote, where others write two quotes.
-        escapes = (mark for mark in (None, "\\") if _quotes_end_cells(path, delimiter, mark))
-        escape = next(escapes, "")
+        marks = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
+        escape = next((mark for mark in marks if _quotes_end_cells(path, delimiter, mark)), "")
         bare = delimiter == "\t" and escape == "" and not line.startswith('"')
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
         options: dict[str, Any] = {"quoting": quoting, "escapechar": escape or None}
@@ -314,18 +314,18 @@ def _delimited(
                     if cells[-1].endswith(_END):
                         raise csv.Error("the file ends within quotes")
                     cells = [*map(_unquoted, cells)] if bare else cells
-                    image_position = f"{where}, line {reader.line_num}"
+                    location = f"{where}, line {reader.line_num}"
                     if not sound("".join(cells)):
-                        faults.append(Refused("line that is not UTF-8", image_position))
+                        faults.append(Refused("line that is not UTF-8", location))
                     elif len(cells) < len(names) or any(cells[len(names) :]):
-                        faults.append(Refused("row of another layout", image_position))
+                        faults.append(Refused("row of another layout", location))
                     else:
                         # Captions may be in several columns of one name.
                         values: dict[str, Any] = defaultdict(list)
                         for name, cell in zip(names, cells):
                             values[name].append(cell)
                         row = {name: v if len(v) > 1 else v[0] for name, v in values.items()}
-                        yield image_position, row
+                        yield location, row
             except csv.Error as error:
                 raise ConfigError(
                     f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
@@ -340,6 +340,11 @@ def _unquoted(cell: str) -> str:
     inner = cell[1:-1].replace('""', "")
     enclosed = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
     return cell[1:-1].replace('""', '"') if enclosed else cell
+
+
+def _escapes_quotes(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return any(b'\\"' in line for line in file)
 
 
 def _quotes_end_cells(path: Path, delimiter: str, escape: str | None) -> bool:

@@ -30,6 +30,8 @@ from vlp.tasks.downstream.registry import task_kinds, task_summary
 class Evaluations(Group):
     """Commands of built-in tasks and of those that plugins have registered."""
 
+    remedy = "; a task of your own needs --plugin FILE"
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command, also of a task that a plugin registered."""
         # `--plugin` is an option of the group: its tasks are registered after the commands above.

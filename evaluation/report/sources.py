@@ -20,7 +20,7 @@ from vlp.training.run_folder import read_log
 
 EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
-_NOT_ITEMS = {"rerank", "bank_skipped", "bank_shared"}
+_NOT_ITEMS = {"rerank", "bank_shared"}
 _TAILS = {"best", "model", "evaluation"}
 # Dotted keys of config.yaml in the order that a reader asks; those that a run lacks are left out.
 _SETTINGS = (

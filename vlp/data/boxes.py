@@ -28,13 +28,16 @@ _TURNED = {
 
 
 def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
-    """Cut a box to an image; return the kind of fault, if any, and the box, None if empty."""
+    """Cut a box to an image; return the kind of fault, if any, and the box.
+
+    The box is None if it is empty or in shares of the image.
+    """
     x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
     if right <= left or bottom <= top:
         return OUTSIDE, None
-    if right <= 1 and bottom <= 1 and min(size) >= _SMALLEST:
+    if max(map(abs, box)) <= 1 and min(size) >= _SMALLEST:
         return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)
     return CUT if overhang > _ROUNDING else None, (left, top, right, bottom)

@@ -214,10 +214,10 @@ class CaptionedSamples(Dataset[Slot]):
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
 
     def _text_read(self, caption: str, ids: Tensor) -> str:
-        """Return the caption as far as the model reads it: cut, and without unknown words."""
+        """Return the caption as the model reads it: cut, with [UNK] for unknown words."""
         if ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any():
             return caption
-        return " ".join(self.text.words(caption))
+        return " ".join(self.text.words(caption)[1:-1]).replace(" ##", "")
 
     def _sample(self, index: SampleIndex) -> tuple[int, int | None]:
         """Return the numbers of the sample in its shard and of its caption, if fixed."""

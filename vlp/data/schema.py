@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
@@ -129,18 +130,23 @@ def captions_of(annotation: Annotation) -> list[str]:
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
 
 
-_MARKS = str.maketrans("-/", "  ", ",.'!?\"()*#:;~") | {  # as ALBEF prepares captions
-    # Typographic quotes and dashes, marks of other scripts, and characters that are not seen.
-    code: 32 if category == "Pd" else None
-    for code in range(128, 1 << 16)
-    if (category := unicodedata.category(chr(code))) == "Cf" or category[0] == "P"
-}
+@cache
+def _marks() -> dict[int, int | None]:
+    marks = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
+    for code in range(128, 1 << 16):
+        category = unicodedata.category(chr(code))
+        # Typographic quotes and characters that are not seen go; other marks part words.
+        if category in ("Cf", "Pi", "Pf"):
+            marks[code] = None
+        elif category[0] == "P":
+            marks[code] = ord(" ")
+    return marks
 
 
 def normalised_caption(text: str) -> str:
     """Return a caption without case, punctuation and repeated blanks; equal ones say the same."""
     plain = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(plain.translate(_MARKS).split()) or plain
+    return " ".join(plain.translate(_marks()).split()) or plain
 
 
 def caption_numbers(annotation: Annotation) -> list[int]:

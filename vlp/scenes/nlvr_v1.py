@@ -579,7 +579,7 @@ def sample_box_statement(
     seed: int, index: int, split: Split = "train", same_items: bool = True
 ) -> BoxStatement:
     """Draw statement `index` of a split."""
-    # With `same_items` false images hold a true one's items; without, the items alone tell much.
+    # With `same_items`, false images hold a true one's items; without, the items alone tell much.
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")
     label = bool(rng.random() < 0.5)

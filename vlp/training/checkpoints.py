@@ -225,7 +225,12 @@ class Checkpoints:
         try:
             with self._readable(name):
                 state: dict[str, Any] = parse_json((path / STATE).read_bytes())
-            version, saved, data = state["version"], state["config"], state["data"]
+            # Another version may have other keys.
+            if state["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} has format version {state['version']!r}; this code reads {VERSION}"
+                )
+            saved, data = state["config"], state["data"]
             progress = _PROGRESS.validate_python(state["progress"])
             differences = compare(saved, self._values, self._config)
             changed = sorted(dict(data.items() ^ self._fingerprint.items()))
@@ -235,10 +240,6 @@ class Checkpoints:
                 f"{path}/{STATE}: not the state of a run ({reason}); move {name} away, and "
                 "the checkpoint before it is used"
             ) from error
-        if version != VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version!r}; this code reads {VERSION}"
-            )
         if differences.fatal:
             listed = "\n".join(f"  {line}" for line in differences.fatal)
             raise CheckpointError(

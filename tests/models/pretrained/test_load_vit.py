@@ -187,7 +187,7 @@ def test_the_classes_of_a_folder_hide_no_other_settings(tmp_path):
     save_for_hf(random_vit("vit_tiny_patch16_224", num_classes=10), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": None}))
-    with pytest.raises(ConfigError, match="set image.heads=3"):
+    with pytest.raises(ConfigError, match=r"set image\.heads=3"):
         loaded(tmp_path, heads=6)
 
 
