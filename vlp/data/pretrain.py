@@ -178,6 +178,8 @@ class CaptionedSamples(Dataset[Slot]):
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
+        whole = ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any()
+        text_read = caption if whole else self.text.as_read(caption)
         load_pixels = self._pixel_loader((source, shard, sample), image, caption, raw.where, rng)
         slot = Slot(
             pixels=None,
@@ -192,7 +194,7 @@ class CaptionedSamples(Dataset[Slot]):
             valid=True,
             sample_id=stable_hash("sample", source, shard, sample, self._sample(index)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
-            caption_id=stable_hash("caption", normalised_caption(self._text_read(caption, ids))),
+            caption_id=stable_hash("caption", normalised_caption(text_read)),
         )
         return slot, load_pixels
 
@@ -212,12 +214,6 @@ class CaptionedSamples(Dataset[Slot]):
         stored = self.features[source]
         views = stored.views(shard, sample, not mentions_side(caption), where)
         return partial(stored.read, shard, sample, int(rng("view").choice(views)))
-
-    def _text_read(self, caption: str, ids: Tensor) -> str:
-        """Return the caption as the model reads it: cut, with [UNK] for unknown words."""
-        if ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any():
-            return caption
-        return " ".join(self.text.words(caption)[1:-1]).replace(" ##", "")
 
     def _sample(self, index: SampleIndex) -> tuple[int, int | None]:
         """Return the numbers of the sample in its shard and of its caption, if fixed."""

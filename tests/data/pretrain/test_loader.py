@@ -53,10 +53,11 @@ def joined(parts):
     [
         (("Two dogs\u2019 den \u2013 \u201chere\u201d.", 'two dogs\' den - "here"'), True),
         (("a " * 20 + "b", "a " * 20 + "c"), True),
+        (("a " * 7, "a " * 7 + "."), True),
         (("\u0177", "\u0436"), True),
         (("a red dog", "a red cat"), False),
     ],
-    ids=["marks", "cut", "unknown", "others"],
+    ids=["marks", "cut", "full", "unknown", "others"],
 )
 def test_equal_images_and_captions_that_a_model_reads_alike(texts, equal, tmp_path, make_data):
     with ShardWriter(tmp_path / "web", 3) as writer:

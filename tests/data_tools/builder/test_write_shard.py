@@ -186,6 +186,7 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on():
         ([3, 3, 0, 5], OUTSIDE, None),
         ([24.5, 0, 0.4, 5], OUTSIDE, None),
         ([0.2, 0, 0.8, 0.5], SHARES, None),
+        ([0, -20, 1, 21], CUT, [0, 0, 1, 1]),
     ],
 )
 def test_boxes_that_stick_out(box, kind, kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -110,6 +111,19 @@ class TextProcessor:
         """Return a caption's word pieces as in its ids, with special tokens, without padding."""
         encoding = self._tokenizer.encode(text)
         return encoding.tokens[: sum(encoding.attention_mask)]
+
+    def as_read(self, text: str) -> str:
+        """Return a text without what is cut off, and with [UNK] for its unknown words."""
+        encoding, parts, last = self._tokenizer.encode(text), [], 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets):
+            # Special tokens have no characters, and pieces of one character the same.
+            if end > last:
+                word = text[start:end]
+                # Punctuation that the vocabulary lacks is no word.
+                is_word = any(unicodedata.category(character)[0] != "P" for character in word)
+                parts += [text[last:start], UNK if token == self.unk_id and is_word else word]
+                last = end
+        return "".join(parts)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` and transformers' `AutoTokenizer` read."""
