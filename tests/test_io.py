@@ -13,7 +13,7 @@ import pytest
 import vlp.io
 from launch.cli.main import main
 from vlp.config import Config, ConfigError, load_config, save_config
-from vlp.io import as_url, atomic_folder, redacted, restore_folder, write_text
+from vlp.io import as_url, atomic_folder, redact, restore_folder, write_text
 from vlp.lock import FolderLock
 from vlp.training.config import PretrainConfig
 
@@ -141,8 +141,8 @@ def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):
     ],
 )
 def test_secrets_are_left_out(text, left):
-    assert redacted(text) == left
-    assert redacted(left) == left
+    assert redact(text) == left
+    assert redact(left) == left
 
 
 class Place(Config):

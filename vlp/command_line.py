@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from vlp.io import as_url, redacted
+from vlp.io import as_url, redact
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration")
@@ -95,7 +95,7 @@ def run_app(
 class Command(TyperCommand):
     """A command with list options that take all following values: `--shards A B`."""
 
-    left_out: Mapping[str, str] = {}  # options without a value, and the value they mean
+    implied_values: Mapping[str, str] = {}  # options without a value, and the value they mean
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as argparse does: wrong options and `--help` end the process."""
@@ -124,8 +124,8 @@ class Command(TyperCommand):
                 spread.append(option)
             spread.append(value)
             following = args[position + 1] if position + 1 < len(args) else "-"
-            if value in self.left_out and following.startswith("-"):
-                spread.append(self.left_out[value])
+            if value in self.implied_values and following.startswith("-"):
+                spread.append(self.implied_values[value])
         return spread
 
 
@@ -198,5 +198,5 @@ def _message(error: typer.TyperException) -> str:
     if isinstance(error, typer.BadParameter) and error.message:
         param = error.param
         message = error.message if param is None else f"{'/'.join(param.opts)}: {error.message}"
-        return redacted(message)
-    return redacted(error.format_message())
+        return redact(message)
+    return redact(error.format_message())

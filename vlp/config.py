@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from vlp.io import Redacted, as_url, redacted_values, write_text
+from vlp.io import Redacted, as_url, redact_values, write_text
 
 Precision = Literal["float32", "bf16", "fp16"]  # of forward passes; parameters are float32
 
@@ -48,7 +48,7 @@ class Config(BaseModel):
     def model_dump(self, *, mode: str = "python", **options: Any) -> dict[str, Any]:
         """Return the values by key; mode "json" (for files) leaves secrets out."""
         values = super().model_dump(mode=mode, **options)
-        return redacted_values(values) if mode == "json" else values
+        return redact_values(values) if mode == "json" else values
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -354,7 +354,7 @@ def load_config(
             value = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        values = overridden(values, key, value)
+        values = override_key(values, key, value)
         for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
             origins[leaf] = origin
         for depth in range(1, key.count(".") + 1):
@@ -362,7 +362,7 @@ def load_config(
     plugins = values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)  # the schema needs the names that they register
-    return validated(values, schema, path, origins)
+    return validate(values, schema, path, origins)
 
 
 def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -370,7 +370,7 @@ def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     return _read(config_file(path), ())
 
 
-def validated(
+def validate(
     values: Mapping[str, Any],
     schema: type[AnyConfig],
     path: str | Path,
@@ -419,10 +419,10 @@ def _read(path: Path, bases: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if parent is None:
         return values, origins
     base, base_origins = _read(path.parent / parent, (*bases, path))
-    return merged(base, values), base_origins | origins
+    return merge(base, values), base_origins | origins
 
 
-def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     """Merge mappings recursively; other values, and mappings of another `format`, replace."""
     old_format = base.get("format")
     same_format = old_format in (None, update.get("format", old_format))
@@ -430,15 +430,15 @@ def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]
     for key, value in update.items():
         base_value = result.get(key)
         are_mappings = isinstance(base_value, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(base_value, value) if are_mappings else value  # type: ignore[arg-type]
+        result[key] = merge(base_value, value) if are_mappings else value  # type: ignore[arg-type]
     return result
 
 
-def overridden(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+def override_key(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return values with one dotted key replaced or merged."""
     for part in reversed(key.split(".")):
         value = {part: value}
-    return merged(values, value)
+    return merge(values, value)
 
 
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:

@@ -140,8 +140,8 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def unfollowed(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=unfollowed)`: a symbolic link in its place is an error."""
+def open_nofollow(path: str, flags: int) -> int:
+    """Open a file, but no symbolic link: the `opener` of `open(path, mode, opener=...)`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -160,7 +160,7 @@ class AtomicFile:
         require_local(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-        self.file: IO[Any] = open(self._partial, mode, opener=unfollowed, **text)  # type: ignore[call-overload]  # noqa: SIM115
+        self.file: IO[Any] = open(self._partial, mode, opener=open_nofollow, **text)  # type: ignore[call-overload]  # noqa: SIM115
 
     def commit(self) -> None:
         """Close the file and rename it, replacing an earlier one."""
@@ -330,23 +330,23 @@ def write_tensors(
     sync_path(path)
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Return a text with `***` for user info, parameters, query and fragment of every URL.
 
     Beyond http, https and ftp, a user without a password is a revision (`hf://model@main`) and a
     query without `=` a wildcard; both stay.
     """
-    return _URL.sub(_redact, text)
+    return _URL.sub(_redact_url, text)
 
 
-def redacted_values(values: Any) -> Any:
-    """Return JSON values with every text `redacted`."""
+def redact_values(values: Any) -> Any:
+    """Return JSON values with every text redacted."""
     if isinstance(values, str):
-        return redacted(values)
+        return redact(values)
     if isinstance(values, Mapping):
-        return {key: redacted_values(value) for key, value in values.items()}
+        return {key: redact_values(value) for key, value in values.items()}
     if isinstance(values, list):
-        return [redacted_values(value) for value in values]
+        return [redact_values(value) for value in values]
     return values
 
 
@@ -354,10 +354,10 @@ class Redacted:
     """Mixin of exceptions with redacted messages, placed before the built-in base."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*map(redacted_values, arguments))
+        super().__init__(*map(redact_values, arguments))
 
 
-def _redact(url: re.Match[str]) -> str:
+def _redact_url(url: re.Match[str]) -> str:
     scheme, web, user, path, query = (part or "" for part in url.groups())
     if user and (web or ":" in user) and not _NAMED_USER.fullmatch(user):
         user = f"{HIDDEN}@"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlp.config import ConfigError
-from vlp.io import parse_json, require_local, unfollowed
+from vlp.io import open_nofollow, parse_json, require_local
 
 PREFIX = ".lock-"
 BEAT_SECONDS = 10.0
@@ -81,7 +81,7 @@ class FolderLock:
         """Return this machine's lock file, locked."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            file = open(self._path, "a+b", opener=unfollowed)  # noqa: SIM115
+            file = open(self._path, "a+b", opener=open_nofollow)  # noqa: SIM115
             try:
                 flock(file, LOCK_EX | LOCK_NB)
                 is_locked = False

@@ -9,7 +9,7 @@ import sys
 
 # Signals by which a scheduler, a launcher or a terminal asks a run to end. Slurm sends USR1 and
 # USR2 where `sbatch --signal` says so, a terminal that is closed HUP.
-STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 _PARENT_DEATH_SIGNAL = 1
 

@@ -28,7 +28,7 @@ from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, Expression, Word, captions_of
 from vlp.data.shards.sample_files import BadSample, contents
 from vlp.data.shards.tar import Member, append_member, close_tar, readable
-from vlp.io import atomic_write, parse_json, sha256_of, sync, unfollowed
+from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -208,7 +208,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
     samples = captions = 0
     stored = _Stored(job)
     try:
-        with open(path, "wb", opener=unfollowed) as file:
+        with open(path, "wb", opener=open_nofollow) as file:
             for item in job.items:
                 go_on()
                 if item.key in job.removed:
@@ -339,7 +339,7 @@ class Journal:
         # All that the bytes of the shards depend on.
         self._settings = settings
         was_there = self._path.exists()
-        self._file = open(self._path, "ab", opener=unfollowed)  # noqa: SIM115
+        self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
         try:
             has_build = self._read()
             # A shard without a record was published just before a kill: it is made again. One in a

@@ -75,12 +75,12 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         **values: Any,
     ) -> None:
         from evaluation.suite.suite import model_of, run_job
-        from vlp.config import validated
+        from vlp.config import validate
         from vlp.models.pretrained.local_copy import results_folder
 
         # Defaults are left out, so that validators see which options the user gave.
         changes = {n: v for n, v in values.items() if v not in (None, job.model_fields[n].default)}
-        settings = validated({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
+        settings = validate({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
         result = run_job(settings, model_of(settings, model), device, workers, progress=True)
         if first_rank():
             if listed:

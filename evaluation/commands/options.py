@@ -59,7 +59,7 @@ Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="
 class EvaluationCommand(Command):
     """A command that the ranks of torchrun share; wrong input ends with one line."""
 
-    left_out = {"--match": "5"}  # noqa: RUF012
+    implied_values = {"--match": "5"}  # noqa: RUF012
 
     def invoke(self, ctx: Any) -> int:
         """Run the command; returns the exit code (2: wrong input, 1: a disk or a rank failed)."""
@@ -70,7 +70,7 @@ class EvaluationCommand(Command):
         from evaluation.samples import EvaluationError
         from vlp import distributed
         from vlp.config import ConfigError
-        from vlp.io import redacted
+        from vlp.io import redact
 
         logging.basicConfig(level=logging.WARNING)
         # The environment's rank, as errors may come before the process group.
@@ -80,10 +80,10 @@ class EvaluationCommand(Command):
                 return super().invoke(ctx) or 0
         except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:
             if rank == "0":
-                print(f"error: {redacted(str(error))}", file=sys.stderr)
+                print(f"error: {redact(str(error))}", file=sys.stderr)
             return 2
         except (OSError, RuntimeError) as error:
-            message = redacted(str(error))
+            message = redact(str(error))
             if distributed.is_lost_peer(error):
                 message = "lost another rank; that one's message says why"
             # Any other RuntimeError is a defect, whose traceback is needed.

@@ -12,7 +12,7 @@ import yaml
 from evaluation.results import ARROWS, Figure
 from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
-from vlp.io import parse_json, redacted_values
+from vlp.io import parse_json, redact_values
 from vlp.models.folder import WEIGHTS
 from vlp.models.pretrained.local_copy import CONFIG, results_folder
 from vlp.tasks.downstream.task import TASK
@@ -148,7 +148,7 @@ def _read(folder: Path, name: str) -> Source:
     for run in (folder.absolute(), *folder.absolute().parents[:2]):
         if any((run / file).is_file() for file in ("log.jsonl", "config.yaml")):
             if set(folder.absolute().relative_to(run).parts) <= _TAILS:
-                source.config = redacted_values(_mapping(run / "config.yaml", source))
+                source.config = redact_values(_mapping(run / "config.yaml", source))
                 source.log, bad = read_log(run / "log.jsonl")
                 if bad:
                     source.missing.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")

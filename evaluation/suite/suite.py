@@ -30,7 +30,7 @@ from evaluation.samples import EvaluationError, kinds_in_words, single_line_erro
 from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
-from vlp.config import Choice, Config, ConfigError, LocalPath, validated
+from vlp.config import Choice, Config, ConfigError, LocalPath, validate
 from vlp.data.shards.index import INDEX_NAME
 from vlp.io import atomic_folder, parse_json, write_json
 from vlp.models.pretrained.local_copy import local_folder
@@ -131,7 +131,7 @@ def suite_of(
         {"name": _row(model), "model": model, "tasks": [task | options for task in tasks]}
         for model in models
     ]
-    return validated({"models": entries}, SuiteConfig, "vlp evaluate suite")
+    return validate({"models": entries}, SuiteConfig, "vlp evaluate suite")
 
 
 def _row(model: str) -> str:

@@ -35,7 +35,7 @@ from vlp.command_line import (
     run_app,
     tower_overrides,
 )
-from vlp.signals import STOPS
+from vlp.signals import STOP_SIGNALS
 from vlp.tasks.downstream.registry import task_kinds
 
 Config = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
@@ -251,7 +251,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
     from vlp.training.stop_requests import REQUEUE
 
-    handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
+    handled = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
     options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]
     options += ["-m", "launch"]
     try:

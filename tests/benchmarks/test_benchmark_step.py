@@ -4,7 +4,7 @@ import torch
 from tests_support import TINY_MODEL
 
 from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, measure_overhead, variants
-from vlp.config import merged
+from vlp.config import merge
 from vlp.training.config import PretrainConfig
 
 CONTENT = {
@@ -17,7 +17,7 @@ CONTENT = {
 
 def test_only_the_position_differs():
     weights = {"text": {"weights": "hub/bert"}, "image": {"weights": "vit"}}
-    given = PretrainConfig.model_validate(merged(CONTENT, {"model": weights}))
+    given = PretrainConfig.model_validate(merge(CONTENT, {"model": weights}))
     both = variants(given)
     with_it, without = (both[name].model_dump() for name in (WITH, WITHOUT))
     assert with_it["model"]["cross"].pop("position") == ("anchor",)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests_support import tiny_config, tiny_text
 
 import vlp
-from vlp.config import ConfigError, merged
+from vlp.config import ConfigError, merge
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import read_model, save_pretrained, start_from
@@ -231,7 +231,7 @@ def test_encodings_are_found_by_their_names_and_not_by_their_numbers(tmp_path):
 def test_a_configuration_of_another_version_is_one_line_with_file_and_key(saved, change, message):
     folder, _ = saved
     file = folder / "config.json"
-    file.write_text(json.dumps(merged(json.loads(file.read_text()), change)))
+    file.write_text(json.dumps(merge(json.loads(file.read_text()), change)))
     with pytest.raises(ConfigError) as raised:
         vlp.load(folder)
     text = str(raised.value)
@@ -327,7 +327,7 @@ def kernel(key):
 def test_a_strangers_configuration_takes_no_memory_and_runs_no_code(saved, changes, message):
     folder, _ = saved
     plain = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(merged(plain, changes)))
+    (folder / "config.json").write_text(json.dumps(merge(plain, changes)))
     used, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ConfigError, match=message):
         vlp.load(folder)

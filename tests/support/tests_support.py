@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
-from vlp.config import merged
+from vlp.config import merge
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import AnchorOptions, ModelConfig
 
@@ -33,7 +33,7 @@ CAPTIONS = [
 
 def tiny_config(**parts):
     """The configuration of `TINY_MODEL` with changes by part, such as `cross={"layers": 1}`."""
-    return ModelConfig.model_validate(merged(TINY_MODEL, parts))
+    return ModelConfig.model_validate(merge(TINY_MODEL, parts))
 
 
 def tiny_text(max_tokens=12):

@@ -8,7 +8,7 @@ from functools import lru_cache
 import yaml
 from pydantic import Field
 
-from vlp.config import Config, ConfigError, parse_yaml, validated
+from vlp.config import Config, ConfigError, parse_yaml, validate
 
 VARIABLE = "VLP_LIMITS"  # `Limits` as a YAML mapping, {pixels: 2e8}
 
@@ -47,4 +47,4 @@ def _parse(text: str) -> Limits:
         raise ConfigError(f"{VARIABLE}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{VARIABLE}: a mapping such as {{pixels: 2e8}}, not {values!r}")
-    return validated(values, Limits, VARIABLE)
+    return validate(values, Limits, VARIABLE)

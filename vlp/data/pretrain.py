@@ -59,7 +59,7 @@ from vlp.data.stream.sampler import (
 )
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import word_patches
-from vlp.io import lines_of, redacted, sha256_of
+from vlp.io import lines_of, redact, sha256_of
 
 NO_ID = -1
 _MAX_PENDING = 16  # slots with their encoded images in memory
@@ -344,7 +344,7 @@ class ListedShards:
     def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.outages = outages
         # `where` is for messages: the name without its secrets.
-        self.shards = [SimpleNamespace(name=n, where=redacted(n)) for n in _names(path)]
+        self.shards = [SimpleNamespace(name=n, where=redact(n)) for n in _names(path)]
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vlp.config import ConfigError, load_plugins, require_plugins, validated
+from vlp.config import ConfigError, load_plugins, require_plugins, validate
 from vlp.data.features.store import StoredFeatures, TowerKey
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
@@ -274,7 +274,7 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
 
 def read_config(file: Path) -> ModelConfig:
     """Read the sizes in a folder's `config.json`."""
-    return validated(plain_config(file), ModelConfig, file)
+    return validate(plain_config(file), ModelConfig, file)
 
 
 def plain_config(file: Path) -> dict[str, Any]:

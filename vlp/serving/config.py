@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from vlp.config import merged, require_plugins, validated
+from vlp.config import merge, require_plugins, validate
 from vlp.models.config import ModelConfig
 from vlp.positions import list_positions
 
@@ -51,7 +51,7 @@ class VlpConfig(PreTrainedConfig):
             "token_projection": token_projection,
         }
         require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
-        sizes = validated(values, ModelConfig, "VlpConfig").model_dump(mode="json")
+        sizes = validate(values, ModelConfig, "VlpConfig").model_dump(mode="json")
         super().__init__(**options)
         for name, value in sizes.items():
             setattr(self, name, value)
@@ -68,13 +68,13 @@ class VlpConfig(PreTrainedConfig):
         # Layers choose it by device.
         options.pop("attn_implementation", None)
         changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
-        return super().from_dict(merged(config_dict, changes), **options)
+        return super().from_dict(merge(config_dict, changes), **options)
 
     @property
     def sizes(self) -> ModelConfig:
         """Return the keys as a `ModelConfig`."""
         values = {name: getattr(self, name) for name in ModelConfig.model_fields}
-        return validated(values, ModelConfig, "VlpConfig")
+        return validate(values, ModelConfig, "VlpConfig")
 
     @classmethod
     def of(cls, sizes: ModelConfig, **options: Any) -> VlpConfig:

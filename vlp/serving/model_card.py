@@ -13,7 +13,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from vlp.config import parse_yaml
-from vlp.io import parse_json, redacted, write_text
+from vlp.io import parse_json, redact, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import HEADS, WEIGHTS, read_config
 from vlp.models.pretrained.local_copy import CONFIG, RESULTS, results_folder
@@ -198,7 +198,7 @@ def _training(folder: Path) -> str:
     if run is None:
         return "The folder does not lie in that of its run, so nothing is known here."
     try:
-        config = parse_yaml(redacted((run / "config.yaml").read_text(encoding="utf-8")))
+        config = parse_yaml(redact((run / "config.yaml").read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
     report, task = _json(run / "report.json"), config.get("task") or {}

@@ -22,7 +22,7 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import set_limits
 from vlp.data.shards.sample_files import PausedDataError
-from vlp.io import redacted
+from vlp.io import redact
 from vlp.lock import FolderLock
 from vlp.models.towers import require_whole_batches
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -225,4 +225,4 @@ def _explain(error: BaseException) -> None:
         )
     else:
         print(f"error on rank {rank}:", file=sys.stderr)
-        print(redacted("".join(traceback.format_exception(error))), file=sys.stderr)
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from tqdm import tqdm
 
 from vlp.config import ConfigError, parse_yaml
-from vlp.io import redacted, unfollowed, write_text
+from vlp.io import open_nofollow, redact, write_text
 from vlp.training.run_folder import RunFolder, flatten, read_log, tracker_id
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -277,7 +277,7 @@ class RunLog:
         # A kill after the last checkpoint leaves lines of steps and validations that come again.
         earlier = _drop_later(folder.log, step, last_validation)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
-        self._file = open(folder.log, "a", encoding="utf-8", opener=unfollowed)  # noqa: SIM115
+        self._file = open(folder.log, "a", encoding="utf-8", opener=open_nofollow)  # noqa: SIM115
         # A bar that is redrawn in a file or in CI output is noise.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         self._screen = _StandardError()
@@ -333,7 +333,7 @@ class RunLog:
                 if name == "tensorboard":
                     raise
                 del self._trackers[name]
-                self.info(redacted(f"{name} gets no more figures: {error}"))
+                self.info(redact(f"{name} gets no more figures: {error}"))
 
     def info(self, message: str) -> None:
         """Print a line above the bar."""

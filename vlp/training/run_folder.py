@@ -24,7 +24,7 @@ import yaml
 import vlp
 from vlp import distributed
 from vlp.config import Config, ConfigError, parse_yaml
-from vlp.io import HIDDEN, parse_json, redacted, redacted_values, write_json, write_text
+from vlp.io import HIDDEN, parse_json, redact, redact_values, write_json, write_text
 from vlp.lock import is_lock
 from vlp.training.engines.engine import Engine
 from vlp.training.progress import Progress
@@ -53,7 +53,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
         are_texts = isinstance(before.get(key), str) and isinstance(now.get(key), str)
         tolerated = rule == "tolerated" or (rule == "path" and are_texts)
         lines = differences.tolerated if tolerated else differences.fatal
-        lines.append(redacted(f"{key}: saved {saved_text!r}, now {current_text!r}"))
+        lines.append(redact(f"{key}: saved {saved_text!r}, now {current_text!r}"))
     return differences
 
 
@@ -68,7 +68,7 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
     for key in values.keys() | local[0].keys():
         local_value, value = local[0].get(key), values.get(key)
         if local_value != value and not _may_differ_by_node(config, key, local_value, value):
-            problems.append(redacted(f"{key} is {local_value!r}, {value!r} on rank 0"))
+            problems.append(redact(f"{key} is {local_value!r}, {value!r} on rank 0"))
     with distributed.raise_on_all_ranks(ConfigError):
         if problems:
             raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
@@ -208,7 +208,7 @@ class RunFolder:
             return
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"output: {self.config} cannot be read ({error})") from error
-        now = redacted_values(config.model_dump(mode="json"))
+        now = redact_values(config.model_dump(mode="json"))
         saved = saved if isinstance(saved, dict) else {}
         if fatal := compare(saved, now, config).fatal:
             listed = "\n".join(f"  {line}" for line in fatal)
@@ -283,7 +283,7 @@ def record_start(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": step,
         "total_steps": total,
-        "command": redacted_values(list(sys.orig_argv)),
+        "command": redact_values(list(sys.orig_argv)),
         "directory": str(Path.cwd()),
         "devices": [
             {"host": host, "device": device, "ranks": ranks}
@@ -299,7 +299,7 @@ def record_start(
     write_json(folder.record, record, indent=1)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
-        hidden = _SECRET.sub(rf"\1{HIDDEN}", redacted(changes))
+        hidden = _SECRET.sub(rf"\1{HIDDEN}", redact(changes))
         write_text(folder.path / "git" / f"step_{step}.diff", hidden)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from vlp import distributed
-from vlp.signals import STOPS
+from vlp.signals import STOP_SIGNALS
 
 # What `deepspeed` starts on each machine, to start the ranks.
 _NODE = "deepspeed.launcher.launch"
@@ -169,7 +169,7 @@ class StopSignals:
         os.set_blocking(self._write, False)
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         _wakes = True
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         # The main thread may wait in a collective call for ranks that are gone, where it runs no
@@ -207,7 +207,7 @@ class StopSignals:
         poller.register(self._read, select.POLLIN)
         while not self._over.is_set():
             for number in os.read(self._read, 64) if poller.poll(1000 * _POLL) else b"":
-                if number in STOPS:
+                if number in STOP_SIGNALS:
                     self._request(signal.Signals(number).name)
             if self._launchers.lost():
                 self._request("the end of its launcher")

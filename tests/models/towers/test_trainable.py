@@ -4,7 +4,7 @@ from pretraining_batch import batch
 from pydantic import ValidationError
 from tests_support import POOLED_TOWER, TINY_MODEL, tiny_config
 
-from vlp.config import ConfigError, merged
+from vlp.config import ConfigError, merge
 from vlp.models.towers import batch_norms, require_whole_batches
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
@@ -107,7 +107,7 @@ def test_more_blocks_than_there_are_is_refused(side):
     ],
 )
 def test_mim_refuses_what_it_cannot_mask(image, message):
-    sizes = merged(TINY_MODEL, {"image": image})
+    sizes = merge(TINY_MODEL, {"image": image})
     data = {"sources": [{"path": "x"}], "vocabulary": "x", "canonical_streams": 1}
     with pytest.raises(ValidationError, match=message):
         PretrainConfig.model_validate({"model": sizes, "data": data})

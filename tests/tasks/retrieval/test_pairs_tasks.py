@@ -10,7 +10,7 @@ from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from launch.finetune import build_task, select
-from vlp.config import ConfigError, validated
+from vlp.config import ConfigError, validate
 from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.scenes.annotation import annotation
 from vlp.scenes.render import encode_png, render
@@ -36,7 +36,7 @@ def settings(folder, shards, kind, **task):
         "task": {"kind": kind, "data": data, "objectives": OBJECTIVES} | task,
         "training": {"batch": 4, "precision": "float32"},
     }
-    return validated(content, FinetuneConfig, "test")
+    return validate(content, FinetuneConfig, "test")
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])

@@ -15,7 +15,7 @@ from simplejpeg import decode_jpeg
 
 from vlp.data.limits import MAX_ASPECT, MAX_IMAGE_BYTES, MAX_SCAN_PIXELS, MAX_SIDE, limits
 from vlp.data.shards.sample_files import BadSample
-from vlp.io import redacted
+from vlp.io import redact
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,7 +276,7 @@ def as_image(image: Any) -> Image.Image:
         return image if array.size and array.max() > max_level else _from_array(array)
     if isinstance(image, str | os.PathLike):
         if "://" in (text := os.fspath(image)):
-            raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
+            raise ValueError(f"an image is the URL {redact(text)}; download it and give its path")
         return _read_file(Path(image))
     import torch
 

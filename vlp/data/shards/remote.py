@@ -29,11 +29,11 @@ from vlp.data.shards.sample_files import BadSample, DataError, outage_error
 from vlp.io import (
     HIDDEN,
     REFERENCE,
+    open_nofollow,
     parse_json,
-    redacted,
+    redact,
     sha256_of,
     sync_path,
-    unfollowed,
     write_text,
 )
 
@@ -105,7 +105,7 @@ def with_retries(attempt: Callable[[], Value], seconds: float, location: object)
         except Exception as error:  # every store has its own
             tries += 1
             status = getattr(error, "status", 0)
-            message = redacted(str(error))
+            message = redact(str(error))
             reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
             cause = error if message == str(error) else None
             refused = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
@@ -148,10 +148,10 @@ class RemoteFolder:
         self._connect()
 
     def __str__(self) -> str:
-        return redacted(self.url)
+        return redact(self.url)
 
     def __truediv__(self, name: str) -> str:
-        return f"{redacted(self.url.partition('?')[0])}/{name}"
+        return f"{redact(self.url.partition('?')[0])}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
         """Return a small file, None if missing; an `optional` file may also be forbidden."""
@@ -457,7 +457,7 @@ class ShardCache:
 
     def _make_room(self, file: CachedFile) -> None:
         """Reserve room for a file being fetched, and evict others until all fit."""
-        with open(self.folder / "lock", "a", opener=unfollowed) as lock:
+        with open(self.folder / "lock", "a", opener=open_nofollow) as lock:
             flock(lock, LOCK_EX)
             listed = self._listed_paths()
             if file.path not in listed:

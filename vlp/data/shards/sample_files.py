@@ -16,7 +16,7 @@ from vlp.data import file_names
 from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.tar import BLOCK, Member, members_in, open_tar, plain_members, section
-from vlp.io import Redacted, parse_json, redacted
+from vlp.io import Redacted, parse_json, redact
 
 IMAGES = tuple(suffix[1:] for suffix in file_names.IMAGES)
 
@@ -47,7 +47,7 @@ class BadSample(Exception):
     """A sample that cannot be used: the `kind` of fault (see KINDS) and its location."""
 
     def __init__(self, kind: str, where: str) -> None:
-        where = redacted(where)
+        where = redact(where)
         super().__init__(kind, where)
         self.kind = kind
         self.where = where

@@ -27,7 +27,7 @@ from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import make_rng
 from vlp.data.stream.sampler import EndlessSampler, GlobalBatch, Request, Source, TrainingSampler
-from vlp.signals import STOPS, end_with_parent
+from vlp.signals import STOP_SIGNALS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _prepare_worker(parent: int, count: Any, number: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
     # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
     # the lock of the run's folder, which must not outlive it.
-    for signal_number in STOPS:
+    for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     if os.getppid() == parent:
         end_with_parent(signal.SIGKILL, parent)

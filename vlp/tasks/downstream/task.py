@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from vlp.config import Config, ConfigError, merged, plugin_of, require_plugins, validated
+from vlp.config import Config, ConfigError, merge, plugin_of, require_plugins, validate
 from vlp.data.downstream.dataset import DownstreamDataConfig, DownstreamDataset, ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
@@ -164,7 +164,7 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     spec = get_task(config["kind"])
     if spec.restore is None:
         raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
-    checked = validated(config, spec.config, (loaded.folder or Path()) / TASK)
+    checked = validate(config, spec.config, (loaded.folder or Path()) / TASK)
     restore = partial(spec.restore, checked, loaded, metadata)
     require_sizes(config, restore, loaded.heads, (loaded.folder or Path()) / TASK)
     task: Downstream = restore()
@@ -221,7 +221,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     except OSError as error:
         raise ConfigError(f"start: {start} is no model folder ({error})") from error
     try:
-        config = ModelConfig.model_validate(merged(plain, changes))
+        config = ModelConfig.model_validate(merge(plain, changes))
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])

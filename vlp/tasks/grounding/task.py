@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from vlp.config import Config, validated
+from vlp.config import Config, validate
 from vlp.data.pretrain import PretrainData
 from vlp.io import parse_json, write_json
 from vlp.models.folder import Loaded
@@ -78,7 +78,7 @@ def map_of(folder: Path | None) -> MapConfig:
     path = (folder or Path()) / FILE_NAME
     if folder is None or not path.is_file():
         return MapConfig()
-    return validated(parse_json(path.read_text(encoding="utf-8")), MapConfig, path)
+    return validate(parse_json(path.read_text(encoding="utf-8")), MapConfig, path)
 
 
 def build(
