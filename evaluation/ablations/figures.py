@@ -81,7 +81,7 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
     """Evaluate recall of the dual encoder (`dual/...`) and re-ranked, and foils by kind.
 
     Figures are percent, `rerank/...` by similarity plus match score, `match/...` by the match score
-    alone; `last_losses` are added.
+    alone. Losses are added: `list_loss/...` in nats, and `last_losses`.
     """
     import vlp
     from evaluation.probes.foils import evaluate_foils
@@ -94,6 +94,7 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
     )  # fmt: skip
     write_queries(folder, recall)
     figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
+    figures |= {f"list_loss/{name}": loss for name, loss in recall.facts["list_loss"].items()}
     if settings.foils:
         foils = evaluate_foils(
             loaded, settings.shards, options=EvalOptions(limit=settings.foils, resamples=1)

@@ -204,15 +204,33 @@ def reranked_ranks(
 
     Ties and NaN count against the model. positives: (queries, max_positives), -1 pads.
     """
-    is_positive = np.zeros(scores.shape, dtype=bool)
-    for column in positives.T:
-        is_positive |= (dual.nearest == column[:, None]) & (column[:, None] != PADDING)
+    is_positive = _is_positive(dual.nearest, positives)
     best = np.where(is_positive & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )
     num_ahead = (~(scores < best) & ~is_positive).sum(axis=1)
     # Others stay after the top, so a positive outside it keeps its dual-encoder rank.
     return np.where(is_positive.any(axis=1), num_ahead, dual.ranks)
+
+
+def list_losses(
+    nearest: NDArray[np.int64], scores: NDArray[np.floating], positives: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return -log softmax of each query's positives among its candidates, (queries,) in nats.
+
+    nearest, scores: (queries, top). NaN where no positive is among the candidates.
+    """
+    is_positive = _is_positive(nearest, positives)
+    scores = scores.astype(np.float64)
+    positive_scores = np.where(is_positive, scores, -np.inf)
+    losses = np.logaddexp.reduce(scores, axis=1) - np.logaddexp.reduce(positive_scores, axis=1)
+    return np.where(is_positive.any(axis=1), losses, np.nan)
+
+
+def _is_positive(nearest: NDArray[np.int64], positives: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mark candidates (queries, top) that are among `positives` (queries, max_positives)."""
+    padded = positives[:, None]
+    return ((nearest[:, :, None] == padded) & (padded != PADDING)).any(axis=2)
 
 
 # Images scored with every text bucket before the next images.

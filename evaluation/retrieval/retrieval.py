@@ -20,6 +20,7 @@ from evaluation.retrieval.rerank import (
     EncodedBlocks,
     PairScorer,
     Search,
+    list_losses,
     look_up,
     match_batch_for,
     match_pairs,
@@ -49,8 +50,10 @@ def positive_ranks(
     bank: Collection | None = None,
     bank_temperature: float = BANK_TEMPERATURE,
     add_match_stage: bool = False,
-) -> dict[tuple[str, str], NDArray[np.int64]]:
+) -> tuple[dict[tuple[str, str], NDArray[np.int64]], dict[tuple[str, str], NDArray[np.float64]]]:
     """Return the rank from 0 of each query's best-ranked positive, by (stage, direction).
+
+    With `rerank`, also return the `list_losses` of the candidates, else an empty dict.
 
     Rerank score = similarity / temperature + match score; without a temperature, the match score
     alone. add_match_stage: rank by the match score alone, too, as stage `match`.
@@ -74,19 +77,25 @@ def positive_ranks(
     all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
         ("dual", direction): searches[direction].ranks for direction in DIRECTIONS
     }
+    losses: dict[tuple[str, str], NDArray[np.float64]] = {}
     if rerank:
         match_scores = _rerank_scores(encoded, collection, searches, match_batch, processes, quiet)
         for direction in DIRECTIONS:
             dual, targets = searches[direction], positives[direction]
             scores = match_scores[direction]
+            candidates = dual.nearest
+            losses["match", direction] = list_losses(candidates, scores, targets)
             if add_match_stage:
                 all_ranks["match", direction] = reranked_ranks(dual, scores, targets)
             # ITM negatives are drawn in proportion to exp(similarity / temperature): ITM log-odds
             # are relative to them, and to all candidates once the similarity is added.
             if temperature is not None:
-                scores = scores + dual.scores.astype(np.float64) / temperature
+                similarities = dual.scores.astype(np.float64) / temperature
+                losses["dual", direction] = list_losses(candidates, similarities, targets)
+                scores = scores + similarities
+                losses["rerank", direction] = list_losses(candidates, scores, targets)
             all_ranks["rerank", direction] = reranked_ranks(dual, scores, targets)
-    return all_ranks
+    return all_ranks, losses
 
 
 def _rerank_scores(
@@ -288,7 +297,7 @@ def evaluate_retrieval(
             bank_images = {sample.identity for sample in bank_collection.samples}
             shared = len(bank_images & {sample.identity for sample in collection.samples})
         with encoder.prefetching():
-            all_ranks = positive_ranks(
+            all_ranks, losses = positive_ranks(
                 encoder,
                 collection,
                 rerank,
@@ -301,11 +310,16 @@ def evaluate_retrieval(
                 add_match_stage=rerank_by == "both",
             )
     notes: list[str] = []
+    list_loss: dict[str, float] = {}
     if rerank:
         by = "the match score alone"
         if temperature is not None:
             by = f"similarity / {temperature:.3g} + match score"
         notes.append(f"The top {rerank} were re-ranked by {by}.")
+        means = {key: losses[key][~np.isnan(losses[key])] for key in sorted(losses)}
+        list_loss = {"/".join(k): float(v.mean()) for k, v in means.items() if len(v)}
+        parts = ", ".join(f"{name} {loss:.3f}" for name, loss in list_loss.items())
+        notes.append(f"List loss of the positives among them, in nats: {parts or 'none'}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:
@@ -344,6 +358,7 @@ def evaluate_retrieval(
         notes=tuple(notes),
         facts={
             "rerank": rerank,
+            "list_loss": list_loss,
             "temperature": temperature if rerank else None,
             "match_trained": loaded.model.match_is_trained,
             "bank": list(map(str, bank)),

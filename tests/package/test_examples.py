@@ -1,4 +1,5 @@
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -38,6 +39,12 @@ def test_a_task_of_ones_own_is_trained_and_evaluated_by_the_commands(tmp_path):
     plugin = ["--plugin", "examples/colour_task.py"]
     run(*plugin, "evaluate", "colour", "--model", str(model), "--shards", str(shards))
     assert json.loads((tmp_path / "run/evaluation/best/colour.json").read_text())["items"] == 12
+
+
+def test_a_plugin_may_import_the_module_whose_defaults_load_it():
+    environment = {**os.environ, "VLP_PLUGINS": str(ROOT / "examples/printed_anchor_loss.py")}
+    code = "import vlp.models.config"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
 def run(*words):

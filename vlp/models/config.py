@@ -191,7 +191,10 @@ class CrossConfig(Config):
         for name in ("anchor", "alignment"):
             if {name, "uniform"} <= set(self.position):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
-        available = (*SHORTHANDS, SOFT, *list_positions())
+        available = (*SHORTHANDS, SOFT, *CROSS_MODAL)
+        # `list_positions` imports plugins, which may import this module: not for its defaults.
+        if not set(self.position) <= set(available):
+            available = (*available, *list_positions())
         if unknown := [name for name in self.position if name not in available]:
             hint = nearest(unknown[0], available) or f"; there are {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")

@@ -13,6 +13,7 @@ from evaluation.retrieval.rerank import (
     PairScorer,
     Search,
     assign_buckets,
+    list_losses,
     look_up,
     match_batch_for,
     match_pairs,
@@ -213,6 +214,9 @@ def test_ranks_equal_sorting_the_whole_list(data):
     found = Search(ranks, np.array([order]), dual[order][None])
     expected = slow_rank(order, scores, dual, positive)
     assert reranked_ranks(found, np.array([scores], float), padded).tolist() == [expected]
+    share = sum(np.exp(s) for c, s in zip(order, scores) if c in positive) / np.exp(scores).sum()
+    loss = list_losses(found.nearest, np.array([scores], float), padded)
+    np.testing.assert_allclose(loss, -np.log(share) if share else np.nan, atol=1e-12)
 
 
 def test_nan_scores_count_against_the_model():
