@@ -207,7 +207,7 @@ class Originals:
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
         if folder and (entry := self._exact(base, folder)) is not None:
-            return self._location(base, entry)
+            return self._location(*self._claimed((base, entry), folder))
         # Case and accents count where they distinguish files.
         located = self._select([base], folder, str)
         located = located or self._select(self._variants(base), folder, fold_case)
@@ -227,7 +227,8 @@ class Originals:
             near = (match for name in names for match in self._of_folder(name, folder))
             agreeing = [match for match in near if self._agrees(match[1], form(folder), form)]
             if agreeing:
-                return self._unique(agreeing)
+                match = self._unique(agreeing)
+                return None if match is None else self._claimed(match, folder)
             if not names or self._holds_folder(folder):
                 return None
         matches = [match for name in names for match in self._of_name(name)]
@@ -239,6 +240,15 @@ class Originals:
             return None
         return match
 
+    def _claimed(self, match: _Match, folder: str) -> _Match:
+        """Reserve a file for rows that name its folder: other folders' rows mean other files."""
+        folder = composed(folder)
+        previous = self._alone.get(match, folder)
+        self._alone[match] = folder
+        if not ends_alike(previous, folder):
+            self._add_problem(f"{self._location(*match)} was taken for {previous}/{match[0]}")
+        return match
+
     def _unique(self, matches: list[_Match]) -> _Match | None:
         # Copies of one image may lie in several folders.
         if len(matches) < 2:
@@ -248,9 +258,12 @@ class Originals:
             if all(first.read() == self._location(*other).read() for other in matches[1:]):
                 return matches[0]
         problem = f"{first}: the list does not tell which of several {matches[0][0]} it means"
+        self._add_problem(problem)
+        return None
+
+    def _add_problem(self, problem: str) -> None:
         if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
-        return None
 
     def _of_name(self, base: str) -> list[_Match]:
         first, more = self._by_name.get(base), self._duplicates.get(base, {})

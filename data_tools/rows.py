@@ -9,9 +9,9 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_tools.builder.samples import Refused
 from data_tools.originals import TOO_MUCH, most_unpacked, shown
@@ -51,6 +51,9 @@ class Row(BaseModel):
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+
+# A split becomes a folder in OUT, and the file may be a stranger's: one plain name, not `..`.
+SplitName = Annotated[str, Field(pattern=r"^[^/\\.][^/\\]*$")]
 
 
 Faults = list[Refused]  # filled during reading; the manifest counts them

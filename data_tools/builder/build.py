@@ -26,6 +26,7 @@ from data_tools.builder.write_shard import (
     Pieces,
     Record,
     make_shard,
+    require_own_shards,
     temporary,
 )
 from data_tools.options import BuildOptions
@@ -108,7 +109,10 @@ def build_in_steps(
 
 
 def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
-    """Move a build's output into a folder of its own, once for all runs of a command."""
+    """Move a build's output into a folder of its own, once for all runs of a command.
+
+    Raises ConfigError at tars that no build wrote, before anything is moved.
+    """
     done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
     if number:
         last = out / _ASIDE.replace("*", f"{number - 1:03d}")
@@ -117,6 +121,10 @@ def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
             number -= 1
         elif parse_json((last / done).read_bytes()) == build_settings:
             return
+    has_build = number > 0 or (out / JOURNAL_NAME).exists()
+    require_own_shards(out, has_build)
+    if not has_build:
+        return
     aside = out / _ASIDE.replace("*", f"{number:03d}")
     aside.mkdir(exist_ok=True)
     bookkeeping = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]

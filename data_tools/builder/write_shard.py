@@ -329,6 +329,17 @@ def require_same_settings(
             )
 
 
+def require_own_shards(folder: Path, has_build: bool) -> None:
+    """Refuse tars in OUT that no build wrote; they are neither deleted nor read with the shards."""
+    # A shard without a record was published just before a kill: it is made again. One in a
+    # folder where no build began, or of another kind of name, is somebody else's.
+    for path in folder.glob("*.tar"):
+        if not (has_build and is_shard_name(path.name)):
+            raise ConfigError(
+                f"{path}: a shard that this command did not write; move it, or choose another --out"
+            )
+
+
 class Journal:
     """The records of a folder of shards by number, as a context; the caller holds the lock."""
 
@@ -342,14 +353,7 @@ class Journal:
         self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
         try:
             has_build = self._read()
-            # A shard without a record was published just before a kill: it is made again. One in a
-            # folder where no build began, or of another kind of name, is somebody else's.
-            for path in folder.glob("*.tar"):
-                if not (has_build and _is_ours(path.name)):
-                    raise ConfigError(
-                        f"{path}: a shard that this command did not write; choose another --out, "
-                        f"or {REMEDY}"
-                    )
+            require_own_shards(folder, has_build)
             self._is_new = not has_build
             if self._is_new:
                 self._append({"settings": settings})
@@ -407,8 +411,7 @@ class Journal:
                     raise
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                 raise ConfigError(
-                    f"{self._path}: line {number} is not of a build ({reason}); delete this file "
-                    "to build every shard again"
+                    f"{self._path}: line {number} is not of a build ({reason}); {REMEDY}"
                 ) from error
             whole += len(line) + 1
         if last is not None and previous is not None:
@@ -436,7 +439,8 @@ def _holds(path: Path, record: Record) -> bool:
     return sha256_of(path) == record.sha256 if path.is_file() else not record.samples
 
 
-def _is_ours(name: str) -> bool:
+def is_shard_name(name: str) -> bool:
+    """Return whether a build gives its shards such a name."""
     digits = name.removeprefix("shard-").removesuffix(".tar")
     return digits.isdecimal() and name == shard_name(int(digits))
 

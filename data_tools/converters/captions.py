@@ -24,6 +24,7 @@ from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, 
 from data_tools.rows import (
     Faults,
     Row,
+    SplitName,
     WrongFile,
     members,
     parsed,
@@ -55,16 +56,13 @@ class Entry(NamedTuple):
     key: str
 
 
-class _Sentence(Row):
-    raw: str | None
-
-
 class _KarpathyImage(Row):
     filename: str
-    split: str
-    sentences: list[_Sentence]
-    filepath: str = ""
-    cocoid: int | None = None
+    split: SplitName
+    # A bad sentence costs itself, not its image.
+    sentences: list[Any]
+    filepath: str | None = None
+    cocoid: Any = None
 
 
 class _CocoImage(Row):
@@ -263,6 +261,11 @@ def visual_genome(
     return make_corpus(target, images, [part])
 
 
+def _raw(sentence: Any) -> str | None:
+    raw = sentence.get("raw") if isinstance(sentence, dict) else None
+    return raw if isinstance(raw, str) else None
+
+
 def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
     """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
     content = read_json(path, faults)
@@ -273,7 +276,7 @@ def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
         Entry(
             name,
             "train" if image.split == RESTVAL else image.split,
-            [sentence.raw for sentence in image.sentences],
+            [_raw(sentence) for sentence in image.sentences],
             content.get("dataset") or path.stem,
             stems[name] if image.cocoid is None else str(image.cocoid),
             key_of_image(stems[name]),
@@ -376,6 +379,10 @@ def _official_part(
             if image.id in ambiguous_ids:
                 yield Refused("image id of several files", f"{image.id} ({image.file_name})")
                 continue
+            words = category_words
+            if words is not None and words.is_other_file(image.id, image.file_name):
+                yield Refused("instances of another image of this id", f"{image.id}")
+                words = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
             annotation = Annotation(
@@ -384,10 +391,10 @@ def _official_part(
                 image_id=str(image.id),
                 url=image.coco_url,
                 flickr_url=image.flickr_url,
-                boxes=None if category_words is None else category_words.boxes(image.id),
-                words=None if category_words is None else category_words.words(image.id, texts),
+                boxes=None if words is None else words.boxes(image.id),
+                words=None if words is None else words.words(image.id, texts),
             )
-            size = None if category_words is None else category_words.size(image.id)
+            size = None if words is None else words.size(image.id)
             yield SampleSpec(key, (image.file_name,), annotation, size)
         for number in captions.keys() - {image.id for image in images}:
             yield Refused("captions of an unknown image", str(number))

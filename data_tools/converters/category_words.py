@@ -10,6 +10,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from data_tools.rows import Faults, Row, members, parsed, read_json
 from vlp.config import ConfigError
+from vlp.data.file_names import ends_alike
 from vlp.data.schema import Box, Word
 
 KIND, SEVERAL = "object", "objects"
@@ -82,6 +83,11 @@ class CategoryWords:
         for path in paths:
             self._read(path, faults)
         self._longest = max(map(len, self._names), default=0)
+
+    def is_other_file(self, image_id: int, file_name: str) -> bool:
+        """Return whether the instances' image of an id has another file name."""
+        path = self._files.get(image_id)
+        return path is not None and not ends_alike(path, file_name)
 
     def size(self, image_id: int) -> tuple[int, int] | None:
         """Return the (width, height) in pixels that an image's boxes refer to; None: not known."""

@@ -20,7 +20,7 @@ from data_tools.builder.build import (
 )
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out, Splits
-from data_tools.rows import Faults, Located, Row, json_list, members, parsed, read_json
+from data_tools.rows import Faults, Located, Row, SplitName, json_list, members, parsed, read_json
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
@@ -41,7 +41,7 @@ class _Reference(Row):
     ref_id: int
     ann_id: int
     image_id: int
-    split: str
+    split: SplitName
     sentences: list[_Sentence]
     category_id: int | None = None
 

@@ -51,6 +51,7 @@ class FileTree(Originals):
         self._files: dict[str, FileEntry] = {}
         self._roots: dict[int, Path] = {}
         self._in_both: set[str] = set()
+        self._claims: set[str] = set()  # paths that rows name with a folder
         self._placed: set[str] = set()
         self._prefix = ""
         self._tops: dict[str, str] = {}
@@ -108,12 +109,19 @@ class FileTree(Originals):
         ]
         for path in (normpath(join(folder, name)), name, *alternatives):
             if path in self._files:
+                if "/" in name and "_names" in vars(self):
+                    self._names.claim(path)
+                elif "/" in name:
+                    self._claims.add(path)
                 return path
         return self._names.find(name)
 
     @cached_property
     def _names(self) -> FileNames:
-        return FileNames({path: self.whole(path) for path in self._files})
+        names = FileNames({path: self.whole(path) for path in self._files})
+        for path in self._claims:
+            names.claim(path)
+        return names
 
     @property
     def shared(self) -> set[str]:

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -298,6 +298,10 @@ def _delimited(
         if len(names) == 2:
             names[1 - (image_position or 0)] = "caption"
 
+    def is_row(line: str) -> bool:
+        cells = next(csv.reader([line], delimiter=delimiter), [])
+        return len(cells) >= len(names) > 1 and any(is_image_name(cell.strip()) for cell in cells)
+
     def rows(columns: Sequence[str]) -> Iterator[Located]:
         # MySQL writes a backslash before a quote, where others write two quotes.
         marks = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
@@ -306,33 +310,62 @@ def _delimited(
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
         options: dict[str, Any] = {"quoting": quoting, "escapechar": escape or None}
         with open(path, **_TEXT) as file:
-            reader = csv.reader(chain(file, [_END]), delimiter=delimiter, **options)
-            try:
-                for number, cells in enumerate(reader):
-                    if (not number and not headless) or cells in ([], [_END]):
-                        continue
-                    if cells[-1].endswith(_END):
-                        raise csv.Error("the file ends within quotes")
-                    cells = [*map(_unquoted, cells)] if bare else cells
-                    location = f"{where}, line {reader.line_num}"
-                    if not sound("".join(cells)):
-                        faults.append(Refused("line that is not UTF-8", location))
-                    elif len(cells) < len(names) or any(cells[len(names) :]):
-                        faults.append(Refused("row of another layout", location))
-                    else:
-                        # Captions may be in several columns of one name.
-                        values: dict[str, Any] = defaultdict(list)
-                        for name, cell in zip(names, cells):
-                            values[name].append(cell)
-                        row = {name: v if len(v) > 1 else v[0] for name, v in values.items()}
-                        yield location, row
-            except csv.Error as error:
-                raise ConfigError(
-                    f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
-                    "left open?"
-                ) from error
+            lines = _Lines(chain(file, [_END]))
+            reader = csv.reader(lines, delimiter=delimiter, **options)
+            for number in count():
+                lines.row.clear()
+                try:
+                    cells = next(reader)
+                    is_open = len(cells) > 0 and cells != [_END] and cells[-1].endswith(_END)
+                except StopIteration:
+                    break
+                except csv.Error:  # more than 128 KiB in quotes
+                    cells, is_open = [], True
+                # A quote that is not closed swallows rows up to the next one.
+                if is_open or any(map(is_row, lines.row[1:])):
+                    lines.rewind()
+                    faults.append(Refused("quote left open", f"{where}, line {lines.number}"))
+                    continue
+                if (not number and not headless) or cells in ([], [_END]):
+                    continue
+                cells = [*map(_unquoted, cells)] if bare else cells
+                location = f"{where}, line {lines.number}"
+                if not sound("".join(cells)):
+                    faults.append(Refused("line that is not UTF-8", location))
+                elif len(cells) < len(names) or any(cells[len(names) :]):
+                    faults.append(Refused("row of another layout", location))
+                else:
+                    # Captions may be in several columns of one name.
+                    values: dict[str, Any] = defaultdict(list)
+                    for name, cell in zip(names, cells):
+                        values[name].append(cell)
+                    row = {name: v if len(v) > 1 else v[0] for name, v in values.items()}
+                    yield location, row
 
     return UserTable(names, rows)
+
+
+class _Lines:
+    """Lines of a file; those of a row can be read again, but the first."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines, self._again = iter(lines), list[str]()
+        self.row: list[str] = []  # lines since it was cleared
+        self.number = 0  # of the last line, from 1
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.pop() if self._again else next(self._lines)
+        self.row.append(line)
+        self.number += 1
+        return line
+
+    def rewind(self) -> None:
+        """Go back to the line after the row's first."""
+        self._again += reversed(self.row[1:])
+        self.number -= len(self.row) - 1
 
 
 def _unquoted(cell: str) -> str:

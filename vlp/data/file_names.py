@@ -71,6 +71,12 @@ class FileNames:
         self._folders = {fold_case(whole.rpartition("/")[0]) for whole in paths.values()}
         self._folder_ends = {end for folder in self._folders for end in _ends(folder)}
 
+    def claim(self, path: str) -> None:
+        """Reserve a file for rows that name its folder; its base name alone finds it no more."""
+        whole = composed(self._paths[path])
+        if not ends_alike(self._unique_names.setdefault(path, whole), whole):
+            self.shared.add(path)
+
     def find(self, name: str) -> str | None:
         """Return the path that ends like a name, perhaps without extension; None if ambiguous."""
         folder, _, base = fold_case(name).rpartition("/")
@@ -79,13 +85,19 @@ class FileNames:
             for form in (str, fold_case):
                 fitting = (path for path in candidates if self._fits(path, form, name, extension))
                 if matches := list(islice(fitting, 2)):
-                    return matches[0] if len(matches) == 1 else None
+                    if len(matches) > 1:
+                        return None
+                    if folder:
+                        self.claim(matches[0])
+                    return matches[0]
             same_base = index.get(base, [])
             if len(same_base) == 1 and not self._has_folder(folder):
-                name = composed(name)
-                if ends_alike(self._unique_names.setdefault(same_base[0], name), name):
-                    return same_base[0]
-                self.shared.add(same_base[0])
+                path, name = same_base[0], composed(name)
+                first = self._unique_names.setdefault(path, name)
+                if ends_alike(first, name):
+                    return path
+                if first != composed(self._paths[path]):  # not claimed
+                    self.shared.add(path)
                 return None
         return None
 

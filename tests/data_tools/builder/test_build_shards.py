@@ -390,14 +390,17 @@ def test_other_settings_and_other_peoples_shards_are_refused(places, tmp_path):
     with pytest.raises(ConfigError, match="was begun with words 5, this command says 6: "):
         named(title="Toy", arguments={"words": 6})
     (out / "theirs.tar").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"theirs.tar: a shard that this command did not write"):
-        build(places, out)
+    for options in (FOUR, replace(FOUR, replace=True)):
+        with pytest.raises(ConfigError, match=r"theirs.tar: a shard that this command did not"):
+            build(places, out, options)
+    assert (out / "shard-000000.tar").exists()
     other = tmp_path / "other"
     other.mkdir()
     (other / "shard-000000.tar").write_bytes(b"")
-    for _ in range(2):  # the first one leaves nothing that lets the second one in
+    for options in (FOUR, FOUR, replace(FOUR, replace=True)):
+        # the first one leaves nothing that lets the second one in
         with pytest.raises(ConfigError, match="did not write"):
-            build(places, other)
+            build(places, other, options)
     assert [path.name for path in other.iterdir()] == ["shard-000000.tar"]
 
     def damaged():

@@ -138,7 +138,11 @@ def karpathy(tmp_path):
 
 
 def test_karpathys_splits(karpathy, tmp_path):
-    out = tmp_path / "out"
+    out, content = tmp_path / "out", json.loads(karpathy.read_text())
+    # A bad sentence costs itself, and a split is never a path out of OUT.
+    content["images"][0] |= {"cocoid": "x", "sentences": [None, {"raw": "image 9"}]}
+    content["images"].append({**content["images"][1], "split": "../evil"})
+    json_of(karpathy, content)
     arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
     assert main([*arguments, "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["test", "train", "val"]
@@ -148,6 +152,23 @@ def test_karpathys_splits(karpathy, tmp_path):
     assert about.image == raw_image(42)
     assert (about.annotation.source, about.annotation.image_id) == ("coco", "42")
     assert list(samples_of(out / "test")) == ["COCO_val2014_000000000074"]
+    assert list(failures_of(out / "test")) == ["row of another layout"]
+    assert not (tmp_path / "evil").exists()
+
+
+def test_boxes_of_another_image_with_the_same_id_are_left_out(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(raw_image(0))
+    texts = [{"id": 1, "image_id": 1, "caption": "a dog"}]
+    images = [{"id": 1, "file_name": "a.jpg", "width": 64, "height": 48}]
+    path = json_of(tmp_path / "captions_a.json", {"images": images, "annotations": texts})
+    boxes = [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 9, 9], "iscrowd": 0}]
+    content = {"annotations": boxes, "categories": [{"id": 1, "name": "dog"}]}
+    content["images"] = [{**images[0], "file_name": "b.jpg"}]
+    arguments = ["coco", "--annotations", str(path), "--images", str(tmp_path / "images")]
+    arguments += ["--instances", str(json_of(tmp_path / "instances_b.json", content))]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert samples_of(tmp_path / "out" / "a")["a"].annotation.boxes is None
 
 
 def test_what_cannot_be_asked_for(karpathy, tmp_path, shared, capsys):

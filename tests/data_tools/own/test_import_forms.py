@@ -168,6 +168,7 @@ def test_a_caption_ends_where_its_line_does(tmp_path):
         ("escaped.csv", 'image,caption\n0.jpg,"a \\"big\\", dog"\n1.jpg,c\n', ['a "big", dog']),
         ("quoted.tsv", '"image"\t"caption"\n"0.jpg"\t"it says ""a"""\n', ['it says "a"']),
         ("open quote.tsv", 'image\tcaption\n0.jpg\t"a\n1.jpg\tc"\n', ['"a']),
+        ("open quote.csv", 'image,caption\n0.jpg,z\n0.jpg,"a\n1.jpg,c\n0.jpg,"b"\n', ["z", "b"]),
         ("nulls.csv", "image,text_1,text_2\n0.jpg,a,NULL\n1.jpg,\\N,c\n0.jpg,#N/A,n/a\n", ["a"]),
         (
             "number sign.csv",
